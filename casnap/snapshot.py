@@ -194,7 +194,7 @@ class Snapshot:
         self.pg = pg
         self._requests = dict(requests)
         self._freed_bytes = freed_bytes
-        self.contents = Contents(view.repository, view.full_of(name), row)
+        self.contents = Contents(view.readable, view.full_of(name), row)
 
     @classmethod
     def of(

@@ -627,16 +627,19 @@ class Store:
             size = self.chunk_size
             to = Store(to, chunk_size=size, storage_options=storage_options, exclusive=exclusive)
         new_name = None if rename is None else to._view.local_name(rename)
-        selection = choose(self._view.repository, self.prefix, inner, new_name)
+        # A read finds out whether the newest root is whole.
+        self._view.read(lambda _: None)
+        source = self._view.readable
+        selection = choose(source, self.prefix, inner, new_name)
         repository = to._view.look() if dry_run else to._view.make()
         if repository is not None:
-            check_pair(self._view.repository, repository)
+            check_pair(source, repository)
             full_of = to._view.full_of
             selection = [c._replace(new_name=check_name(full_of(c.new_name))) for c in selection]
         is_folder = len(selection) > 1
         hooks = CommitHooks() if repository is None else to._view.hooks
         options = CopyOptions(dry_run=dry_run, skip_gone=is_folder, hooks=hooks)
-        return copy_snapshots(self._view.repository, repository, selection, options, progress)
+        return copy_snapshots(source, repository, selection, options, progress)
 
     # --- folders for inference ---
 
@@ -993,7 +996,7 @@ class Store:
         """Return the logical, stored and unique bytes of each snapshot, in the order of commits."""
         from casnap.maintenance.usage import usage
 
-        return usage([s.contents for s in self.snapshots(prefix)], self._view.repository)
+        return usage([s.contents for s in self.snapshots(prefix)], self._view.readable)
 
     def check(
         self,

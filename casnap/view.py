@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +15,13 @@ import msgspec
 
 from casnap.backends import Backend
 from casnap.backends.uris import joined, name_below
-from casnap.errors import PLACE_ERRORS, NotAStoreError, SnapshotNotFoundError, with_article
+from casnap.errors import (
+    PLACE_ERRORS,
+    DamagedError,
+    NotAStoreError,
+    SnapshotNotFoundError,
+    with_article,
+)
 from casnap.format.names import check_name, name_text
 from casnap.format.records import Root, Row, StoreConfig
 from casnap.runtime.environment import given_path, threads_asked
@@ -37,7 +44,10 @@ if TYPE_CHECKING:
     from casnap.ranks.comm import Comm
     from casnap.storage import CommitHooks
 
+_log = logging.getLogger("casnap")
 V = TypeVar("V")
+# The stores, and their newest roots, of which a warning was logged that an older one is read.
+_told: set[tuple[str, int]] = set()
 Opening = Callable[..., tuple[Repository, bool]]
 
 
@@ -74,6 +84,8 @@ class View:
         self._create = create
         self._mirror_options = mirror_options
         self._repository: Repository | None = None
+        # It as of an older root, once that has shown to be the newest whole one.
+        self._older: Repository | None = None
         self.threads = threads or threads_asked()
         self.mirror: Mirror | None = None
         self.is_new = False
@@ -283,10 +295,28 @@ class View:
 
     # --- rows ---
 
+    @property
+    def readable(self) -> Repository:
+        """The store to read snapshots from: another one where its newest root is not whole."""
+        return self._older or self.repository
+
     def read(self, look: Callable[[Table], V]) -> V:
-        """Call a function with the newest table, and return its result."""
-        repository = self.repository
-        return repository.read_at_newest(lambda root: look(repository.table(root)))
+        """Call a function with the newest table, and return its result.
+
+        If files are missing that the newest root names, this reads as of the newest whole one.
+        """
+        roots: list[Root] = []
+        try:
+            return self.readable.read_table(look, roots.append)
+        except DamagedError:
+            # A root that cannot be read itself is not looked for again.
+            can_look = self._older is None and roots
+            older = self.repository.as_of_whole_root() if can_look else None
+            if older is None:
+                raise
+        self._older = older
+        _tell_of_older(self.repository, older)
+        return older.read_table(look)
 
     def find(self, given: str) -> tuple[str, Row]:
         """Return the full name and the row of a snapshot, by the name that a user gives.
@@ -330,6 +360,23 @@ class View:
             free = self.repository.backend.free_bytes()
             if free is not None and free <= nbytes:
                 hooks.make_room(lambda: nbytes)
+
+
+def _tell_of_older(store: Repository, older: Repository) -> None:
+    """Log a warning, once for a store, that it is read as of an older root."""
+    newest = store.newest().seq
+    if (told := (store.backend.identity, newest)) in _told:
+        return
+    _told.add(told)
+    _log.warning(
+        "%s is read as of root %d, the newest whole one: root %d names files that are not here, as "
+        "where a store was copied while it was written. Copy it again, or have `casnap repair %s` "
+        "save what is here; nothing can be committed before",
+        store.backend.uri,
+        older.newest().seq,
+        newest,
+        store.backend.uri,
+    )
 
 
 def _unpickled(fields: tuple[Any, ...], is_open: bool) -> View:

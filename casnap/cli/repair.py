@@ -149,6 +149,14 @@ def _print(uri: str, report: RepairReport) -> None:
     for step, count in steps.items():
         if count:
             say(f"{step}: {count:,}")
+    if report.restored_root is not None:
+        say(
+            f"root {report.restored_root:,}, the newest whole one, "
+            f"{'would be' if report.dry_run else 'is'} the last again, since files that the "
+            "newest one names are not here. What was committed after it is given up: a collection "
+            "deletes its bytes once the grace is over. If you still have the store that this one "
+            "is a copy of, copy it again"
+        )
     if any(damage.object == CONFIG_KEY for damage in report.found):
         say(f"{CONFIG_KEY} {'would be ' if report.dry_run else ''}made anew")
     if any(damage.object.startswith("roots/") for damage in report.found):

@@ -149,7 +149,23 @@ def check(
     if report.ok:  # a damaged store could not tell what it holds
         report.warnings += lost_commits(store)
     _count_orphans(backend, survey, report)
+    report.warnings += _what_is_read(survey)
     return report
+
+
+def _what_is_read(survey: Survey) -> list[str]:
+    """Return a warning if the newest root is not what is read, since files of it are missing."""
+    has_index = all(damage.kind != "missing" for damage in survey.unreadable.values())
+    if has_index and not survey.table_is_lost:
+        return []
+    older = survey.store.as_of_whole_root()
+    if older is None:
+        return []
+    return [
+        f"files that root {survey.root.seq} names are not here, as where a store was copied while "
+        f"it was written: what is read is as of root {older.newest().seq}, the newest whole one, "
+        "and nothing can be committed. Copy the store again, or repair it"
+    ]
 
 
 def _of_one(

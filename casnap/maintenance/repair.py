@@ -75,6 +75,8 @@ class RepairReport:
         saved_chunks: How many chunks and nodes were copied out of damaged packs.
         healed_chunks: How many lost chunks and nodes were found in a source.
         rescued_packs: Condemned packs that are needed, and are no longer condemned.
+        restored_root: The older root whose snapshots the store has again, since files that the
+            newest one named are not here, and its table of snapshots cannot be read; else None.
         skipped: Sources, and packs that no segment lists, that could not be used, and why.
         warnings: Snapshots that markers tell of, and the newest root does not, as in a check. No
             repair can bring them back.
@@ -90,6 +92,7 @@ class RepairReport:
     saved_chunks: int = 0
     healed_chunks: int = 0
     rescued_packs: int = 0
+    restored_root: int | None = None
     skipped: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -140,6 +143,8 @@ class _Repair:
         self._would_adopt: set[Digest] = set()
         # Damaged roots, which must not stay the newest.
         self._must_replace: set[int] = set()
+        # The newest whole root, if files are not here that the newest one names.
+        self._whole_root: Root | None = None
         self._tries = 0
         self.report = RepairReport(dry_run=dry_run)
 
@@ -155,10 +160,14 @@ class _Repair:
         if record and not self.report.dry_run:
             restore_config(self._store.backend, self._store.config)
         self._must_replace = {survey.root.seq} if stood_in_for else set()
+        if survey.damages:
+            older = self._store.as_of_whole_root()
+            self._whole_root = None if older is None else older.newest()
         try:
             if self.report.dry_run:
                 self._adopt()
                 self._mend()
+                self._go_back()
             else:
                 while self._change():
                     survey.run_again()
@@ -177,7 +186,7 @@ class _Repair:
     def _change(self) -> bool:
         """Repair something; return whether to survey the store again."""
         try:
-            return self._drop_rows() or self._adopt() or self._mend()
+            return self._drop_rows() or self._adopt() or self._mend() or self._go_back()
         except DamagedError:
             # A collector removes segments that the root at hand names, and the newest does not.
             self._tries += 1
@@ -208,6 +217,29 @@ class _Repair:
         if self._salvage is not None:
             self._salvage.close()
         self._salvage, self._copied, self._healed = None, set(), set()
+
+    def _go_back(self) -> bool:
+        """Put the newest whole root again, under a new number, if the newest table is lost.
+
+        The fence stays: whoever wrote on a root after that could not read the table. So packs and
+        segments of those roots wait as what any writer has left, until their grace is over.
+        """
+        survey, whole = self._survey, self._whole_root
+        # A dry run does not know what the index would find again.
+        if whole is None or self._would_adopt or not survey.table_is_lost:
+            return False
+
+        def prepare(newest: Root) -> Root | None:
+            if newest != survey.root:
+                return None
+            return self._next_root(msgspec.structs.replace(whole, seq=newest.seq))
+
+        if self.report.dry_run:
+            self.report.remaining = []
+        elif put_root_after(self._store, prepare, first_root=lambda: survey.root) is None:
+            return True
+        self.report.restored_root, self._whole_root = whole.seq, None
+        return True
 
     # --- packs that no segment lists ---
 

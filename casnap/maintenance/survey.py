@@ -363,6 +363,15 @@ class Survey:
         unknown = bool(self.unreadable) or self._has_unknown_nodes
         return unknown or any(self.needed[digest] < 0 for digest in self.lost)
 
+    @property
+    def table_is_lost(self) -> bool:
+        """Whether the names of some snapshots cannot be read."""
+
+        def read() -> list[tuple[str, Row]]:
+            return list(self._uncached.table(self.root).items_in())
+
+        return self._try_read(read, "the table")[0] is None
+
     def whole_places(self, digest: Digest) -> list[Place]:
         """Return the places of a digest that are not known to be bad."""
         places = self.index.of(digest)

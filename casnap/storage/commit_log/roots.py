@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -196,6 +197,18 @@ def _last_seq(backend: Backend) -> int:
             f"{backend.uri} holds no root; its creation was cut off or it is damaged"
         )
     return max(seqs)
+
+
+def roots_before(backend: Backend, seq: int) -> Iterator[Root]:
+    """Yield the roots before a number that can be read, the newest first."""
+    for folder in sorted(_numbers(backend, "roots"), reverse=True):
+        for number in sorted(_numbers(backend, f"roots/{folder}"), reverse=True):
+            root: Root | None = None
+            if number < seq:
+                with suppress(FileNotFoundError, DamagedError, BackendError):
+                    root = read_root(backend, number)
+            if root is not None:
+                yield root
 
 
 def named_root(backend: Backend, seq: int) -> Root:

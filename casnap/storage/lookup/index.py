@@ -316,7 +316,7 @@ class Index:
         name = self._backend.where(key)
         data = self._read_named(key, ref)
         if data is None:
-            raise DamagedError(f"the index segment {name} is missing; see `casnap check`")
+            raise _missing_error(name)
         counts = segment_counts(data)
         if counts != (ref.count, ref.deltas):
             raise DamagedError(
@@ -330,17 +330,36 @@ class Index:
         try:
             return self._backend.read(key, max_segment_bytes(ref))
         except FileNotFoundError:
-            # A collector may have deleted it, if an older root names it.
-            if not self._backend.appears(key, lambda: ref in newest_root(self._backend).segments):
+            if not self._appears(key, ref):
                 return None
         # A client may also show the name of what was deleted.
         with suppress(FileNotFoundError):
             return self._backend.read(key, max_segment_bytes(ref))
         return None
 
+    def _appears(self, key: str, ref: SegmentRef) -> bool:
+        # A collector may have deleted it, if an older root names it.
+        return self._backend.appears(key, lambda: ref in newest_root(self._backend).segments)
+
     def pack_appears(self, pack: bytes, still: Callable[[], object]) -> bool:
         """Wait for a pack that must be there; as :meth:`casnap.backends.Backend.appears`."""
         return self._backend.appears(pack_key(pack), still)
+
+    def check_there(self, root: Root) -> None:
+        """Check that the segments of a root are there, as far as this host has not cached them.
+
+        Raises:
+            DamagedError: One is missing.
+        """
+        for ref in root.segments:
+            key = segment_key(SegmentId(ref.id))
+            if (
+                packs_in(self.cache, ref) is not None
+                or self._backend.size_if_there(key) is not None
+            ):
+                continue
+            if not self._appears(key, ref):
+                raise _missing_error(self._backend.where(key))
 
     def bases_in(self, ref: SegmentRef) -> Iterator[bytes]:
         """Yield the bases of the deltas in a segment, once for each delta.
@@ -404,6 +423,10 @@ class Index:
     def note_damaged(self, records: Iterable[Record]) -> None:
         """Note damaged places, for all takes of this process: they store anew what lies there."""
         _damaged[self._name].update(records)
+
+
+def _missing_error(name: str) -> DamagedError:
+    return DamagedError(f"the index segment {name} is missing; see `casnap check`")
 
 
 class RemoteIndex(Index):

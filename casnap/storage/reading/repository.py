@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -28,11 +29,12 @@ from casnap.format.tree import TABLE_FANOUT, Tree
 from casnap.runtime.buffers import fill_from
 from casnap.runtime.threads import cores
 from casnap.storage.commit_log.config import read_config
-from casnap.storage.commit_log.roots import check_writable
+from casnap.storage.commit_log.roots import check_writable, roots_before
 from casnap.storage.commit_log.settings import Settings
 from casnap.storage.lookup.index import Index, IndexView
 from casnap.storage.lookup.lookup_order import Left, Lookup, Lost, lookup_at
 from casnap.storage.lookup.newest_root import RememberedRoot
+from casnap.storage.lookup.older_roots import FilesThere, OlderRoot
 from casnap.storage.packs.chunk_reads import (
     DEFAULT_READ,
     WITHOUT_POOL,
@@ -48,6 +50,8 @@ from casnap.storage.reading.chunk_cache import ChunkCache
 
 V = TypeVar("V")
 
+# How many older roots are looked at for one that is whole.
+_MOST_ROOTS = 1000
 _DELTA = int(Codec.DELTA)
 # The places of so many chunks are held at a time.
 _WINDOW = 1 << 14
@@ -188,6 +192,57 @@ class Repository:
     def recent_view(self, base_root: Root | None = None) -> IndexView:
         """Return the view of the index at a given root; by default at a recent one."""
         return self.read_at_newest(self.index.view, lambda: base_root or self.recent())
+
+    def read_table(
+        self, look: Callable[[Tree[Row]], V], note: Callable[[Root], object] = lambda _: None
+    ) -> V:
+        """Call a function with the table of the newest root, whose snapshots can be read.
+
+        On a disk all that is read is found by the index, so its segments have to be there. Of a
+        remote store they are asked for when one is needed.
+
+        Args:
+            look: The function.
+            note: Called with each root whose table is read.
+
+        Raises:
+            DamagedError: A part of the table, or a segment, is missing or damaged.
+        """
+
+        def read(root: Root) -> V:
+            note(root)
+            if not self.backend.costly_requests:
+                self.index.check_there(root)
+            return look(self.table(root))
+
+        return self.read_at_newest(read)
+
+    def as_of_whole_root(self) -> Repository | None:
+        """Return the store as of its newest whole root, to be read, where the newest one is not.
+
+        Returns:
+            None if the files that the newest root names are all here, and if no older root with
+            snapshots has all of its own: from an empty store a run would begin anew.
+        """
+        newest = self.newest()
+        files = FilesThere(self.backend, self.index)
+        with suppress(DamagedError):
+            if files.lacking(newest) is not None:
+                older_roots = islice(roots_before(self.backend, newest.seq), _MOST_ROOTS)
+                stores = (self._as_of(newest, root, files) for root in older_roots)
+                return next((store for store in stores if store is not None), None)
+        return None
+
+    def _as_of(self, newest: Root, root: Root, files: FilesThere) -> Repository | None:
+        """Return the store as of an older root; None if that has no snapshots, or is not whole."""
+        older = OlderRoot(self.backend, self.config, newest, root)
+        lookup = lookup_at(self.backend, self.config, older)
+        store = Repository(self.backend, self.config, lookup, marks=self.marks)
+        store.chunk_cache = self.chunk_cache
+        with suppress(DamagedError):
+            if files.lacking(root) is None and list(store.table(root).items_in()):
+                return store
+        return None
 
     # --- nodes ---
 

@@ -1,0 +1,86 @@
+"""Older roots, for a store whose newest one names files that are not here.
+
+A store that was copied file by file while it was written may have a root, and not yet the packs or
+segments that it names. An older root may have all of its own. It can be read as of that one; only a
+repair makes that one the last, under a number of its own.
+"""
+
+from __future__ import annotations
+
+from casnap.backends.base import Backend
+from casnap.format.records import (
+    PackId,
+    Root,
+    SealedSegment,
+    SegmentId,
+    StoreConfig,
+    pack_key,
+    segment_key,
+)
+from casnap.runtime.typing import override
+from casnap.storage.lookup.index import Index
+from casnap.storage.lookup.newest_root import NewestRoot
+from casnap.storage.lookup.pack_lengths import GONE, listed_packs
+
+
+class OlderRoot(NewestRoot):
+    """An older root that stands in for the newest one, as long as that is the newest.
+
+    Args:
+        backend: The place.
+        config: The record of the store.
+        newest: The newest root.
+        older: The root that stands in for it.
+    """
+
+    def __init__(self, backend: Backend, config: StoreConfig, newest: Root, older: Root) -> None:
+        super().__init__(backend, config)
+        self._newest, self._older = newest, older
+
+    @override
+    def look(self) -> Root:
+        root = super().look()
+        return self._older if root == self._newest else root
+
+
+class FilesThere:
+    """Tells of roots whether the files that they name are here, by one listing of all packs.
+
+    Args:
+        backend: The place.
+        index: The index.
+    """
+
+    def __init__(self, backend: Backend, index: Index) -> None:
+        self._backend = backend
+        self._index = index
+        self._lengths = listed_packs(backend, are_many=False)
+        # Where the last record of each pack ends, by segment.
+        self._ends: dict[bytes, dict[PackId, int]] = {}
+
+    def lacking(self, root: Root) -> str | None:
+        """Return the key of a file that a root names and that is missing or cut off; None for none.
+
+        A condemned pack may be gone: nothing that the root needs lies in it alone.
+
+        Raises:
+            DamagedError: A segment is here, and damaged.
+        """
+        for ref in reversed(root.segments):
+            key = segment_key(SegmentId(ref.id))
+            if self._backend.size_if_there(key) is None:
+                return key
+            if ref.id not in self._ends:
+                self._ends[ref.id] = _ends_in(SealedSegment(*self._index.sealed(ref)))
+            for pack, end in self._ends[ref.id].items():
+                if pack not in root.condemned and self._lengths.get(pack, GONE) < end:
+                    return pack_key(pack)
+        return None
+
+
+def _ends_in(segment: SealedSegment) -> dict[PackId, int]:
+    ends = dict.fromkeys(segment.packs, 0)
+    for _, number, offset, nbytes, _, _ in segment.records():
+        pack = segment.packs[number]
+        ends[pack] = max(ends[pack], offset + nbytes)
+    return ends
