@@ -153,7 +153,9 @@ def test_a_segment_that_is_gone_and_still_shown(folder: Path) -> None:
     shown = Fault(lambda _: 1000, "size", "index/*", times=None)
     with backend.during(first, shown):
         assert value_of(store, "step_2") == 2
-    assert first.struck == shown.struck == 1
+    assert first.struck == 1
+    # Twice before the table is read, and once more where the segment could not be.
+    assert shown.struck == 3
 
 
 def test_a_take_relies_on_a_pack_that_is_not_there_yet(
