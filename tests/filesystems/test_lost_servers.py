@@ -86,7 +86,9 @@ def all_go_on(store: Store) -> None:
         if name != "delete" or "step_0" in store:
             verb(store)
     assert store.check(data=True).ok
-    assert not list(Path(store.uri, "casnap-store/tmp").iterdir())
+    # A client of FUSE deletes a file that is open under another name, and that a little later.
+    left = [path.name for path in Path(store.uri, "casnap-store/tmp").iterdir()]
+    assert all(name.startswith(".fuse_hidden") for name in left), left
 
 
 @pytest.mark.parametrize("code", ["ENOTCONN", "ESTALE", "ETIMEDOUT", "EHOSTDOWN", "EIO"])
@@ -139,7 +141,7 @@ def test_a_brick_that_is_killed(work: Path) -> None:
 
 
 def _until_it_answers(place: Path) -> None:
-    for _ in range(100):
+    for _ in range(1000):
         try:
             return os.statvfs(place) and None
         except OSError:
