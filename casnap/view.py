@@ -48,6 +48,7 @@ _log = logging.getLogger("casnap")
 V = TypeVar("V")
 # The stores, and their newest roots, of which a warning was logged that an older one is read.
 _told: set[tuple[str, int]] = set()
+_ADVICE = "Copy it again, or have `casnap repair {uri}` save what is here"
 Opening = Callable[..., tuple[Repository, bool]]
 
 
@@ -310,8 +311,7 @@ class View:
             return self.readable.read_table(look, roots.append)
         except DamagedError:
             # A root that cannot be read itself is not looked for again.
-            can_look = self._older is None and roots
-            older = self.repository.as_of_whole_root() if can_look else None
+            older = self.repository.as_of_whole_root() if roots else None
             if older is None:
                 raise
         self._older = older
@@ -333,6 +333,7 @@ class View:
 
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name.
+            DamagedError: There may be one, but only an older root can be read, which has none.
         """
         full = check_name(self.full_of(local))
         if self.look() is None:
@@ -340,15 +341,40 @@ class View:
                 f"there is no snapshot {local!r}: {self.uri} is not a store yet; the "
                 "first take to it makes one"
             )
-        return self.read(lambda table: row_of(table, full, self.repository.backend))
+        try:
+            return self.read(lambda table: row_of(table, full, self.repository.backend))
+        except SnapshotNotFoundError:
+            self._check_absent(repr(full))
+            raise
 
     def rows(self, prefix: str | None) -> list[tuple[str, Row]]:
-        """Return the names and rows of the snapshots below a folder, in the order of commits."""
+        """Return the names and rows of the snapshots below a folder, in the order of commits.
+
+        Raises:
+            DamagedError: There may be some, but only an older root can be read, which has none.
+        """
         folder = self.folder(prefix)
         if self.look() is None:
             return []
         rows = self.read(lambda table: list(table.items_in(folder)))
+        if not rows:
+            self._check_absent(f"below {folder!r}")
         return [(self.local_of(name), row) for name, row in in_commit_order(rows)]
+
+    def _check_absent(self, what: str) -> None:
+        """Check that what was not found is not there: an older root does not tell.
+
+        A run that began after that root would begin anew.
+        """
+        if self._older is None:
+            return
+        older, newest = self._older.newest().seq, self.repository.newest().seq
+        if older < newest:
+            raise DamagedError(
+                f"{self.uri} can be read only as of root {older}, which has no snapshot {what}. "
+                f"Root {newest} may have one, but names files that are not here. "
+                + _ADVICE.format(uri=self.uri)
+            )
 
     def free_later(self, rows: Sequence[Row]) -> None:
         """Have the bytes of snapshots that were let go freed, on a nearly full disk at once."""
@@ -370,12 +396,11 @@ def _tell_of_older(store: Repository, older: Repository) -> None:
     _told.add(told)
     _log.warning(
         "%s is read as of root %d, the newest whole one: root %d names files that are not here, as "
-        "where a store was copied while it was written. Copy it again, or have `casnap repair %s` "
-        "save what is here; nothing can be committed before",
+        "where a store was copied while it was written. %s; nothing can be committed before",
         store.backend.uri,
         older.newest().seq,
         newest,
-        store.backend.uri,
+        _ADVICE.format(uri=store.backend.uri),
     )
 
 

@@ -14,11 +14,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import DamagedError
 from casnap.format.records import PackId, SealedSegment, SegmentId, pack_key, segment_key
+from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from casnap.storage import forget
 from casnap.storage.commit_log.roots import read_root
 from casnap.view import repository_of
@@ -219,6 +221,65 @@ def test_what_is_read_goes_on_where_it_is_repaired_meanwhile(path: Path, tmp_pat
     assert_holds(store, "step_7")
     take(store, 8)
     assert names(Store(path)) == ["step_1", "step_7", "step_8"]
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.1])
+def test_what_is_read_goes_on_where_the_rest_is_copied_meanwhile(
+    source: Source, tmp_path: Path, keep: float
+) -> None:
+    path = cut(source, tmp_path / "copy", (1, 1, 1))
+    pack = pack_of_table(path)
+    content = pack.read_bytes()
+    lose_table(path, keep=keep)
+    store = Store(path, create=False)
+    assert names(store) == ["step_1"]
+    pack.write_bytes(content)
+    assert names(store) == ["step_1", "step_2"]
+    assert_holds(store, "step_2")
+
+
+def test_what_is_read_goes_back_again_where_a_newer_root_is_copied_alone(
+    source: Source, tmp_path: Path
+) -> None:
+    path = cut(source, tmp_path / "copy", (0, 0, 0))
+    store = Store(path, create=False)
+    for time in (0, 1, 3):
+        roots = source.times[time] / "casnap-store/roots"
+        shutil.copytree(roots, path / "casnap-store/roots", dirs_exist_ok=True)
+        assert names(store) == ["step_1"]
+
+
+def test_what_an_older_root_does_not_have_is_not_called_absent(tmp_path: Path) -> None:
+    """A run that began after it would begin anew."""
+    for name in ("old/step_1", "new/step_1"):
+        Store(tmp_path / "store").take({"m": StateDict(step=1)}, name)
+    path = Path(shutil.copytree(tmp_path / "store", tmp_path / "copy"))
+    lose_table(path)
+    store = Store(path, create=False)
+    assert names(store) == ["old/step_1"]
+    for look in (
+        lambda: store.latest("new"),
+        lambda: Store(path / "new", create=False).latest(),
+        lambda: store["new/step_1"],
+        lambda: "new/step_1" in store,
+    ):
+        with pytest.raises(DamagedError, match=r"only as of root 1, .* Root 2 may have one"):
+            look()
+    latest = store.latest("old")
+    assert latest is not None
+    assert latest.name == "old/step_1"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_dcp_reads_as_of_the_whole_root_too(tmp_path: Path) -> None:
+    for step in (1, 2):
+        dcp.save({"w": weights(step)}, storage_writer=CasnapWriter(tmp_path / f"store/step_{step}"))
+    path = Path(shutil.copytree(tmp_path / "store", tmp_path / "copy"))
+    segments = (path / "casnap-store/index").iterdir()
+    max(segments, key=lambda segment: segment.name).unlink()
+    state = {"w": torch.zeros_like(weights(1))}
+    dcp.load(state, storage_reader=CasnapReader(path / "step_1"))
+    assert torch.equal(state["w"], weights(1))
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.1])

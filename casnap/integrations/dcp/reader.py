@@ -115,7 +115,8 @@ class CasnapReader(StorageReader):
             path, store, storage_options, _ = self._place
             assert path is not None
             view, name = find_view(path, storage_options, store, create=False)
-            contents = Contents(view.repository, view.full_of(name), view.row_of(name))
+            row = view.row_of(name)
+            contents = Contents(view.readable, view.full_of(name), row)
             folder = view.repository.backend.folder
             if folder is not None and _is_dcps_own(folder / contents.name / ".metadata"):
                 raise StateError(

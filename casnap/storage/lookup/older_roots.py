@@ -24,23 +24,30 @@ from casnap.storage.lookup.pack_lengths import GONE, listed_packs
 
 
 class OlderRoot(NewestRoot):
-    """An older root that stands in for the newest one, as long as that is the newest.
+    """An older root that stands in for the newest one, as long as that is the newest and not whole.
 
     Args:
         backend: The place.
         config: The record of the store.
         newest: The newest root.
+        lacked: The key of a file that it names, and that is missing or cut off.
         older: The root that stands in for it.
     """
 
-    def __init__(self, backend: Backend, config: StoreConfig, newest: Root, older: Root) -> None:
+    def __init__(
+        self, backend: Backend, config: StoreConfig, newest: Root, lacked: str, older: Root
+    ) -> None:
         super().__init__(backend, config)
-        self._newest, self._older = newest, older
+        self._newest, self._lacked, self._older = newest, lacked, older
+        self._length = backend.size_if_there(lacked)
 
     @override
     def look(self) -> Root:
         root = super().look()
-        return self._older if root == self._newest else root
+        return self._older if root == self._newest and self._still_lacks() else root
+
+    def _still_lacks(self) -> bool:
+        return self._backend.size_if_there(self._lacked) == self._length
 
 
 class FilesThere:

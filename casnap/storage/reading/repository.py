@@ -227,15 +227,16 @@ class Repository:
         newest = self.newest()
         files = FilesThere(self.backend, self.index)
         with suppress(DamagedError):
-            if files.lacking(newest) is not None:
+            lacked = files.lacking(newest)
+            if lacked is not None:
                 older_roots = islice(roots_before(self.backend, newest.seq), _MOST_ROOTS)
-                stores = (self._as_of(newest, root, files) for root in older_roots)
+                stores = (self._as_of(newest, lacked, root, files) for root in older_roots)
                 return next((store for store in stores if store is not None), None)
         return None
 
-    def _as_of(self, newest: Root, root: Root, files: FilesThere) -> Repository | None:
+    def _as_of(self, newest: Root, lacked: str, root: Root, files: FilesThere) -> Repository | None:
         """Return the store as of an older root; None if that has no snapshots, or is not whole."""
-        older = OlderRoot(self.backend, self.config, newest, root)
+        older = OlderRoot(self.backend, self.config, newest, lacked, root)
         lookup = lookup_at(self.backend, self.config, older)
         store = Repository(self.backend, self.config, lookup, marks=self.marks)
         store.chunk_cache = self.chunk_cache
