@@ -12,7 +12,7 @@ import torch
 from casnap.errors import MismatchError, with_article
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry, ValueEntry
 from casnap.format.names import component_of, key_of
-from casnap.restore.key_state import KeyState
+from casnap.restore.key_state import KeyState, packed_lists
 from casnap.restore.loaders import known_loader
 from casnap.restore.loading import Loading
 from casnap.restore.restore_report import RestoreReport
@@ -192,19 +192,19 @@ def why_refused(contents: Contents, state: KeyState) -> list[str]:
                 f"{advice}"
             ]
     if isinstance(stateful, torch.optim.Optimizer) and loader is torch.optim.Optimizer:
-        return list(_other_groups(component, stateful, state))
+        return list(_other_groups(contents, stateful, state))
     if loader is RNGState and component in entries:
         return list(_no_random_state(component, state))
     return list(_other_keys(contents, state))
 
 
 def _other_groups(
-    component: str, optimizer: torch.optim.Optimizer, state: KeyState
+    contents: Contents, optimizer: torch.optim.Optimizer, state: KeyState
 ) -> Iterator[str]:
-    groups, groups_path = optimizer.param_groups, f"{component}/param_groups"
+    groups, groups_path = optimizer.param_groups, f"{state.component}/param_groups"
     if groups_path in state.known:
         return  # they stay as they are
-    for path in (groups_path, f"{component}/state"):
+    for path in (groups_path, f"{state.component}/state"):
         if path not in state.entries:
             yield f"{path}: not in the snapshot; an optimizer needs it"
             return
@@ -212,11 +212,11 @@ def _other_groups(
     if live != in_snapshot:
         yield f"{groups_path}: {live} parameter groups here, {in_snapshot} in the snapshot"
         return
-    for i, group in enumerate(groups):
-        live, in_snapshot = (
-            len(group["params"]),
-            _count(state.entries.get(f"{groups_path}/{i}/params")),
-        )
+    paths = [f"{groups_path}/{i}/params" for i in range(live)]
+    packed = packed_lists(contents, state, paths)
+    for i, path in enumerate(paths):
+        live = len(groups[i]["params"])
+        in_snapshot = len(packed[path]) if path in packed else _count(state.entries.get(path))
         if live != in_snapshot:
             yield f"{groups_path}/{i}: {live} parameters here, {in_snapshot} in the snapshot"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from casnap.format.entries import ContainerEntry, Entry, unknown_in
+from casnap.format.entries import ContainerEntry, Entry, ValueEntry, unknown_in
 from casnap.format.names import component_of
 from casnap.restore.loaders import known_loader
 from casnap.restore.loading import Loading
@@ -57,6 +57,21 @@ class KeyState:
         left_out = set(paths)
         entries = {p: e for p, e in self.entries.items() if left_out.isdisjoint(_upwards(p))}
         return replace(self, entries=entries)
+
+
+def packed_lists(
+    contents: Contents, state: KeyState, paths: Iterable[str]
+) -> dict[str, Sequence[Any]]:
+    """Return which of the lists at some paths are one value in the snapshot, since they are long.
+
+    The entry of such a list does not tell its length, and its elements have none.
+    """
+    loading = Loading(contents)
+    for path in paths:
+        entry = state.entries.get(path)
+        if isinstance(entry, ValueEntry) and entry.kind in ("packed_list", "packed_tuple"):
+            loading.add(path, entry)
+    return loading.load_values()
 
 
 def _mappings(value: Any, path: str) -> Iterator[tuple[str, Mapping[Any, Any]]]:

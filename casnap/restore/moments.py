@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from casnap.format.entries import ContainerEntry, TensorEntry
 from casnap.format.names import component_of, key_of
-from casnap.restore.key_state import KeyState, copied
+from casnap.restore.key_state import KeyState, copied, packed_lists
 from casnap.restore.load_into import tensors_of
 from casnap.restore.loading import Loading
 from casnap.restore.restore_report import RestoreReport
@@ -106,17 +106,21 @@ def _states(
 
     Parameters have numbers or names in the snapshot; torch goes by their order in the groups.
     """
+    groups = [group["params"] for group in optimizer.param_groups]
+    lists = [f"{state.component}/param_groups/{i}/params" for i in range(len(groups))]
+    packed, loading = packed_lists(contents, state, lists), Loading(contents)
+    pairs: list[tuple[object, torch.Tensor]] = []
     parameters: dict[str, torch.Tensor] = {}
-    loading = Loading(contents)
-    for i, group in enumerate(optimizer.param_groups):
-        for j, parameter in enumerate(group["params"]):
-            path = f"{state.component}/param_groups/{i}/params/{j}"
-            if path in state.entries and not is_lazy(parameter):
-                parameters[path] = parameter
-                loading.add(path, state.entries[path])
-    for path, key in loading.load_values().items():
-        if isinstance(key, int | str):
-            yield f"{state.component}/state/{component_of(encode_key(key))}", parameters[path]
+    for path, group in zip(lists, groups, strict=True):
+        pairs += zip(packed.get(path, ()), group, strict=False)
+        for j, parameter in enumerate(group):
+            if (element := f"{path}/{j}") in state.entries:
+                parameters[element] = parameter
+                loading.add(element, state.entries[element])
+    pairs += ((key, parameters[path]) for path, key in loading.load_values().items())
+    for key, parameter in pairs:
+        if isinstance(key, int | str) and not is_lazy(parameter):
+            yield f"{state.component}/state/{component_of(encode_key(key))}", parameter
 
 
 def _why_unfit(

@@ -442,6 +442,30 @@ def test_groups_in_another_order(store):
     assert list(new["o"].state) == [new["m"].bias]
 
 
+LONG = {f"p{i}": (3,) for i in range(1200)}
+"""Parameters of a group whose list is one value in the snapshot."""
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_group_of_many_parameters(store, steps):
+    old = trained(torch.optim.AdamW, **LONG)
+    snapshot = store.take(old, "step")
+    new = trained(torch.optim.AdamW, steps=steps, **LONG)
+    assert not snapshot.restore(new)
+    assert_same(new["o"].state_dict(), old["o"].state_dict())
+    with pytest.raises(MismatchError, match="o/param_groups/0: 1201 parameters here, 1200 in the"):
+        snapshot.restore({"o": trained(torch.optim.AdamW, more=(3,), **LONG)["o"]})
+
+
+def test_moments_of_another_shape_in_a_group_of_many_parameters(store):
+    old = trained(torch.optim.AdamW, **LONG)
+    new = trained(torch.optim.AdamW, steps=0, **{**LONG, "p1100": (4,)})
+    report = store.take(old, "step").restore({"o": new["o"]}, strict=False)
+    told = [line.partition(":")[0] for line in report.mismatched]
+    assert told == [f"o/state/1100/{name}" for name in MOMENTS]
+    assert len(new["o"].state) == 1199
+
+
 def test_moments_by_the_names_of_parameters(store):
     """As get_optimizer_state_dict() has them; torch takes them too, by their order."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
