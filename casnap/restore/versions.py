@@ -36,7 +36,7 @@ def with_versions(state: KeyState, known: Known) -> dict[str, Reopened]:
     for path, live in state.mappings():
         metadata, stored = getattr(live, "_metadata", None), known.get(path)
         if isinstance(metadata, Mapping) and isinstance(stored, Reopened):
-            versioned[path] = _versioned(stored, metadata)
+            versioned[path] = _versioned(stored, live)
     return versioned
 
 
@@ -52,16 +52,16 @@ def added_by_module(
     Of the modules of torch that is BatchNorm. What others change is not known.
     """
     counts = {path for path in missing if path.endswith(_COUNT)}
-    entry, live = state.entries.get(state.component), getattr(state.current, "_metadata", {})
+    entry = state.entries.get(state.component)
     if not counts or not isinstance(entry, ContainerEntry) or unknown_in(entry):
         return set()
     loading = Loading(contents)
     loading.add(state.component, entry)
     container = decode(loading.load().values(), allow_pickle=False)[state.component]
-    taken = getattr(container.build([None] * entry.count), "_metadata", None)
-    if taken is None:
+    taken = container.build([None] * entry.count)
+    if getattr(taken, "_metadata", None) is None:
         return set()  # then it is given the versions that it has now
-    versions = _by_live_names(taken, live)
+    versions = _by_live_names(taken, state.current)
     added = {
         f"{state.component}/{component_of(f'{name}.{_COUNT}'.removeprefix('.'))}"
         for name, part in module.named_modules(remove_duplicate=False)
@@ -71,37 +71,40 @@ def added_by_module(
     return added & counts
 
 
-def _versioned(stored: Reopened, live: Mapping[str, Any]) -> Reopened:
+def _versioned(stored: Reopened, live: Mapping[Any, Any]) -> Reopened:
     def build(children: list[Any]) -> Any:
         value = stored.build(children)
         if not isinstance(value, dict):
             return value
-        taken = getattr(value, "_metadata", None)
         ordered: Any = value if isinstance(value, OrderedDict) else OrderedDict(value)
-        ordered._metadata = OrderedDict(live if taken is None else _by_live_names(taken, live))
+        ordered._metadata = OrderedDict(_by_live_names(value, live))
         return ordered
 
     return stored._replace(build=build)
 
 
-def _by_live_names(stored: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
-    """Return stored metadata by the names that the submodules have here, and by their own."""
-    if stored.keys() == live.keys():
-        return dict(stored)
-    by_live_name, stored_names = dict(stored), _by_plain_name(stored)
-    for plain_name, names in _by_plain_name(live).items():
+def _by_live_names(stored: Mapping[Any, Any], live: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """Return the metadata of a stored dict by the names that the submodules have here.
+
+    They keep their own names as well. A dict without metadata is given those of the live one.
+    """
+    taken, current = getattr(stored, "_metadata", None), getattr(live, "_metadata", {})
+    if taken is None or taken.keys() == current.keys():
+        return current if taken is None else taken
+    by_live_name, stored_names = dict(taken), _by_plain_name(taken, stored)
+    for plain_name, names in _by_plain_name(current, live).items():
         if plain_name not in stored_names:
             continue
         # The innermost is the module itself; those around it are wrappers, of either side.
         sources = [None] * len(names) + stored_names[plain_name]
         for name, source in zip(reversed(names), reversed(sources), strict=False):
-            by_live_name[name] = live[name] if source is None else stored[source]
+            by_live_name[name] = current[name] if source is None else taken[source]
     return by_live_name
 
 
-def _by_plain_name(names: Iterable[str]) -> dict[str, list[str]]:
+def _by_plain_name(names: Iterable[str], keys: Iterable[Any]) -> dict[str, list[str]]:
     """Return names by what they are without wrappers; the outermost comes first."""
-    plain_names = without_wrappers(names)
+    plain_names = without_wrappers(names, keys)
     by_plain_name: dict[str, list[str]] = {}
     for name in sorted(plain_names, key=len):
         by_plain_name.setdefault(plain_names[name], []).append(name)

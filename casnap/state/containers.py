@@ -201,13 +201,13 @@ def _say_left_out(path: str, names: tuple[str, ...]) -> None:
     )
 
 
-def _named_as_keys(metadata: dict[str, Any], keys: Iterable[Any]) -> dict[str, Any]:
+def _named_as_keys(metadata: dict[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the metadata of a state dict under the names of its keys as well.
 
     ``get_state_dict`` removes what DDP and ``torch.compile`` add to names from the keys, but not
     from the metadata. Who loads the state looks for either name.
     """
-    plain_names = without_wrappers(metadata)
+    plain_names = without_wrappers(metadata, keys)
     if not any(name != plain for name, plain in plain_names.items()):
         return metadata
     for parts in (str(key).split(".") for key in keys):
@@ -222,26 +222,36 @@ _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """What torch.compile, FSDP1 and activation checkpointing add to the names of submodules."""
 
 
-def without_wrappers(names: Iterable[str]) -> dict[str, str]:
+def without_wrappers(names: Iterable[str], keys: Iterable[Any]) -> dict[str, str]:
     """Return the names of the submodules of a module without what wrappers add to them.
 
     Args:
         names: All names.
+        keys: The keys of its state dict.
 
     Returns:
         Name → plain name.
     """
-    plain_names = {
-        name: ".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names
-    }
-    # DDP's could also be the name of a submodule. It is not if the module has nothing else.
-    while _DDP in (plains := plain_names.values()):
-        if not all(plain in ("", _DDP) or plain.startswith(f"{_DDP}.") for plain in plains):
-            break
-        plain_names = {
-            name: plain.removeprefix(_DDP).removeprefix(".") for name, plain in plain_names.items()
-        }
-    return plain_names
+    parts = {name: _plain_parts(name) for name in names}
+    levels = 0
+    if [_DDP] in parts.values():
+        # DDP's could also be the name of a submodule. It is if there are others beside it, or if
+        # keys have it as well.
+        depths = [(_depth(each), len(each)) for each in parts.values()]
+        inner = [depth for depth, length in depths if depth < length]
+        in_names = min(inner) if inner else max(depths)[0]
+        in_keys = max((_depth(_plain_parts(str(key))[:-1]) for key in keys), default=0)
+        levels = max(in_names - in_keys, 0)
+    return {name: ".".join(each[min(levels, _depth(each)) :]) for name, each in parts.items()}
+
+
+def _plain_parts(name: str) -> list[str]:
+    return [part for part in name.split(".") if part and part not in _WRAPPERS]
+
+
+def _depth(parts: Sequence[str]) -> int:
+    """Return how many times DDP's name comes first."""
+    return next((i for i, part in enumerate(parts) if part != _DDP), len(parts))
 
 
 def _factory_name(path: str, factory: object) -> str | None:

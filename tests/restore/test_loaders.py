@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.optim.swa_utils import AveragedModel
 
 from casnap import StateDict, Store
 from casnap.errors import MismatchError, UnsupportedTypeError
@@ -326,6 +327,20 @@ def test_a_submodule_may_be_called_module(store: Store) -> None:
     fresh = model()
     store["a"].restore({"n": fresh["module"]})
     assert_same(fresh["module"].state_dict(), source["module"].state_dict())
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, AveragedModel])
+@pytest.mark.parametrize("is_beside", [(True, False), (False, True)])
+def test_a_submodule_called_module_keeps_its_version(
+    store: Store, wrap: Any, is_beside: tuple[bool, bool]
+) -> None:
+    """A loss or an activation may come or go beside it, and has no items."""
+    source, fresh = (
+        wrap(nn.ModuleDict({"module": Head()} | ({"loss": nn.ReLU()} if beside else {})))
+        for beside in is_beside
+    )
+    store.take({"m": source}, "a").restore({"m": fresh})
+    assert_same(fresh.state_dict(), source.state_dict())
 
 
 @pytest.mark.parametrize("strict", [True, False])
