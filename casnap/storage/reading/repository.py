@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeVar
 
 from casnap.backends import Backend
@@ -225,12 +225,18 @@ class Repository:
             snapshots has all of its own: from an empty store a run would begin anew.
         """
         newest = self.newest()
+        before = islice(roots_before(self.backend, newest.seq), _MOST_ROOTS)
+        older_roots = (root for root in before if root.segments)
+        # Most often there is one. If not, nothing more is read of a store that is damaged.
+        first = next(older_roots, None)
+        if first is None:
+            return None
         files = FilesThere(self.backend, self.index)
         with suppress(DamagedError):
             lacked = files.lacking(newest)
             if lacked is not None:
-                older_roots = islice(roots_before(self.backend, newest.seq), _MOST_ROOTS)
-                stores = (self._as_of(newest, lacked, root, files) for root in older_roots)
+                roots = chain([first], older_roots)
+                stores = (self._as_of(newest, lacked, root, files) for root in roots)
                 return next((store for store in stores if store is not None), None)
         return None
 
