@@ -205,7 +205,8 @@ def _named_as_keys(metadata: dict[str, Any], keys: Mapping[Any, Any]) -> dict[st
     """Return the metadata of a state dict under the names of its keys as well.
 
     ``get_state_dict`` removes what DDP and ``torch.compile`` add to names from the keys, but not
-    from the metadata. Who loads the state looks for either name.
+    from the metadata. Who loads the state looks for either name. DDP's names are not kept: a world
+    of one rank has no DDP, and the same weights have the same tree on all worlds.
     """
     plain_names = without_wrappers(metadata, keys)
     if not any(name != plain for name, plain in plain_names.items()):
@@ -213,8 +214,10 @@ def _named_as_keys(metadata: dict[str, Any], keys: Mapping[Any, Any]) -> dict[st
     for parts in (str(key).split(".") for key in keys):
         if parts[0] == _DDP or not _WRAPPERS.isdisjoint(parts):
             return metadata
+    levels = _ddp_levels(metadata, keys)
     # The innermost comes last: a wrapper has the plain name of its module too.
-    return metadata | {plain_names[name]: metadata[name] for name in sorted(metadata, key=len)}
+    inner = {_without_ddp(name, levels): local for name, local in metadata.items()}
+    return inner | {plain_names[name]: metadata[name] for name in sorted(metadata, key=len)}
 
 
 _DDP = "module"
@@ -232,17 +235,34 @@ def without_wrappers(names: Iterable[str], keys: Iterable[Any]) -> dict[str, str
     Returns:
         Name → plain name.
     """
+    names = list(names)
+    levels = _ddp_levels(names, keys)
     parts = {name: _plain_parts(name) for name in names}
-    levels = 0
-    if [_DDP] in parts.values():
-        # DDP's could also be the name of a submodule. It is if there are others beside it, or if
-        # keys have it as well.
-        depths = [(_depth(each), len(each)) for each in parts.values()]
-        inner = [depth for depth, length in depths if depth < length]
-        in_names = min(inner) if inner else max(depths)[0]
-        in_keys = max((_depth(_plain_parts(str(key))[:-1]) for key in keys), default=0)
-        levels = max(in_names - in_keys, 0)
     return {name: ".".join(each[min(levels, _depth(each)) :]) for name, each in parts.items()}
+
+
+def _ddp_levels(names: Iterable[str], keys: Iterable[Any]) -> int:
+    """Return how many DDPs are around a module.
+
+    DDP's could also be the name of a submodule. It is if there are others beside it, or if keys
+    have it as well.
+    """
+    parts = [_plain_parts(name) for name in names]
+    if [_DDP] not in parts:
+        return 0
+    depths = [(_depth(each), len(each)) for each in parts]
+    inner = [depth for depth, length in depths if depth < length]
+    in_names = min(inner) if inner else max(depths)[0]
+    in_keys = max((_depth(_plain_parts(str(key))[:-1]) for key in keys), default=0)
+    return max(in_names - in_keys, 0)
+
+
+def _without_ddp(name: str, levels: int) -> str:
+    """Return a name without what so many DDPs add to it."""
+    parts = name.split(".")
+    for _ in range(min(levels, _depth(_plain_parts(name)))):
+        parts.remove(_DDP)
+    return ".".join(parts)
 
 
 def _plain_parts(name: str) -> list[str]:

@@ -309,11 +309,15 @@ def test_versions_are_stored_by_the_names_of_the_keys_too(store: Store, by: str)
         store.take({"m": Given(state)}, "a", overwrite=True)
         plain, again = versioned(), versioned()
         plain.load_state_dict(store["a"].get_state_dict_for_key("m"))
+        assert_same(plain.state_dict(), model.state_dict())
         state = store["a"].get_state_dict_for_key("m")
+        if by == "ddp":
+            # The same weights have the same tree on one rank, which has no DDP.
+            assert list(state._metadata) == list(plain.state_dict()._metadata)
+            continue
         for key in list(state):
             state[f"{added}{key}"] = state.pop(key)
         wrapped(again).load_state_dict(state)
-        assert_same(plain.state_dict(), model.state_dict())
         assert_same(again.state_dict(), model.state_dict())
 
 
