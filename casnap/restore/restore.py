@@ -190,7 +190,8 @@ def _compared(
     """
     states: list[KeyState] = []
     targets: dict[str, Shards] = {}
-    taken = taken_parameters(key_states)
+    has_optimizer = any(isinstance(s.stateful, torch.optim.Optimizer) for s in key_states)
+    taken = taken_parameters(key_states) if has_optimizer else {}
     modules = [s.stateful for s in key_states if isinstance(s.stateful, torch.nn.Module)]
     for state in key_states:
         if refused := why_refused(contents, state):

@@ -69,7 +69,8 @@ def _is_extra_state(state: KeyState, path: str) -> bool:
 
 def is_extra_state(path: str) -> bool:
     """Whether a path of a module's state is that of what ``set_extra_state()`` loads."""
-    return path.split("/")[1].endswith(_EXTRA_STATE)
+    # Few paths have it anywhere, and a state may have many paths.
+    return _EXTRA_STATE in path and path.split("/")[1].endswith(_EXTRA_STATE)
 
 
 def _new(path: str, entry: Entry, live: Shards, tied: dict[object, Shards]) -> Shards:
