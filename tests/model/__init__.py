@@ -38,6 +38,9 @@ The answer to a put may get lost: then the writer is *in doubt*, and the number 
 root there: it is done. Another's: the number is lost. None: it puts the same root under the same
 number again, for the first try may still come into force (`late_puts`).
 
+Where clients *cache*, a look at the newest root shows any root since the last look of that process.
+A put is decided by what stands, and who loses a number has seen the root that took it.
+
 A take may *announce* itself before it reads n. Collectors see that, and raise the fence no further.
 
 Three invariants hold in every state, and so after every crash, which is but a process that never
@@ -49,11 +52,12 @@ moves again:
 - **I3** A writer that believes in its commit is right: its snapshot is in the newest root, unless a
   later root removed it; and a snapshot that a process believes to have deleted is not there.
 
-And no reader fails while its snapshot is in the newest root; and (**L1**) no take is fenced that
-had announced itself before the collector looked.
+And no reader fails while its snapshot is in the newest root; (**L1**) no take is fenced that had
+announced itself before the collector looked; and (**L2**) nobody takes for damage what it does not
+see yet.
 
 `records` is what states are made of, `processes` and `collector` are the steps, `protocol` puts
 them together and has the invariants, `explorer` searches, `rules` are what can be dropped, and
 `scenarios` are the bounds. Not modelled: trees (a digest stands for all that a snapshot refers
-to), more than one own pack, and damage. A stale read of the newest root is a read and then a stall.
+to), more than one own pack, and damage.
 """

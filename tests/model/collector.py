@@ -66,7 +66,7 @@ class Collector(Writer):
 
     def _start(self, turn: Turn) -> Steps:
         """Step 4: mark what the newest root needs; or go on to what others condemned."""
-        k = turn.state.newest
+        k = turn.newest
         c = contents(k)
         needed = _needed(turn, c)
         garbage = frozenset(p for p in c.live if not set(c.digests[p]) & set(needed))
@@ -115,7 +115,7 @@ class Collector(Writer):
 
     def _condemn_again(self, turn: Turn) -> Steps:
         """After a lost number: condemn what was marked, save what the newer root needs."""
-        k, m = turn.me.view, turn.state.newest
+        k, m = turn.me.view, turn.newest
         assert k is not None
         c = contents(m)
         packs = turn.me.chosen & c.live
@@ -162,7 +162,7 @@ class Collector(Writer):
 
     def _fence(self, turn: Turn) -> Steps:
         """Step 6, drafted: what was condemned at the fence or before is listed no more."""
-        m = turn.state.newest
+        m = turn.newest
         for fence, freed, draft, segment in self._fences(turn, m):
             said = f"reads root {m.seq}, would raise the fence to {fence}"
             if freed:

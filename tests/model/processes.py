@@ -38,19 +38,36 @@ Plan = tuple[frozenset[tuple[Id, str]], str, Deltas]
 FENCED = Process("fenced")
 DONE = Process("done")
 REFUSED = Process("refused")
+FAILED = Process("failed")
+ENDS = {process.at for process in (FENCED, DONE, REFUSED, FAILED)}
 
 
 class Turn:
     """One process in one state, about to do something."""
 
-    __slots__ = ("index", "me", "model", "name", "state")
+    __slots__ = ("_shown", "index", "me", "model", "name", "seen", "state")
 
-    def __init__(self, model: CommitModel, state: State, index: int, name: str) -> None:
+    def __init__(
+        self, model: CommitModel, state: State, index: int, name: str, shown: Root | None = None
+    ) -> None:
         self.model = model
         self.state = state
         self.index = index
         self.name = name
         self.me: Process = state.processes[index]
+        self.seen = self.me.seen
+        self._shown = shown or state.newest
+
+    @property
+    def newest(self) -> Root:
+        """The newest root, as a look shows it: a client that caches may show an older one."""
+        self.saw(self._shown)
+        return self._shown
+
+    def saw(self, root: Root) -> None:
+        """Note that no older root than this one is shown any more."""
+        if self.model.caches:
+            self.seen = max(self.seen, root.seq)
 
     def drops(self, rule: Rule) -> bool:
         return rule in self.model.dropped
@@ -58,6 +75,7 @@ class Turn:
     def to(self, said: str, me: Process, **changes: Any) -> tuple[str, State]:
         """Return the state in which this process is ``me`` and the store has changed."""
         before, after = self.state.processes[: self.index], self.state.processes[self.index + 1 :]
+        me = me._replace(seen=0 if me.at in ENDS else self.seen)
         state = self.state._replace(processes=(*before, me, *after), **changes)
         return f"{self.name} {said}", self.model.settled(state)
 
@@ -102,7 +120,10 @@ class Writer:
             landed = turn.model.landed(state, draft)
             unheard = turn.me._replace(at="doubt")
             mine = state.stands | {(turn.name, draft)}
+            before = turn.seen
+            turn.saw(draft)
             yield turn.to(f"puts {draft}", won, **landed)
+            turn.seen = before
             if turn.model.lost_answers:
                 said = f"puts {draft}; the answer is lost"
                 yield turn.to(said, unheard, stands=mine, **landed)
@@ -116,6 +137,11 @@ class Writer:
             if mine[0] == turn.name and mine[1].seq == draft.seq:
                 yield self._finds_its_own(turn, mine)
                 return
+        # The put is decided by all that stands. A look may not show yet what has the number.
+        if turn.drops(Rule.LATE_IS_WAITED_FOR) and turn.newest.seq < draft.seq:
+            yield turn.to(f"finds number {draft.seq} taken, and no root", FAILED)
+            return
+        turn.saw(draft)
         yield turn.to(f"loses number {draft.seq}", self.retried(turn))
         if turn.drops(Rule.DOUBT_IS_NOT_SUCCESS):
             said = f"loses number {draft.seq}, but does not hear of it"
@@ -131,15 +157,16 @@ class Writer:
         """Read the number that the unclear put was for: what stands there decides."""
         state, draft = turn.state, turn.me.draft
         assert draft is not None
+        shown = turn.newest
         mine = next((s for s in state.stands if s[0] == turn.name and s[1].seq == draft.seq), None)
         if turn.drops(Rule.PACKS_KEPT_IN_DOUBT) and turn.me.own:
             files = state.files - {turn.me.own.pack}
-            yield turn.to("gives up and deletes its pack", Process("failed"), files=files)
+            yield turn.to("gives up and deletes its pack", FAILED, files=files)
         elif turn.drops(Rule.DOUBT_IS_NOT_SUCCESS):
             yield turn.to("takes that for success", self.stood(turn, draft))
-        elif mine and not turn.drops(Rule.DOUBT_IS_NOT_FAILURE):
+        elif mine and draft.seq <= shown.seq and not turn.drops(Rule.DOUBT_IS_NOT_FAILURE):
             yield self._finds_its_own(turn, mine)
-        elif draft.seq > state.newest.seq and not turn.drops(Rule.DOUBT_IS_SETTLED):
+        elif draft.seq > shown.seq and not turn.drops(Rule.DOUBT_IS_SETTLED):
             turn.model.happened.add("put a number again")
             yield turn.to(f"finds number {draft.seq} free", turn.me._replace(at="put"))
         else:
@@ -204,12 +231,12 @@ class Take(Writer):
     def _announce(self, turn: Turn) -> Steps:
         """Have collectors see the take; one that is about to raise the fence has not seen it."""
         if all(p.then != "sweep" for p in turn.state.processes):
-            n = turn.state.newest.seq
+            n = turn.newest.seq
             yield turn.to(f"announces itself under root {n}", turn.me._replace(announced=n))
 
     def _base(self, turn: Turn) -> Steps:
         """Step 1: read the newest root; rely on what is live in it, and plan to write the rest."""
-        n = turn.state.newest
+        n = turn.newest
         source = self._source(contents(n))
         for relied, fresh, deltas in self._plans(turn, contents(n), source):
             own = Entry(Id(n.seq, turn.name), fresh, deltas) if fresh else None
@@ -239,9 +266,7 @@ class Take(Writer):
         if self.recodes:
             yield from self._recoded(turn, c)
             return
-        shared = next(
-            (s.needs for s in turn.state.newest.snapshots if s.commit == self.inherits), ""
-        )
+        shared = next((s.needs for s in turn.newest.snapshots if s.commit == self.inherits), "")
         sought = [d for d in self.needs if d not in shared]
         too = turn.drops(Rule.DEDUP_LIVE_ONLY)
         found = {d: chains for d in sought if (chains := _chains(turn, c, d, condemned=too))}
@@ -294,7 +319,7 @@ class Take(Writer):
 
     def _read(self, turn: Turn) -> Steps:
         """Step 3: read the newest root, and find out whether a draft may follow it."""
-        m, me = turn.state.newest, turn.me
+        m, me = turn.newest, turn.me
         taken = any(s.name == self.name and s.commit != turn.name for s in m.snapshots)
         if taken and not self.overwrites:
             yield turn.to(f"finds its name in root {m.seq}", REFUSED)
@@ -499,7 +524,7 @@ class Delete(Writer):
         return DONE
 
     def _read(self, turn: Turn) -> Steps:
-        m = turn.state.newest
+        m = turn.newest
         left = {s for s in m.snapshots if s.commit != self.commit}
         if self.keeps:
             left |= {s._replace(needs=self.keeps) for s in m.snapshots - left}
@@ -528,7 +553,7 @@ class Reader:
         return iter(())
 
     def _look_up(self, turn: Turn, again: str) -> Steps:
-        m, me = turn.state.newest, turn.me
+        m, me = turn.newest, turn.me
         if all(s.commit != self.commit for s in m.snapshots):
             if again:
                 yield turn.to(f"finds {self.commit} deleted", DONE)
@@ -536,8 +561,13 @@ class Reader:
         once = turn.drops(Rule.READER_PERSISTS) and me.rounds == 2
         # What it did not find the newest root names still: that is damage, not a collector.
         places = [p for p in contents(m).places(self.digest, condemned=True) if p not in me.tried]
+        is_late = m != turn.state.newest and not turn.drops(Rule.LATE_IS_WAITED_FOR)
+        if again and not places and is_late:
+            # It looks again as long as a client may show an older root.
+            turn.model.happened.add("waited")
+            return
         if again and (not places or once):
-            yield turn.to(f"gives up: {self.commit} is still there", Process("failed"))
+            yield turn.to(f"gives up: {self.commit} is still there", FAILED)
             return
         if again:
             turn.model.happened.add("looked a chunk up again")

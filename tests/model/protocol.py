@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.model.collector import Collector
-from tests.model.processes import Delete, Reader, Take, Turn
+from tests.model.processes import ENDS, Delete, Reader, Take, Turn
 from tests.model.records import Id, Process, Root, State, contents
 from tests.model.rules import Rule
 
@@ -36,6 +36,8 @@ class CommitModel:
     dropped: frozenset[Rule] = frozenset()
     lost_answers: bool = False
     late_puts: bool = False
+    caches: bool = False
+    """Whether a look may show any root since the last look of that process."""
     reduced: bool = False
     happened: set[str] = field(default_factory=set)
     """What came to pass somewhere, to show that a scenario is not empty."""
@@ -53,16 +55,19 @@ class CommitModel:
             said = f"the root that {by} sent comes into force: {root}"
             yield said, self.settled(state._replace(stands=stands, **changes))
         for index, (name, spec) in enumerate(self._order):
-            for said, after in spec.steps(Turn(self, state, index, name)):
-                if after.newest.seq <= self.roots:
-                    yield said, after
+            seen = state.processes[index].seen
+            for shown in (state.newest, *(root for root in state.past if root.seq >= seen)):
+                for said, after in spec.steps(Turn(self, state, index, name, shown)):
+                    if after.newest.seq <= self.roots:
+                        yield said, after
 
     def landed(self, state: State, root: Root) -> dict[str, Any]:
         """Return what changes when a root comes into force."""
         gone = {s.commit for s in state.newest.snapshots} - {s.commit for s in root.snapshots}
         back = {s.commit for s in root.snapshots} - {s.commit for s in state.newest.snapshots}
         removed = (state.removed | gone) - back
-        return {"newest": root, "removed": removed.intersection(self.specs)}
+        changes = {"newest": root, "removed": removed.intersection(self.specs)}
+        return {**changes, "past": (*state.past, state.newest)} if self.caches else changes
 
     def settled(self, state: State) -> State:
         """Forget what can make no difference any more."""
@@ -72,6 +77,9 @@ class CommitModel:
             state = state._replace(pending=pending)
         if self.reduced:
             state = self._without_stale_drafts(state)
+        if state.past:
+            least = min((p.seen for p in state.processes if p.at not in ENDS), default=newest.seq)
+            state = state._replace(past=tuple(root for root in state.past if root.seq >= least))
         unknown = state.files - contents(newest).files
         for process in state.processes:
             if not unknown:
@@ -88,7 +96,9 @@ class CommitModel:
             name, spec = self._order[index]
             if all(by != name for by, _ in state.stands) and not isinstance(spec, Reader):
                 processes = list(state.processes)
-                processes[index] = spec.retried(Turn(self, state, index, name))
+                retried = spec.retried(Turn(self, state, index, name))
+                seen = me.draft.seq if self.caches else 0
+                processes[index] = retried._replace(seen=seen)
                 state = state._replace(processes=tuple(processes))
         return state
 
@@ -126,6 +136,8 @@ class CommitModel:
         there = {s.commit for s in state.newest.snapshots}
         for name, process in self._named(state):
             spec = self.specs[name]
+            if process.at == "failed" and self.caches:
+                return f"L2: {name} takes for damage what it does not see yet"
             if process.at == "fenced" and isinstance(spec, Take) and spec.announces:
                 return f"L1: {name} is fenced, which had announced itself"
             if process.at != "done":

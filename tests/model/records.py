@@ -199,6 +199,9 @@ class Process(NamedTuple):
     announced: int = 0
     """The root that it has announced, so that collectors see it; 0 for none."""
 
+    seen: int = 0
+    """No root before this one is shown to it any more, where clients cache."""
+
     def files(self) -> set[Id]:
         """Return the files that may yet matter because this process knows them."""
         found: set[Id] = set()
@@ -225,5 +228,7 @@ class State(NamedTuple):
     """Roots that were put by processes who did not hear of it yet."""
     pending: frozenset[tuple[str, Root]] = frozenset()
     """Puts that are under way although their processes wait no longer."""
+    past: tuple[Root, ...] = ()
+    """Older roots that a client may still show instead of the newest one, where clients cache."""
     reusable: frozenset[int] = frozenset()
     """Numbers of roots that were removed, in scenarios that try this."""

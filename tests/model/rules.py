@@ -40,4 +40,5 @@ class Rule(Enum):
     BASES_RELIED_ON = "a writer relies on a delta without its base"
     CHAINS_END = "a collector counts a delta as another place though its chain is a circle"
     COPIES_HAVE_END = "a collector copies a delta although its base stands on the same chunk"
+    LATE_IS_WAITED_FOR = "what must be there, and is not seen yet, is taken for damage"
     READER_PERSISTS = "a reader looks a missing chunk up again only once"

@@ -26,6 +26,7 @@ class Scenario:
     happens: frozenset[str] = field(default_factory=frozenset)
     lost_answers: bool = False
     late_puts: bool = False
+    caches: bool = False
 
     def model(self, dropped: Iterable[Rule] = (), *, reduced: bool) -> CommitModel:
         return CommitModel(
@@ -35,6 +36,7 @@ class Scenario:
             frozenset(dropped),
             lost_answers=self.lost_answers,
             late_puts=self.late_puts,
+            caches=self.caches,
             reduced=reduced,
         )
 
@@ -254,6 +256,28 @@ HOLDS = {
         },
         7,
         _COLLECTS | {"looked a chunk up again"},
+    ),
+    "clients cache": Scenario(
+        _HALF_USED,
+        {"T1": _NEW_AND_OLD, "T2": Take("ab", "t2"), "C1": Collector(), "D": _DELETE},
+        7,
+        _RESCUES,
+        caches=True,
+    ),
+    "clients cache, lost answers": Scenario(
+        _HALF_USED,
+        {"T1": Take("ac", "t1", rebases=True), "C1": Collector(), "D": _DELETE},
+        6,
+        _REBASES | {"found its own root", "put a number again"},
+        lost_answers=True,
+        caches=True,
+    ),
+    "clients cache, a reader and a repack": Scenario(
+        _HALF_USED,
+        {"R1": Take(copies="P"), "C1": Collector(rounds=2, sparse=True), "V": Reader("old", "a")},
+        6,
+        _COLLECTS | {"looked a chunk up again", "waited"},
+        caches=True,
     ),
     "a take relies on a delta": Scenario(
         _DELTA,
@@ -495,6 +519,7 @@ BREAKS: list[tuple[tuple[Rule, ...], Scenario, str]] = [
     ((Rule.SEGMENT_BEFORE_ROOT,), HOLDS["take"], "I2: root 2 names T1/segment1@1"),
     ((Rule.DOUBT_IS_SETTLED,), _LATE, "I3: D2 believes that it deleted T1"),
     ((Rule.READER_PERSISTS,), _TRIPLE, "V fails to read"),
+    ((Rule.LATE_IS_WAITED_FOR,), HOLDS["clients cache"], "L2: "),
     ((Rule.TAKES_ARE_SEEN,), HOLDS["takes that are seen"], "L1: T2 is fenced"),
     ((Rule.BASES_ARE_NEEDED,), HOLDS["a take relies on a delta"], "I1: root 2 needs b"),
     ((Rule.BASES_RELIED_ON,), HOLDS["a take relies on a delta"], "I1: root 4 needs b"),
