@@ -232,7 +232,8 @@ class Repository:
         if first is None:
             return None
         files = FilesThere(self.backend, self.index)
-        with suppress(DamagedError):
+        # What cannot be looked at, such as a link, is not absent: then nothing stands in.
+        with suppress(DamagedError, BackendError):
             lacked = files.lacking(newest)
             if lacked is not None:
                 roots = chain([first], older_roots)
