@@ -219,10 +219,10 @@ class _Repair:
         self._salvage, self._copied, self._healed = None, set(), set()
 
     def _go_back(self) -> bool:
-        """Put the newest whole root again, under a new number, if the newest table is lost.
+        """Put a root with the snapshots of the newest whole one, if the newest table is lost.
 
-        The fence stays: whoever wrote on a root after that could not read the table. So packs and
-        segments of those roots wait as what any writer has left, until their grace is over.
+        It lists the packs of both, so that no chunk goes: a collection condemns what no snapshot
+        needs, and deletes it once its grace is over.
         """
         survey, whole = self._survey, self._whole_root
         # A dry run does not know what the index would find again.
@@ -232,7 +232,13 @@ class _Repair:
         def prepare(newest: Root) -> Root | None:
             if newest != survey.root:
                 return None
-            return self._next_root(msgspec.structs.replace(whole, seq=newest.seq))
+            return self._next_root(
+                newest,
+                table=whole.table,
+                copies=whole.copies,
+                lost=whole.lost,
+                **self._packs_of_both(whole, newest),
+            )
 
         if self.report.dry_run:
             self.report.remaining = []
@@ -240,6 +246,19 @@ class _Repair:
             return True
         self.report.restored_root, self._whole_root = whole.seq, None
         return True
+
+    def _packs_of_both(self, whole: Root, newest: Root) -> dict[str, Any]:
+        """Return the segments and condemned packs of a whole root, plus the later packs."""
+        index, view = self._survey.index, self._store.index.view(whole)
+        later = [pack for pack in index.packs if pack not in view.packs]
+        if not later:
+            return {"segments": whole.segments, "condemned": whole.condemned}
+        segment = Segment(tuple(later), [r for pack in later for r in index.of_pack(pack)])
+        condemned = {p: seq for p, seq in newest.condemned.items() if p in segment.packs}
+        return {
+            "segments": add_segment(self._store, view, segment, newest.seq),
+            "condemned": {**whole.condemned, **condemned},
+        }
 
     # --- packs that no segment lists ---
 

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import DamagedError
+from casnap.format.digest import digest_of
 from casnap.format.records import PackId, SealedSegment, SegmentId, pack_key, segment_key
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from casnap.storage import forget
@@ -26,6 +27,7 @@ from casnap.storage.commit_log.roots import read_root
 from casnap.view import repository_of
 from tests.support.cli_calls import document, invoke
 from tests.support.copies import names
+from tests.support.damaged import listing_of
 from tests.support.faults import CHUNK, files
 
 FOLDERS = ("index", "packs", "roots")
@@ -302,6 +304,22 @@ def test_a_copy_with_gaps(tmp_path: Path, keep: float) -> None:
     take(Store(path), 4)
     assert names(Store(path)) == ["step_1", "step_4"]
     assert not gap.exists()
+
+
+def test_whole_chunks_stay_listed(tmp_path: Path) -> None:
+    """The chunks of the snapshots that are lost: a later take of the same weights finds them."""
+    for step in (1, 2, 3):
+        take(Store(tmp_path / "store", chunk_size=CHUNK), step)
+    path = Path(shutil.copytree(tmp_path / "store", tmp_path / "copy"))
+    lose_table(path)
+    report = Store(path).repair()
+    assert (report.ok, report.restored_root) == (True, 2)
+    assert names(Store(path)) == ["step_1", "step_2"]
+    listing = listing_of(path)
+    assert all(listing.of(digest_of(w.numpy().tobytes())) for w in weights(3).split(CHUNK // 4))
+    take(Store(path), 3)
+    assert Store(path)["step_3"].stats.new_bytes < CHUNK
+    assert Store(path).check(data=True).ok
 
 
 def test_an_empty_older_root_does_not_do(source: Source, tmp_path: Path) -> None:
