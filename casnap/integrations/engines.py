@@ -25,7 +25,6 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPHandler, HTTPSHandler, Request, build_opener
 
 from casnap.errors import PLACE_ERRORS, CasnapError, with_article
-from casnap.integrations.sglang import publish_version
 from casnap.runtime.typing import override
 from casnap.serving.folder import is_in_place, name_of
 from casnap.serving.patches import StagedPatches, stage, version_of
@@ -71,80 +70,21 @@ def reload_sglang(
     server = _Server(url, headers, timeout)
 
     def reload(folder: Path, changed: list[str]) -> None:
-        _load_into_sglang(
-            server, str(folder), name_of(folder), aborts=abort_all_requests, in_time=_stays(folder)
-        )
-
-    return reload
-
-
-def _load_into_sglang(
-    server: _Server, folder: str, version: str, *, aborts: bool, in_time: bool
-) -> None:
-    """Have SGLang load a folder, and drop the prefixes that the old weights have computed.
-
-    Args:
-        server: The server.
-        folder: The folder.
-        version: The name of the version.
-        aborts: Whether to abort the requests that are under way.
-        in_time: As for :meth:`_Server.ask`.
-    """
-    asked = {"model_path": folder, "flush_cache": True, "weight_version": version}
-    if not aborts:
-        server.tell("/update_weights_from_disk", asked, in_time=in_time)
-        return
-    # Its own abort_all_requests loads while requests still end, and keeps the prefixes then.
-    server.ask("/pause_generation", {"mode": "abort"})
-    try:
-        server.tell("/update_weights_from_disk", asked, in_time=in_time)
-    finally:
-        server.ask("/continue_generation", {})
-
-
-def pull_sglang(
-    url: str,
-    source: str | os.PathLike[str],
-    local: str | os.PathLike[str],
-    *,
-    abort_all_requests: bool = False,
-    headers: Mapping[str, str] | None = None,
-    timeout: float = 600.0,
-) -> OnVersion:
-    """Return a callback that has all hosts of an engine of SGLang pull each version, and load it.
-
-    It publishes the version in ``source``, as a delta where the one before is there, and posts to
-    ``/pull_weights``, by which each host brings its folder ``local`` to it and checks each tensor
-    that has changed; then to ``/update_weights_from_disk``. So one process follows, and needs a
-    folder that all hosts see. Where each host follows by itself, :func:`reload_sglang` does.
-
-    Args:
-        url: Of the server.
-        source: A folder that all hosts see, for the published versions. Nobody else writes there.
-        local: A folder of each host, which SGLang keeps.
-        abort_all_requests: As for :func:`reload_sglang`.
-        headers: As there.
-        timeout: Seconds to wait until the hosts have pulled. Until the engine has loaded ``local``,
-            which the next call changes in place, it waits as long as the server's host is there.
-
-    Raises:
-        ValueError: The URL is none of HTTP.
-    """
-    server = _Server(url, headers, timeout)
-
-    def reload(folder: Path, changed: list[str]) -> None:
-        number = publish_version(Path(source), folder)
-        places = {"local_checkpoint_dir": str(local), "source_dir": str(source)}
+        path, in_time = "/update_weights_from_disk", _stays(folder)
+        asked = {
+            "model_path": str(folder),
+            "flush_cache": True,
+            "weight_version": name_of(folder),
+        }
+        if not abort_all_requests:
+            server.tell(path, asked, in_time=in_time)
+            return
+        # Its own abort_all_requests loads while requests still end, and keeps the prefixes then.
+        server.ask("/pause_generation", {"mode": "abort"})
         try:
-            server.tell("/pull_weights", {**places, "target_version": number})
-        except _NotFoundError as e:
-            raise CasnapError(
-                f"{e}. This SGLang has no such call: where each host follows by itself, "
-                "reload_sglang needs none"
-            ) from e
-        _load_into_sglang(
-            server, str(local), name_of(folder), aborts=abort_all_requests, in_time=False
-        )
+            server.tell(path, asked, in_time=in_time)
+        finally:
+            server.ask("/continue_generation", {})
 
     return reload
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from casnap.errors import CasnapError
-from casnap.integrations.engines import pull_sglang, reload_sglang
+from casnap.integrations.engines import reload_sglang
 from casnap.serving import PullOptions
 from tests.support.engine_servers import PROMPTS, Answer, Trainer, clients, command_for_sglang
 from tests.support.sglang_engines import SglangServer
@@ -105,14 +105,6 @@ def test_a_folder_that_is_not_there(server: SglangServer, tmp_path: Path) -> Non
     trainer = loaded(server, tmp_path)
     with pytest.raises(CasnapError, match=r"answers 400: .*no_such"):
         reload_sglang(server.url)(tmp_path / "no_such", [])
-    assert trainer.of_last(ask_all(server))
-
-
-def test_this_release_has_no_call_to_pull(server: SglangServer, tmp_path: Path) -> None:
-    trainer = loaded(server, tmp_path)
-    callback = pull_sglang(server.url, tmp_path / "source", tmp_path / "local")
-    with pytest.raises(CasnapError, match=r"This SGLang has no such call: .*reload_sglang"):
-        callback(trainer.live.resolve(), [])
     assert trainer.of_last(ask_all(server))
 
 
