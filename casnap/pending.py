@@ -12,9 +12,9 @@ from casnap.take.pending import PendingTake
 
 if TYPE_CHECKING:
     import casnap
-    from casnap.take import rank_commit
+    from casnap.take import commit
 else:
-    casnap, rank_commit = ModuleLater("casnap"), ModuleLater("casnap.take.rank_commit")
+    casnap, commit = ModuleLater("casnap"), ModuleLater("casnap.take.commit")
 
 # With on_error="warn", a take that failed leaves None.
 Outcome = TypeVar(
@@ -29,7 +29,7 @@ class PendingSnapshot(Generic[Outcome]):
         self,
         path: str,
         take: PendingTake,
-        stored: Callable[[rank_commit.TakeResult], casnap.Snapshot],
+        stored: Callable[[commit.TakeResult], casnap.Snapshot],
     ) -> None:
         self._path = path
         self._take = take
@@ -39,7 +39,7 @@ class PendingSnapshot(Generic[Outcome]):
     def not_begun(cls, path: str, error: CasnapError) -> PendingSnapshot[casnap.Snapshot | None]:
         """Return what ``async_take`` returns if it failed before it went on in the background."""
 
-        def stored(_: rank_commit.TakeResult) -> casnap.Snapshot:
+        def stored(_: commit.TakeResult) -> casnap.Snapshot:
             raise error
 
         return PendingSnapshot(path, PendingTake.not_begun(error), stored)

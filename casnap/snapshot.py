@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     import casnap
     from casnap.ranks.comm import Comm
     from casnap.take.capture import StateSource
+    from casnap.take.commit import TakeResult
     from casnap.take.options import AsyncTakeArguments, TakeArguments
-    from casnap.take.rank_commit import TakeResult
 else:
     casnap, torch = ModuleLater("casnap"), ModuleLater("torch")
 

@@ -1,4 +1,5 @@
 """Take a snapshot: capture the state, divide the work, stage, hash, write new chunks, commit.
 
-Imports ``storage``, ``state`` and ``ranks``, and no other verb. Begin with ``take.py``.
+Imports ``storage``, ``state`` and ``ranks``, and no other verb. Begin with ``take.py``. The part
+for many ranks is in :mod:`casnap.take.ranks`.
 """

@@ -37,7 +37,7 @@ from casnap.state.stateful import (
     with_states,
 )
 from casnap.state.tensors import Leaf, as_copyable, itemsize_of
-from casnap.take.plan import RankPlan
+from casnap.take.ranks.plan import RankPlan
 from casnap.take.staging import (
     HeldBox,
     Piece,

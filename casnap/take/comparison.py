@@ -10,11 +10,11 @@ from casnap.ranks.comm import SingleProcess
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage import Raw
 from casnap.take.capture import StateSource
-from casnap.take.division import divide
-from casnap.take.exchange import Exchange
 from casnap.take.hashing import Hasher
 from casnap.take.manifest import build_manifest
 from casnap.take.options import TakeOptions
+from casnap.take.ranks.division import divide
+from casnap.take.ranks.exchange import Exchange
 from casnap.take.staging import Piece, batched
 
 

@@ -27,9 +27,9 @@ from casnap.format.records import Stats, encode
 from casnap.format.tree import build
 from casnap.ranks.comm import Comm
 from casnap.take.capture import CapturedState, Scope
-from casnap.take.division import Division
 from casnap.take.hashing import Digests
-from casnap.take.owners import NAMING_ADVICE, equal_on_all_ranks, owner_of, path_part
+from casnap.take.ranks.division import Division
+from casnap.take.ranks.owners import NAMING_ADVICE, equal_on_all_ranks, owner_of, path_part
 
 Put = Callable[[bytes], Digest]
 """Stores a node and returns its digest."""

@@ -25,7 +25,7 @@ from casnap.runtime.threads import Worker
 from casnap.take.options import Attempt, TakeOptions, what_failed
 
 if TYPE_CHECKING:
-    from casnap.take.rank_commit import TakeResult
+    from casnap.take.commit import TakeResult
 
 _log = logging.getLogger("casnap")
 # In a process one take at a time begins, and one stores. So pending takes keep their order, and

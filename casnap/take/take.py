@@ -26,17 +26,17 @@ from casnap.storage import (
     again,
 )
 from casnap.take import pending as background
-from casnap.take.agreement import agree
 from casnap.take.capture import StateSource
+from casnap.take.commit import TakeCommit, TakeResult
 from casnap.take.device_asking import Asking, hashers_for
-from casnap.take.division import divide
-from casnap.take.exchange import Exchange
 from casnap.take.hashing import Batches, Hasher
 from casnap.take.manifest import build_manifest
 from casnap.take.metadata import checked_metadata
 from casnap.take.options import TakeOptions, unclear_commits
 from casnap.take.pending import PendingTake
-from casnap.take.rank_commit import TakeCommit, TakeResult
+from casnap.take.ranks.agreement import agree
+from casnap.take.ranks.division import divide
+from casnap.take.ranks.exchange import Exchange
 from casnap.take.staging import Piece, StagedCopies, batched
 
 

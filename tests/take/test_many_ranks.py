@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import casnap.storage.writing.handovers
 import casnap.storage.writing.session
-import casnap.take.exchange
+import casnap.take.ranks.exchange
 from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import (
@@ -26,7 +26,7 @@ from casnap.errors import (
 from casnap.format.codec import Codec
 from casnap.ranks.group import Group
 from casnap.runtime import buffers
-from casnap.take.rank_commit import TakeCommit
+from casnap.take.commit import TakeCommit
 from tests.support.damaged import damage_everywhere
 from tests.support.faults import assert_no_orphans
 from tests.support.faulty import Call, Fault, FaultyBackend
@@ -128,7 +128,7 @@ def take_with_small_slots(path: str, cores: int) -> None:
     state = {f"{i}": torch.randn(1 << 18, generator=generator) for i in range(12)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda pid: range(cores))
-        for module in (buffers, casnap.take.exchange):
+        for module in (buffers, casnap.take.ranks.exchange):
             patch.setattr(module, "SLOT_BYTES", MIB)
         patch.setattr(buffers, "_pools", {})
         Store(path).take({"model": StateDict(state)}, "x", timeout=20)

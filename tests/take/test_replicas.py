@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from casnap import StateDict, Store
 from casnap.errors import StateError
-from casnap.take.replica_samples import Sampler
+from casnap.take.ranks.replica_samples import Sampler
 from tests.support.heard import warnings_heard
 from tests.support.ranks import Worlds
 

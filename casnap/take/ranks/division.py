@@ -1,7 +1,7 @@
 """The division of a take's work: what ranks hold in common, and which rank hashes which cells.
 
-A sharded tensor is planned by the owner of its path (:mod:`casnap.take.owners`). A tensor that
-all ranks hold is shared out by bytes; each rank computes its own share.
+The owner of its path plans a sharded tensor (:mod:`casnap.take.ranks.owners`). A tensor that all
+ranks hold is shared out by bytes; each rank computes its own share.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from casnap.state.sharded import Shards, holders_of
 from casnap.state.tensors import Leaf
 from casnap.take.capture import CapturedState, KeySpan, Scope
 from casnap.take.options import TakeOptions
-from casnap.take.owners import (
+from casnap.take.ranks.owners import (
     ID_BYTES,
     Answer,
     HeldReplica,
@@ -43,8 +43,8 @@ from casnap.take.owners import (
     owner_of,
     plan_sharded,
 )
-from casnap.take.plan import RankPlan, replicated_runs
-from casnap.take.replica_samples import Sampler
+from casnap.take.ranks.plan import RankPlan, replicated_runs
+from casnap.take.ranks.replica_samples import Sampler
 
 _log = logging.getLogger("casnap")
 _GROUP_BYTES = 8

@@ -29,8 +29,8 @@ from casnap.storage import (
     segment_writers,
     upkeep_of_run,
 )
-from casnap.take.agreement import check_name
 from casnap.take.options import TakeOptions
+from casnap.take.ranks.agreement import check_name
 
 _log = logging.getLogger("casnap")
 

@@ -26,9 +26,9 @@ from casnap.runtime.buffers import SLOT_BYTES, SLOTS
 from casnap.runtime.threads import Crew, SharedItems, Worker, cores
 from casnap.storage import SelectNew
 from casnap.take.capture import CapturedState
-from casnap.take.division import Division
 from casnap.take.hashing import Batches
-from casnap.take.split_cells import SHARED_BYTES, SplitCells
+from casnap.take.ranks.division import Division
+from casnap.take.ranks.split_cells import SHARED_BYTES, SplitCells
 from casnap.take.staging import Piece
 
 Hash = Callable[[Iterable[list[Piece]], SelectNew | None], None]
