@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from casnap.files.file_reports import ExportReport, ImportReport
     from casnap.maintenance.check import CheckReport
     from casnap.maintenance.diff import Diff
-    from casnap.maintenance.gc import GcReport
     from casnap.maintenance.repair import RepairReport
     from casnap.maintenance.usage import Usage
     from casnap.mirror.mirror import Mirror
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
         Retention,
         TagMove,
     )
+    from casnap.storage.collecting.gc import GcReport
     from casnap.transfer.copy_jobs import CopyReport
 
 __all__ = [
@@ -85,7 +85,7 @@ _LATER = {
     "ExportReport": "casnap.files.file_reports",
     "FollowEvent": "casnap.serving.options",
     "FollowerState": "casnap.serving.handshake",
-    "GcReport": "casnap.maintenance.gc",
+    "GcReport": "casnap.storage.collecting.gc",
     "Handle": "casnap.restore.entry_handle",
     "ImportReport": "casnap.files.file_reports",
     "Mirror": "casnap.mirror.mirror",

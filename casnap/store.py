@@ -975,7 +975,7 @@ class Store:
             DamagedError: An object could not be read; nothing was deleted.
             ValueError: An argument is out of range.
         """
-        from casnap.maintenance.gc import GcOptions, collect
+        from casnap.storage.collecting.gc import GcOptions, collect
 
         options = GcOptions(
             grace=seconds_if_given("grace", grace),

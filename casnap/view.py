@@ -38,11 +38,11 @@ from casnap.storage import (
 )
 
 if TYPE_CHECKING:
-    from casnap.maintenance.automatic import AutomaticCollector
     from casnap.mirror.mirror import Mirror
     from casnap.mirror.status import MirrorOptions
     from casnap.ranks.comm import Comm
     from casnap.storage import CommitHooks
+    from casnap.storage.collecting.automatic import AutomaticCollector
 
 _log = logging.getLogger("casnap")
 V = TypeVar("V")
@@ -419,7 +419,7 @@ def _disk_hooks(repository: Repository) -> CommitHooks:
 
     def collector() -> AutomaticCollector:
         # Loaded when it is first asked: of many ranks, only rank 0 asks.
-        from casnap.maintenance.automatic import automatic_collector
+        from casnap.storage.collecting.automatic import automatic_collector
 
         return automatic_collector(repository)
 

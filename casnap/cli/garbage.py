@@ -6,14 +6,14 @@ from dataclasses import asdict
 from typing import Any
 
 from casnap.cli.output import json_time, moment, say, size
-from casnap.maintenance.automatic import (
+from casnap.maintenance.usage import DiskUsage
+from casnap.storage import Repository
+from casnap.storage.collecting.automatic import (
     automatic_collector,
     collects_unasked,
     grace_at,
     waiting_until,
 )
-from casnap.maintenance.usage import DiskUsage
-from casnap.storage import Repository
 from casnap.store import Store
 from casnap.view import repository_of
 

@@ -28,12 +28,12 @@ from casnap.cli.output import (
     table,
 )
 from casnap.errors import CasnapError
-from casnap.maintenance.gc import GcOptions, GcReport, check_allowed
 from casnap.storage import (
     Best,
     PruneReport,
     Retention,
 )
+from casnap.storage.collecting.gc import GcOptions, GcReport, check_allowed
 from casnap.store import Store
 from casnap.view import repository_of, view_of
 

@@ -1,6 +1,6 @@
-"""Maintain a store: collect garbage, check, repair, compare snapshots, measure usage.
+"""Maintain a store: check, repair, compare snapshots, measure usage.
 
 Imports ``storage`` and ``state``, and no other verb. It alone may look into the rooms of
-``storage``: who collects, checks and repairs must know packs. Begin with ``gc_plan.py``, ``gc.py``
-and ``check.py``; ``automatic.py`` begins collections that nobody has asked for.
+``storage``: who checks and repairs must know packs. Begin with ``check.py``. What collects garbage
+is a room of ``storage``.
 """

@@ -18,10 +18,10 @@ from casnap.maintenance.damage import (
     other_than_roots,
     root_damages,
 )
-from casnap.maintenance.stored_files import StoredFiles
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
 from casnap.runtime.units import is_number, whole_number
+from casnap.storage.collecting.stored_files import StoredFiles
 from casnap.storage.commit_log.put_if_absent_probe import put_if_absent_warnings
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.marker_files import unknown_markers

@@ -1,56 +1,23 @@
-"""Checking packs: their footers, and the bytes of each chunk and node in them."""
+"""Checking packs: the bytes of each chunk and node in them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from casnap.backends import Backend
 from casnap.format.codec import KNOWN_CODECS, Codec
 from casnap.format.delta import base_of
 from casnap.format.digest import Digest
 from casnap.format.records import (
-    PACK_TAIL_SIZE,
     DeltaPlace,
-    PackId,
     Place,
     Record,
-    footer_length,
-    pack_key,
-    read_pack_footer,
 )
 from casnap.storage.packs.chunk_reads import Failure, Reason, Want, is_possible
 from casnap.storage.reading.repository import Repository
 
 _WINDOW_BYTES = 128 << 20
 _WINDOW_RECORDS = 1 << 15
-
-
-def read_footer(
-    backend: Backend, pack: PackId, size: int, guess: int = PACK_TAIL_SIZE
-) -> list[Record]:
-    """Return the records in the footer of a pack.
-
-    Args:
-        backend: Where the store lives.
-        pack: The pack.
-        size: Its length.
-        guess: How many bytes to expect; if that is right, one read is enough.
-
-    Raises:
-        DamagedError: The footer is not what was written.
-        FileNotFoundError: There is no such pack.
-    """
-    tail = _tail(backend, pack, size, guess)
-    if len(tail) >= PACK_TAIL_SIZE and guess < (length := footer_length(tail)) <= size:
-        tail = _tail(backend, pack, size, length)
-    return read_pack_footer(pack, tail)
-
-
-def _tail(backend: Backend, pack: PackId, size: int, nbytes: int) -> bytes:
-    tail = bytearray(min(size, nbytes))
-    [n] = backend.read_into(pack_key(pack), [(size - len(tail), memoryview(tail))])
-    return bytes(tail[:n])
 
 
 def bad_records(

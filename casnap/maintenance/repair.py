@@ -36,15 +36,16 @@ from casnap.format.records import (
 from casnap.maintenance.check import lost_commits
 from casnap.maintenance.config_repair import check_config, config_damages, restore_config
 from casnap.maintenance.damage import Damage, root_damages
-from casnap.maintenance.pack_checks import bad_records, can_lie_at, is_known, read_footer
-from casnap.maintenance.stored_files import StoredFiles
+from casnap.maintenance.pack_checks import bad_records, can_lie_at, is_known
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, run_shielded
+from casnap.storage.collecting.stored_files import StoredFiles
 from casnap.storage.commit_log.roots import next_root
 from casnap.storage.lookup.index import IndexView
 from casnap.storage.opening.location import locate_store
 from casnap.storage.packs.chunk_reads import ReadOptions, Reason, Want
+from casnap.storage.packs.footers import read_footer
 from casnap.storage.packs.pack_writer import moved_place, new_id
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.changes import change_table

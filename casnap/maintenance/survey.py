@@ -50,7 +50,7 @@ from casnap.maintenance.damage import (
     kind_and_message,
 )
 from casnap.maintenance.full_index import FullIndex
-from casnap.maintenance.pack_checks import bad_records, can_lie_at, is_known, read_footer
+from casnap.maintenance.pack_checks import bad_records, can_lie_at, is_known
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import mapped
 from casnap.runtime.typing import override
@@ -59,6 +59,7 @@ from casnap.storage.lookup.index_cache import preferred
 from casnap.storage.lookup.lookup_order import Bases, Left, LocalLookup, Rung, Step
 from casnap.storage.lookup.pack_lengths import listed_packs
 from casnap.storage.packs.chunk_reads import Failure, Reason, Want
+from casnap.storage.packs.footers import read_footer
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.contents import Contents, Entries
 

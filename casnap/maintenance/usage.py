@@ -15,8 +15,8 @@ from casnap.format.digest import Digest
 from casnap.format.entries import Entry
 from casnap.format.names import folder_of
 from casnap.format.records import DeltaPlace, Row, SealedSegment, pack_key, segment_key
-from casnap.maintenance.stored_files import StoredFiles
 from casnap.runtime.progress import Progress
+from casnap.storage.collecting.stored_files import StoredFiles
 from casnap.storage.lookup.index import IndexView
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.contents import Contents

@@ -8,9 +8,10 @@ Its rooms, each above those before it:
 - ``reading``: a repository: nodes and chunks by digest, with the caches of this host.
 - ``writing`` and ``opening``: new packs, segments and commits; finding, making and opening a store.
 - ``snapshots``: the table of snapshots, what each holds, and which of them stay.
+- ``collecting``: what no snapshot needs is found, condemned, and deleted after its grace.
 
 What the rest of casnap needs of them stands below: import-linter lets nothing else through, but for
-``maintenance``, which collects, checks and repairs what lies in the rooms, and so must know them.
+``maintenance``, which checks and repairs what lies in the rooms, and so must know them.
 
 Imports ``backends``, ``format`` and ``runtime``. Begin with ``reading/repository.py`` and
 ``writing/session.py``.

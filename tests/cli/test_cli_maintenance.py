@@ -14,7 +14,7 @@ import torch
 
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import BackendError, DamagedError
-from casnap.maintenance.gc import GcOptions
+from casnap.storage.collecting.gc import GcOptions
 from tests.support.cli_calls import document, failure, invoke, process
 from tests.support.damaged import (
     copied_store,  # noqa: F401 - a fixture

@@ -46,12 +46,12 @@ from casnap.format.records import (
 )
 from casnap.format.tree import Tree
 from casnap.maintenance.full_index import FullIndex
-from casnap.maintenance.pack_checks import read_footer
 from casnap.maintenance.survey import Survey
 from casnap.state.flatten import flatten, inflate
 from casnap.state.tensors import Leaf, allocate
 from casnap.storage.commit_log.config import read_config
 from casnap.storage.commit_log.roots import read_root
+from casnap.storage.packs.footers import read_footer
 from casnap.storage.snapshots.references import MANIFEST, TABLE, TREE, references
 from tests.support.cli_calls import CHUNK
 from tests.support.layouts import node_fields

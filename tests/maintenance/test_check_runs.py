@@ -11,7 +11,7 @@ import torch
 from casnap import StateDict, Store
 from casnap.errors import SnapshotNotFoundError
 from casnap.format.records import pack_key
-from casnap.maintenance.gc import GcOptions, collect
+from casnap.storage.collecting.gc import GcOptions, collect
 from tests.support.cli_calls import document, failure, invoke
 from tests.support.damaged import (
     FROZEN,

@@ -19,8 +19,8 @@ from casnap.backends import LocalBackend
 from casnap.errors import BackendError, DamagedError
 from casnap.format.digest import digest_of
 from casnap.format.records import CONFIG_KEY, PackId, pack_key, root_key
-from casnap.maintenance.gc import GcOptions, collect
 from casnap.maintenance.survey import Survey
+from casnap.storage.collecting.gc import GcOptions, collect
 from casnap.storage.commit_log.roots import sealed_root
 from tests.support.cli_calls import Terminal, failure, invoke
 from tests.support.damaged import (

@@ -16,8 +16,8 @@ from casnap import StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import PackId, pack_key
-from casnap.maintenance.gc import GcOptions, collect
 from casnap.maintenance.repair import RepairReport
+from casnap.storage.collecting.gc import GcOptions, collect
 from tests.support.damaged import (
     FROZEN,
     KEY,

@@ -16,9 +16,9 @@ from casnap import Retention, StateDict, Store
 from casnap.backends.costs import REMOTE
 from casnap.backends.remote import RemoteBackend
 from casnap.errors import SnapshotNotFoundError
-from casnap.maintenance import automatic
-from casnap.maintenance.gc import GcReport
 from casnap.maintenance.usage import disk_usage
+from casnap.storage.collecting import automatic
+from casnap.storage.collecting.gc import GcReport
 from tests.support.faults import start, wait
 from tests.support.object_stores import store_in
 from tests.support.servers import Bucket

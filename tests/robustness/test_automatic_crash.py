@@ -21,8 +21,8 @@ import pytest
 
 from casnap import Retention, Store
 from casnap.errors import SnapshotNotFoundError
-from casnap.maintenance import automatic
 from casnap.runtime.threads import works_in_background
+from casnap.storage.collecting import automatic
 from tests.support.faults import (
     BACKEND_CALLS,
     CHUNK,

@@ -14,10 +14,10 @@ import torch
 
 # Imported before any fork, not after each.
 import casnap.maintenance.check
-import casnap.maintenance.gc
 import casnap.maintenance.repair
 import casnap.maintenance.usage
 import casnap.restore.restore
+import casnap.storage.collecting.gc
 import casnap.take.take  # noqa: F401
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.errors import CasnapError, DamagedError

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from casnap import Store
-from casnap.maintenance import automatic
+from casnap.storage.collecting import automatic
 from casnap.storage.reading.repository import Repository
 
 SAVES = 10

@@ -11,7 +11,7 @@ from typing import Any
 from casnap import Snapshot, Store
 from casnap.backends import LocalBackend
 from casnap.format.records import pack_key, segment_key
-from casnap.maintenance import automatic
+from casnap.storage.collecting import automatic
 from casnap.storage.reading.repository import Repository
 from tests.support.faults import files
 

@@ -22,7 +22,6 @@ from casnap.cli import COMMANDS, cli
 from casnap.maintenance.check import CheckReport
 from casnap.maintenance.damage import Damage, Hurt
 from casnap.maintenance.diff import Diff
-from casnap.maintenance.gc import GcReport
 from casnap.maintenance.repair import RepairReport
 from casnap.maintenance.usage import Usage
 from casnap.mirror.status import MirrorStatus
@@ -30,6 +29,7 @@ from casnap.preemption import Preemption
 from casnap.restore.entry_handle import Handle
 from casnap.restore.restore_report import RestoreReport
 from casnap.snapshot import EntriesByPath, SnapshotMetadata
+from casnap.storage.collecting.gc import GcReport
 from casnap.storage.snapshots.retention import PruneReport
 from casnap.transfer.copy_jobs import CopyReport
 from tests.support.stand_ins import trainers_stood_in

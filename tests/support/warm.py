@@ -45,7 +45,7 @@ _NEEDED = (
     "casnap.cli.check",
     "casnap.cli.ls",
     "casnap.latest",
-    "casnap.maintenance.automatic",
+    "casnap.storage.collecting.automatic",
     "casnap.maintenance.check",
     "casnap.mirror.notes",
     "casnap.pending",

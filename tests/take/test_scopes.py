@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from casnap import RNGState, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.backends.costs import LOCAL
-from casnap.maintenance.automatic import AutomaticCollector
+from casnap.storage.collecting.automatic import AutomaticCollector
 from tests.support import bitwise
 from tests.support.links import forget_links, links
 from tests.support.ranks import Worlds

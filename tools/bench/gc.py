@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from casnap import Store
-from casnap.maintenance.whole_marks import WholeMarks
+from casnap.storage.collecting.whole_marks import WholeMarks
 from tools.bench import peers, states
 from tools.bench.fresh import call
 from tools.bench.measure import PeakMemory, remove, seconds, settle

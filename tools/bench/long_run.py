@@ -12,8 +12,8 @@ from typing import Any
 
 from casnap import Retention, StateDict, Store
 from casnap.backends.local import LocalBackend
-from casnap.maintenance import automatic
-from casnap.maintenance.gc import GcReport
+from casnap.storage.collecting import automatic
+from casnap.storage.collecting.gc import GcReport
 from tools.bench import peers, states
 from tools.bench.measure import files_below, remove, seconds, settle
 from tools.bench.settings import MIB, Settings

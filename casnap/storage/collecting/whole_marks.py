@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Iterator
 
 from casnap.format.codec import KNOWN_CODECS, Codec
 from casnap.format.records import PackId, Root, SealedSegment
-from casnap.maintenance.marks_protocol import PackUse, Placed
-from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.runtime.progress import Progress
+from casnap.storage.collecting.marks import PackUse, Placed
+from casnap.storage.collecting.reference_counts import ReferenceCounts
 from casnap.storage.lookup.chains import closure
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.references import (
@@ -28,7 +28,7 @@ _PART = 2 << 20
 class WholeMarks:
     """What the snapshots of a root need of all packs that it names.
 
-    These are :class:`~casnap.maintenance.marks_protocol.Marks`.
+    These are :class:`~casnap.storage.collecting.marks.Marks`.
 
     Args:
         store: The store.

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from casnap import Store
-from casnap.maintenance.gc import GcReport
+from casnap.storage.collecting.gc import GcReport
 from tests.support.faults import (
     CHUNK,
     assert_no_orphans,

@@ -135,7 +135,7 @@ def test_what_came_and_went_while_a_collector_went_on_is_no_damage(path: Path) -
 def test_marking_in_parts_marks_the_same(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    from casnap.maintenance import whole_marks
+    from casnap.storage.collecting import whole_marks
 
     folder = tmp_path_factory.mktemp("parts")
     results = []

@@ -23,14 +23,14 @@ from weakref import WeakValueDictionary
 
 from casnap.errors import CasnapError, StorageFullError
 from casnap.format.records import Root, Row
-from casnap.maintenance.gc import GcOptions, GcReport, collect
-from casnap.maintenance.gc_plan import DAY
-from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.runtime.environment import collects_by_itself
 from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.progress import Progress
 from casnap.runtime.sizes import size
 from casnap.runtime.threads import Worker
+from casnap.storage.collecting.gc import GcOptions, GcReport, collect
+from casnap.storage.collecting.plan import DAY
+from casnap.storage.collecting.reference_counts import ReferenceCounts
 from casnap.storage.commit_log.roots import read_root
 from casnap.storage.reading.repository import Repository
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from casnap import Store
 from casnap.format.records import PackId, Root, SegmentId, SegmentRef, pack_key
-from casnap.maintenance.gc import GcReport
-from casnap.maintenance.gc_plan import DAY, Needs, Plan, Waiting, plan_collection
-from casnap.maintenance.whole_marks import WholeMarks
+from casnap.storage.collecting.gc import GcReport
+from casnap.storage.collecting.plan import DAY, Needs, Plan, Waiting, plan_collection
+from casnap.storage.collecting.whole_marks import WholeMarks
 from casnap.storage.lookup.index import IndexView, PackSet
 from casnap.storage.lookup.index_cache import MemoryCache
 from casnap.storage.packs.pack_writer import new_id

@@ -11,10 +11,10 @@ import torch
 from casnap import Retention, StateDict, Store
 from casnap.errors import DamagedError, StorageFullError
 from casnap.format.records import pack_key
-from casnap.maintenance import recent_marks, reference_counts
-from casnap.maintenance.gc import GcOptions, GcReport, collect
-from casnap.maintenance.reference_counts import ReferenceCounts
-from casnap.maintenance.whole_marks import WholeMarks
+from casnap.storage.collecting import recent_marks, reference_counts
+from casnap.storage.collecting.gc import GcOptions, GcReport, collect
+from casnap.storage.collecting.reference_counts import ReferenceCounts
+from casnap.storage.collecting.whole_marks import WholeMarks
 from casnap.storage.reading.repository import Repository
 from tests.support.copies import interrupted
 from tests.support.damaged import forget_cache

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from casnap.backends.costs import LOCAL, Costs
 from casnap.format.digest import split_digests
 from casnap.format.records import PackId, SegmentId, pack_key, segment_key
-from casnap.maintenance.stored_files import base_of
+from casnap.storage.collecting.stored_files import base_of
 from casnap.storage.lookup.index import IndexView
 from casnap.storage.writing.segments import Groups, Rewriting, segments_to_rewrite
 

@@ -9,8 +9,8 @@ from functools import partial
 from casnap.errors import DamagedError, UnsupportedFormatError
 from casnap.format.digest import Digest
 from casnap.format.records import PackId
-from casnap.maintenance.marks_protocol import Marks
 from casnap.runtime.batches import batches
+from casnap.storage.collecting.marks import Marks
 from casnap.storage.lookup.chains import can_carry, chains_below
 from casnap.storage.lookup.index import IndexView
 from casnap.storage.reading.repository import Repository

@@ -23,10 +23,10 @@ from casnap.errors import (
     SnapshotNotFoundError,
 )
 from casnap.format.records import PackId, pack_key, segment_key
-from casnap.maintenance.gc import GcOptions, collect
-from casnap.maintenance.reference_counts import ReferenceCounts
-from casnap.maintenance.whole_marks import WholeMarks
 from casnap.runtime.sizes import size
+from casnap.storage.collecting.gc import GcOptions, collect
+from casnap.storage.collecting.reference_counts import ReferenceCounts
+from casnap.storage.collecting.whole_marks import WholeMarks
 from casnap.storage.packs.pack_writer import new_id
 from casnap.storage.reading.repository import Repository
 from tests.support.cli_calls import document, failure, invoke

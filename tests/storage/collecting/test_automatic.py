@@ -28,7 +28,7 @@ from casnap.backends.costs import REMOTE
 from casnap.cli.garbage import show_what_waits
 from casnap.errors import BackendError
 from casnap.format.records import pack_key
-from casnap.maintenance import automatic
+from casnap.storage.collecting import automatic
 from casnap.storage.reading.repository import Repository
 from tests.support.cli_calls import document, invoke
 from tests.support.damaged import damage_everywhere, forget_cache
@@ -130,8 +130,8 @@ def test_a_nearly_full_disk_whose_garbage_cannot_be_collected(
 RUN = """
     import math, sys
     from casnap import Store
-    from casnap.maintenance import automatic
-    from tests.maintenance.test_automatic import STATE, take
+    from casnap.storage.collecting import automatic
+    from tests.storage.collecting.test_automatic import STATE, take
 
     automatic.SHARE = math.inf  # states so small cost no more processor time than a collection
     store = Store(sys.argv[1])
@@ -219,8 +219,8 @@ def test_collections_take_no_more_than_their_share(tmp_path: Path) -> None:
     code = """
         import sys, time
         from casnap import Store
-        from casnap.maintenance import automatic
-        from tests.maintenance.test_automatic import take
+        from casnap.storage.collecting import automatic
+        from tests.storage.collecting.test_automatic import take
 
         costs = []
         collect = automatic.collect
@@ -378,7 +378,7 @@ def test_short_processes(tmp_path: Path) -> None:
     code = """
         import sys
         from casnap.cli import cli
-        from casnap.maintenance import automatic
+        from casnap.storage.collecting import automatic
 
         # As on a machine that has nothing else to do.
         automatic._LAST_SECONDS = 60.0
@@ -485,7 +485,7 @@ def test_a_process_that_takes_while_it_ends(tmp_path: Path) -> None:
     code = """
         import atexit, sys, threading
         from casnap import Store
-        from tests.maintenance.test_automatic import take
+        from tests.storage.collecting.test_automatic import take
 
         def late():
             for step in range(4):

@@ -21,17 +21,17 @@ from casnap.backends.base import as_exclusive
 from casnap.errors import PLACE_ERRORS, DamagedError, FencedError, StorageFullError
 from casnap.format.digest import split_digests
 from casnap.format.records import PackId, Root, pack_key, root_key
-from casnap.maintenance.gc_plan import DAY, Needs, Plan, Waiting, plan_collection
-from casnap.maintenance.marks_protocol import Marks
-from casnap.maintenance.recent_marks import RecentMarks
-from casnap.maintenance.recode import Recoding, plan_recoding, recode
-from casnap.maintenance.reference_counts import ReferenceCounts
-from casnap.maintenance.repack import repack, sparse_packs
-from casnap.maintenance.stored_files import StoredFiles, base_of
-from casnap.maintenance.whole_marks import WholeMarks
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.runtime.units import count_if_given, is_number
+from casnap.storage.collecting.marks import Marks
+from casnap.storage.collecting.plan import DAY, Needs, Plan, Waiting, plan_collection
+from casnap.storage.collecting.recent_marks import RecentMarks
+from casnap.storage.collecting.recode import Recoding, plan_recoding, recode
+from casnap.storage.collecting.reference_counts import ReferenceCounts
+from casnap.storage.collecting.repack import repack, sparse_packs
+from casnap.storage.collecting.stored_files import StoredFiles, base_of
+from casnap.storage.collecting.whole_marks import WholeMarks
 from casnap.storage.commit_log.roots import next_root, put_root, release_reserve, with_advice
 from casnap.storage.lookup.index import IndexView
 from casnap.storage.reading.repository import Repository

@@ -9,12 +9,12 @@ from casnap.errors import DamagedError
 from casnap.format.codec import KNOWN_CODECS
 from casnap.format.digest import Digest, split_digests
 from casnap.format.records import PackId, Root, SealedSegment, SegmentId
-from casnap.maintenance.marks_protocol import PackUse, Placed
-from casnap.maintenance.pack_checks import read_footer
-from casnap.maintenance.reference_counts import ReferenceCounts
 from casnap.runtime.progress import Progress
+from casnap.storage.collecting.marks import PackUse, Placed
+from casnap.storage.collecting.reference_counts import ReferenceCounts
 from casnap.storage.lookup.index import IndexView, PackSet
 from casnap.storage.lookup.pack_lengths import GONE
+from casnap.storage.packs.footers import read_footer
 from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
@@ -28,7 +28,7 @@ class RecentMarks:
     """What the snapshots of a root need of the packs that are new, or hold dead digests.
 
     New ones may hold what came and went since the collection before, and was never counted. These
-    are :class:`~casnap.maintenance.marks_protocol.Marks` of these packs alone. Orphans, and what is
+    are :class:`~casnap.storage.collecting.marks.Marks` of these packs alone. Orphans, and what is
     needed of condemned packs, are for a collection that goes through the whole store.
 
     Args:
