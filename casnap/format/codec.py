@@ -1,14 +1,14 @@
 """How a chunk is stored in its pack: as it is, compressed, or as a delta of another chunk.
 
-Its digest is that of the raw bytes, so each writer may choose a codec. Compressed means in planes
-(``planes.py``); ``delta.py`` has the deltas.
+The digest of a chunk is the digest of its raw bytes, so each writer may choose a codec. A
+compressed chunk is stored in planes (``planes.py``); ``delta.py`` has the deltas.
 
-A new codec that compresses a chunk by itself needs a number here, its place in ``BY_SIZE``, and its
-case in :func:`compress` and :func:`decompress`: mypy finds a case that is missing. So that users
-can choose it for new chunks, it needs a word in ``CODECS`` of ``storage/commit_log/settings.py``;
-so that `gc` chooses it for old ones, a place in ``storage/writing/chunk_forms.py``, and so that
-copies do, in ``Session.copy`` of ``storage/writing/session.py``. All else goes by the sets below.
-An older version keeps what it cannot read, and says so.
+A new codec that compresses a chunk by itself needs a number here, a place in ``BY_SIZE``, and a
+case in :func:`compress` and :func:`decompress`: mypy finds a missing case. Users can choose the
+codec once ``CODECS`` of ``storage/commit_log/settings.py`` has a word for it. For old chunks `gc`
+chooses in ``storage/writing/chunk_forms.py``, and copies choose in ``Session.copy`` of
+``storage/writing/session.py``. All other code goes by the sets below. An older version keeps a
+chunk that it cannot read, and says so.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from casnap.format.planes import join_planes, split_planes, width_of
 class Codec(enum.IntEnum):
     """The numbers of the codecs, as in packs and segments.
 
-    ``DELTA`` is how the chunk differs from another one (``delta.py``). A later version may add
-    more: what is stored so is not damaged, this version only cannot read it.
+    ``DELTA`` stores how the chunk differs from another one (``delta.py``). A later version may add
+    numbers. A chunk with an unknown number is not damaged: only this version cannot read it.
     """
 
     RAW = 0
@@ -33,19 +33,22 @@ class Codec(enum.IntEnum):
 
 
 KNOWN_CODECS = frozenset(map(int, Codec))
-"""What this version can read."""
+"""The codecs that this version can read."""
 WHOLE_CODECS = KNOWN_CODECS - {int(Codec.DELTA)}
-"""Those of which a chunk can be read without another one."""
+"""The codecs of chunks that can be read without another chunk."""
 BY_SIZE = (Codec.RAW, Codec.PLANES)
-"""The same, from the one that makes chunks smallest last: in this order a writer prefers them."""
+"""The same codecs; the one that makes chunks smallest comes last. Writers prefer later ones."""
 
 
 def compress(raw: memoryview | bytes, codec: Codec = Codec.PLANES) -> bytes | None:
-    """Return the stored form of some bytes by a codec; None if it is not smaller than they are.
+    """Return the stored form of a chunk; None if the codec does not make the chunk smaller.
 
     Args:
-        raw: The bytes.
-        codec: One of those that need no other chunk.
+        raw: The bytes of the chunk.
+        codec: One that needs no other chunk.
+
+    Raises:
+        ValueError: The codec is ``DELTA``.
     """
     match codec:
         case Codec.RAW:
@@ -63,13 +66,13 @@ def decompress(codec: int, stored_form: memoryview, raw_size: int) -> memoryview
     """Return the raw bytes of a chunk that is not a delta.
 
     Args:
-        codec: How it is stored.
+        codec: The number of its codec.
         stored_form: The stored bytes.
-        raw_size: The length to expect; nothing longer is ever allocated.
+        raw_size: The expected length of the raw bytes; nothing longer is ever allocated.
 
     Raises:
-        DamagedError: It is damaged.
-        UnsupportedFormatError: The codec is not known.
+        DamagedError: The chunk is damaged.
+        UnsupportedFormatError: This version does not know the codec, or the codec is ``DELTA``.
     """
     if codec not in WHOLE_CODECS:
         raise UnsupportedFormatError(f"a chunk is stored with codec {codec}; update casnap")
@@ -88,5 +91,5 @@ def decompress(codec: int, stored_form: memoryview, raw_size: int) -> memoryview
 
 
 def _forgotten(codec: NoReturn) -> AssertionError:
-    """Return the error where no codec comes: mypy refuses the call if one has no case."""
+    """Return the error of a match that has no case for a codec; mypy refuses such a match."""
     return AssertionError(codec)

@@ -1,10 +1,11 @@
 """Decoding that cannot crash the interpreter: of closed types, and of records of one length.
 
 msgspec looks at a type when it first makes a decoder for it. Two threads that do that at once crash
-the interpreter (seen with 0.22), so decoders are made here alone. They can be used by any thread.
+the interpreter (seen with 0.22), so only this module makes decoders. Any thread can use them.
 
-An iterator of ``struct`` keeps the view in use that it reads. If an error keeps both alive, Python
-before 3.12.4 crashes when it collects them (gh-77894). So records are unpacked here alone.
+An iterator of ``struct`` keeps the view in use that it reads. If an error keeps iterator and view
+alive, Python before 3.12.4 crashes when it collects them (gh-77894). So only this module unpacks
+records.
 """
 
 from __future__ import annotations
@@ -21,30 +22,30 @@ import msgspec
 
 T = TypeVar("T")
 _making = threading.Lock()
-# A thread of the parent may hold it at a fork.
+# At a fork, a thread of the parent may hold the lock.
 os.register_at_fork(after_in_child=_making._at_fork_reinit)  # type: ignore[attr-defined]
 _decoders: dict[tuple[type[Any], Any], Any] = {}
 
 
 def decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
-    """Return the decoder that makes a value of a type from msgpack."""
+    """Return the decoder from msgpack to values of a type."""
     return _make_decoder(msgspec.msgpack.Decoder, kind)  # type: ignore[no-any-return]
 
 
 def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
-    """Return the decoder that makes a value of a type from JSON."""
+    """Return the decoder from JSON to values of a type."""
     return _make_decoder(msgspec.json.Decoder, kind)  # type: ignore[no-any-return]
 
 
 def decode_keeping(data: bytes | memoryview | msgspec.Raw, kind: type[T]) -> T:
-    """Return a struct from a map. Fields that it lacks are kept, and encoded with it again.
+    """Return a struct from a map. It keeps unknown fields, and they are encoded with it again.
 
     Args:
         data: The map, in msgpack.
         kind: A struct that forbids unknown fields.
 
     Raises:
-        msgspec.DecodeError: It is malformed, or has very many fields.
+        msgspec.DecodeError: The map is malformed, or has more than 256 unknown fields.
     """
     try:
         return decoder(kind).decode(data)
@@ -58,13 +59,13 @@ def decode_keeping(data: bytes | memoryview | msgspec.Raw, kind: type[T]) -> T:
 
 
 _MOST_LATER_FIELDS = 256
-# So many records are unpacked from one copy.
+# The records that are unpacked from one copy.
 _AT_ONCE = 1024
 
 
 @lru_cache(maxsize=64)
 def _keeping_decoder(kind: type[Any], later: tuple[str, ...]) -> Any:
-    """Return a decoder for a struct with some more fields, whose values stay as they are."""
+    """Return a decoder for a struct with more fields, whose values are not decoded."""
     names = {f"later_{number}": name for number, name in enumerate(later)}
     fields = [(name, msgspec.Raw) for name in names]
     with _making:
@@ -87,8 +88,8 @@ def unpacked(
 ) -> Iterator[tuple[Any, ...]]:
     """Yield the records that some bytes consist of, like ``layout.iter_unpack``.
 
-    The iterator may be left before its end: it reads copies of a few records at a time, and keeps
-    no view in use.
+    A caller may abandon the iterator before its end: the iterator reads copies of a few records at
+    a time, and keeps no view in use.
 
     Args:
         layout: The layout of a record.

@@ -1,12 +1,14 @@
-"""Deltas: a chunk stored as how it differs from another one of the same length, its base.
+"""Deltas: a chunk stored as its difference from another one of the same length, its base.
 
-A delta is the difference of both, element by element, as integers that wrap around. As bits, the
-numbers of a tensor are ordered by their size, so where they change a little, so do these integers.
-A chain of deltas is applied in one buffer. There are two forms. Where most elements differ, all
-differences are stored in planes (``planes.py``); where few do, only these are stored: the gaps
-between them, and their differences.
+The difference is taken element by element, between integers that wrap around. The bits of floats
+are ordered like the floats, so a small change of a number is a small difference of integers. A
+chain of deltas is applied in one buffer.
 
-Python's integers are too slow for this: they run at 0.25 GB/s, numpy's at 10.
+A delta has one of two forms. If most elements differ, the dense form stores all differences in
+planes (``planes.py``). If few differ, the sparse form stores these alone: the gaps between them,
+and their differences.
+
+numpy computes this at 10 GB/s, Python's integers at 0.25 GB/s.
 """
 
 from __future__ import annotations
@@ -22,32 +24,31 @@ if TYPE_CHECKING:
     import numpy as np
 
 _DENSE, _SPARSE = 0, 1
-# Which scratch of a thread has differences: planes need another one.
+# The number of the scratch that holds differences. Planes use another one at the same time.
 _DIFFERENCES = 1
-# The digest of the base, the form, and of a sparse delta the length of an element and how many of
-# them differ.
+# The digest of the base, the form, the bytes of an element, and (sparse form) how many differ.
 _HEAD = struct.Struct(f"<{DIGEST_SIZE}sBBI")
-# If more of the elements differ, gaps take more than zeros do.
+# If a greater share of the elements differs, their gaps take more bytes than zeros would.
 _FEW = 0.4
 _GAP_WIDTHS = (2, 4)
-# A delta that saves less is not worth the time of each reader.
+# A delta that takes a greater share of its chunk is not worth the time of each reader.
 _WORTH = 0.9
 
 MOST_LINKS = 32
-"""No chain of deltas has more links."""
+"""The most deltas in a chain."""
 MOST_STORED = 2.0
-"""A chain takes no more than so many times the bytes of its chunk, its first chunk included."""
+"""The most stored bytes of a chain, with its first chunk, as a multiple of the chunk's bytes."""
 
 
 def encode_delta(
     raw: memoryview | bytes, base: memoryview | bytes, base_digest: Digest
 ) -> bytes | None:
-    """Return a chunk as how it differs from its base; None if that saves little.
+    """Return a chunk as a delta of a base; None if that saves little, or the lengths differ.
 
     Args:
         raw: The chunk.
-        base: Another chunk of the same length.
-        base_digest: Its digest.
+        base: The other chunk.
+        base_digest: The digest of the base.
     """
     import numpy as np
 
@@ -58,7 +59,7 @@ def encode_delta(
     elements, elements_before = content.view(f"<u{width}"), other.view(f"<u{width}")
     form, count = _DENSE, 0
     differing = elements != elements_before
-    # To count takes a twentieth of the time of listing them.
+    # Counting takes a twentieth of the time of listing.
     if np.count_nonzero(differing) <= _FEW * len(elements):
         places = np.flatnonzero(differing)
         form, count = _SPARSE, len(places)
@@ -77,13 +78,13 @@ def base_of(stored_form: memoryview | bytes) -> Digest:
     """Return the digest of the base of a delta.
 
     Raises:
-        DamagedError: These bytes are no delta.
+        DamagedError: The bytes are no delta.
     """
     return _head(stored_form)[0]
 
 
 def is_sparse(stored_form: memoryview | bytes) -> bool:
-    """Whether a delta holds only what differs."""
+    """Whether a delta has the sparse form."""
     return _head(stored_form)[1] == _SPARSE
 
 
@@ -95,7 +96,7 @@ def apply_delta(stored_form: memoryview, chunk: bytearray | memoryview) -> None:
         chunk: The bytes of its base, or of the base changed by other deltas of a chain.
 
     Raises:
-        DamagedError: It cannot be one.
+        DamagedError: The bytes cannot be a delta of such a chunk.
     """
     import numpy as np
 
@@ -122,18 +123,19 @@ def apply_delta(stored_form: memoryview, chunk: bytearray | memoryview) -> None:
 def changed_by(
     stored_form: memoryview, chunk: memoryview, width: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return which elements a delta has changed, in ascending order, what they were, and are.
+    """Return which elements a delta changes, with their values before and after.
 
     Args:
         stored_form: The delta.
-        chunk: What it has made of its base, which was verified.
+        chunk: The verified chunk that the delta makes of its base.
         width: The bytes of an element.
 
     Returns:
-        None if the delta does not list elements of that width.
+        The indices of the changed elements in ascending order, their values in the base, and their
+        values in the chunk. None if the delta does not list elements of that width.
 
     Raises:
-        DamagedError: It cannot be a delta of this chunk.
+        DamagedError: The bytes cannot be a delta of this chunk.
     """
     import numpy as np
 
@@ -151,16 +153,16 @@ def changed_by(
 def _listed(
     body: memoryview, width: int, count: int, most: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the places that a sparse delta lists, its differences, and where it ends.
+    """Return the indices of elements that a sparse delta lists, its differences, and its end.
 
     Args:
         body: The delta without its head.
         width: The bytes of an element.
-        count: How many are listed.
+        count: How many elements the delta lists.
         most: How many elements the chunk has.
 
     Raises:
-        DamagedError: It cannot be a delta of such a chunk.
+        DamagedError: The bytes cannot be a delta of such a chunk.
     """
     import numpy as np
 
@@ -172,14 +174,14 @@ def _listed(
     gaps, end = join_planes(body, gap_width * count)
     steps, length = join_planes(body[end:], width * count)
     places = np.cumsum(gaps.view(f"<u{gap_width}"), dtype=np.int64)
-    # Each gap is positive but the first, so the places rise, and the last one is the greatest.
+    # Gaps are never negative, so the last place is the greatest.
     if count and places[-1] >= most:
         raise DamagedError("a delta changes elements beyond its base")
     return places, steps, end + length
 
 
 def _difference(elements: np.ndarray, elements_before: np.ndarray) -> np.ndarray:
-    """Return the differences of some elements, until this thread needs its scratch again."""
+    """Return the differences of elements; valid until this thread needs its scratch again."""
     import numpy as np
 
     memory = scratch(elements.nbytes, _DIFFERENCES)
@@ -190,7 +192,7 @@ def _difference(elements: np.ndarray, elements_before: np.ndarray) -> np.ndarray
 
 
 def _add(elements: np.ndarray, differences: np.ndarray) -> None:
-    """Add what :func:`_difference` returned to some elements."""
+    """Add differences from :func:`_difference` to elements, in place."""
     import numpy as np
 
     np.add(elements, differences.view(elements.dtype), out=elements)
@@ -198,7 +200,10 @@ def _add(elements: np.ndarray, differences: np.ndarray) -> None:
 
 
 def _middle(elements: np.ndarray) -> np.generic:
-    """Return what no difference is stored as: so those of -1 and 1 have the same upper bytes."""
+    """Return the number that stands for no difference: all bytes 0x80.
+
+    So the differences -1 and 1 have the same upper bytes, which compress well.
+    """
     import numpy as np
 
     middle: np.generic = np.frombuffer(b"\x80" * elements.itemsize, elements.dtype)[0]

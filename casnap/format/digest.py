@@ -15,12 +15,12 @@ DIGEST_SIZE = 32
 def digest_of(buffer: bytes | bytearray | memoryview) -> Digest:
     """Return the BLAKE3-256 of a buffer.
 
-    One thread a call: callers hash many chunks at once, and the GIL is released from 2 KiB up.
+    A call uses one thread: callers hash many chunks at once. From 2 KiB up it releases the GIL.
     """
-    # Not Digest(…), a call of its own: each entry of a state and each small chunk comes here.
+    # Digest(…) would be one more call, for each entry of a state and each small chunk.
     return blake3(buffer).digest()  # type: ignore[return-value]
 
 
 def split_digests(digests: bytes) -> list[Digest]:
-    """Split a string of digests."""
+    """Return the digests that stand one behind the other in some bytes."""
     return [Digest(digests[i : i + DIGEST_SIZE]) for i in range(0, len(digests), DIGEST_SIZE)]

@@ -1,11 +1,11 @@
 """The entries of a manifest: what a snapshot holds.
 
-``docs/format.md`` says what they are byte for byte. A store is untrusted: each entry is decoded
-into a closed type.
+``docs/format.md`` describes them byte for byte. A store is untrusted: each entry is decoded into a
+closed type.
 
 Later versions may add sorts of entries, kinds, dtypes, and elements of an entry. Whatever they add,
-an entry's payload names all chunks that it needs. So of an unknown entry this version knows enough
-to keep it, to copy it and to verify its chunks. Only to read it is refused.
+the payload of an entry names all chunks that the entry needs. So this version can keep and copy an
+unknown entry, and verify its chunks. It only refuses to read the entry.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from casnap.format.digest import Digest
 from casnap.format.tree import Load, Tree
 
 INLINE_BYTES, INLINE_DIGESTS = 64, 4
-"""The most bytes, or else digests, that stand in a payload itself."""
+"""The most bytes, or else the most digests, that a payload holds itself."""
 LIST_DIGESTS, MAX_LIST_DEPTH = 1 << 15, 4
 """The most digests in a list, and the most levels of lists above a chunk."""
 MAX_PATH_CHARS = 1 << 20
@@ -56,17 +56,17 @@ NUMPY_DTYPE = re.compile(
     r"\|(?:b1|[iu]1|[SV][1-9][0-9]{0,4})|"
     r"[<>](?:[iu][248]|f[248]|c8|c16|[mM]8(?:\[[0-9A-Za-z/]{1,24}\])?|U[1-9][0-9]{0,4})"
 )
-"""The typestrs of numpy that are stored. Items of text and bytes have a length of their own."""
+"""Numpy's typestrs that can be stored. Those for text and bytes contain a length."""
 _DTYPES = frozenset({*TORCH_DTYPES, *QUANTIZED_DTYPES})
 
 
 class Payload(Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
-    """Some bytes: in place, or as the digests of chunks.
+    """The bytes of an entry: in place, or as the digests of chunks.
 
     Attributes:
-        nbytes: Length of the bytes.
+        nbytes: The length of the bytes.
         inline: The bytes themselves, if there are at most 64.
-        digests: Otherwise up to four digests, one behind the other.
+        digests: Else up to four digests, one behind the other.
         depth: 0 if the digests name chunks; else each names a list of digests of one depth less.
     """
 
@@ -93,8 +93,8 @@ class Quantization(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     axis: int = 0
 
 
-class _Entry(Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
-    """What all entries have. An unknown element is refused: it may change what the others mean.
+class _EntryBase(Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
+    """The base of entries. It refuses unknown elements: they may change what the others mean.
 
     Attributes:
         payload: The bytes.
@@ -103,7 +103,7 @@ class _Entry(Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fiel
     payload: Payload
 
 
-class TensorEntry(_Entry, frozen=True, array_like=True, tag="t", gc=False):
+class TensorEntry(_EntryBase, frozen=True, array_like=True, tag="t", gc=False):
     """A tensor, numpy array or numpy scalar.
 
     Attributes:
@@ -122,7 +122,7 @@ class TensorEntry(_Entry, frozen=True, array_like=True, tag="t", gc=False):
     quantization: Quantization | None = None
 
 
-class ValueEntry(_Entry, frozen=True, array_like=True, tag="v", gc=False):
+class ValueEntry(_EntryBase, frozen=True, array_like=True, tag="v", gc=False):
     """A value that is neither tensor nor container.
 
     Attributes:
@@ -133,11 +133,11 @@ class ValueEntry(_Entry, frozen=True, array_like=True, tag="v", gc=False):
     kind: str
 
 
-class ContainerEntry(_Entry, frozen=True, array_like=True, tag="c", gc=False):
+class ContainerEntry(_EntryBase, frozen=True, array_like=True, tag="c", gc=False):
     """A dict, list, tuple, set, … whose elements are entries below its path.
 
     Attributes:
-        payload: Its spec: the encoded keys, in order, and what else is needed to build it again.
+        payload: Its spec: the encoded keys, in order, and all else that building it again needs.
         kind: Which container (see ``state/containers.py``).
         count: The number of elements.
     """
@@ -147,11 +147,11 @@ class ContainerEntry(_Entry, frozen=True, array_like=True, tag="c", gc=False):
 
 
 class UnknownEntry(Struct, frozen=True, gc=False):
-    """An entry that a later version wrote, of which this one knows only the payload.
+    """An entry that a later version wrote; this version knows only its payload.
 
     Attributes:
         payload: The bytes.
-        what: What is unknown: a noun with "the".
+        what: The unknown part, as a noun with "the", for messages.
     """
 
     payload: Payload
@@ -172,10 +172,10 @@ def _decode_known(data: Raw | bytes) -> KnownEntry:
 
 
 def decode_entry(data: Raw) -> Entry:
-    """Decode an entry; one of an unknown sort, or with unknown elements, is an unknown one.
+    """Decode an entry. An unknown sort or unknown elements make it an :class:`UnknownEntry`.
 
     Raises:
-        msgspec.DecodeError: It is malformed.
+        msgspec.DecodeError: The entry is malformed.
     """
     try:
         return _decode_known(data)
@@ -198,7 +198,7 @@ def decode_entry(data: Raw) -> Entry:
 
 
 def _split(data: Raw, count: int) -> tuple[list[Raw], bool]:
-    """Return the first elements of an array, and whether others follow that say something."""
+    """Return the first ``count`` elements of an array, and whether any that follows is not nil."""
     elements = decoder(list[Raw]).decode(data)
     return elements[:count], _has_any(elements[count:])
 
@@ -208,12 +208,12 @@ def _has_any(elements: Iterable[Raw]) -> bool:
 
 
 def entry_tree(top: Digest, load: Load) -> Tree[Entry]:
-    """Return the tree of the entries of a key."""
+    """Return the tree of the entries of a key of the app state."""
     return Tree(top, load, KnownEntry, decode_one=decode_entry)
 
 
 def unknown_in(entry: Entry) -> str:
-    """Return what a later version has to read of an entry; empty if this version knows it all."""
+    """Return the part of an entry that only a later version can read; "" if there is none."""
     if isinstance(entry, UnknownEntry):
         return entry.what
     if isinstance(entry, ValueEntry):
@@ -232,14 +232,14 @@ def unknown_in(entry: Entry) -> str:
 
 
 def check_known(label: str, entries: Iterable[tuple[str, Entry]]) -> None:
-    """Check that this version can read all of some entries.
+    """Check that this version can read entries.
 
     Args:
-        label: The snapshot.
-        entries: Path and entry of each.
+        label: The snapshot, for the message.
+        entries: The path and the entry of each.
 
     Raises:
-        UnsupportedFormatError: It cannot. The message names the paths.
+        UnsupportedFormatError: It cannot read some. The message names the paths of up to 20.
     """
     unknown = [f"{path} has {what}" for path, entry in entries if (what := unknown_in(entry))]
     if unknown:
@@ -259,14 +259,14 @@ def with_payload(entry: KnownEntry, payload: Payload) -> KnownEntry:
 
 
 class Manifest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The top of a snapshot's tree: for every key of the app state the digest of its subtree.
+    """The top of a snapshot's tree. It has the digest of a subtree for each key of the app state.
 
-    Fields that a later version adds are kept where it is written anew.
+    Where a manifest is written anew, it keeps fields that a later version added.
 
     Attributes:
         shared: ``global/<key>``: entries that any rank can restore.
         ranks: ``ranks/<r>/<key>``: entries that belong to one rank.
-        thinned: The components of the keys that the snapshot has lost, sorted.
+        thinned: The path components of the keys that the snapshot has lost by thinning, sorted.
     """
 
     shared: dict[str, bytes] = msgspec.field(name="global")

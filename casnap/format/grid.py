@@ -1,9 +1,9 @@
 """The fixed grid that cuts a tensor into chunks.
 
-The cells are a function of global shape, item size and the store's chunk size alone, so equal
-weights give equal chunks however they are sharded. Along the first axis ``i`` whose slices fit
-into a chunk, a cell holds a power of two of slices; it has length 1 on the axes before and the
-full length after. The cells of a contiguous tensor are therefore consecutive runs of its bytes.
+The cells depend on global shape, item size and the store's chunk size alone, so equal weights give
+equal chunks however they are sharded. One axis is cut: the first one whose slices fit into a chunk.
+A cell holds a power of two of its slices. The cell has length 1 on the axes before, and the full
+length on the axes after. So the cells of a contiguous tensor are consecutive runs of its bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Grid:
     Attributes:
         shape: The global shape.
         itemsize: Bytes per element.
-        axis: The axis that is cut into runs of ``step``; 0 if there is nothing to cut.
+        axis: The axis that is cut into runs of ``step`` slices; 0 if there is nothing to cut.
         step: Slices per cell on ``axis``.
         rows: Cells along ``axis``.
         count: The number of cells; 0 if the tensor has no element.
@@ -43,14 +43,14 @@ class Grid:
         return self.itemsize * prod(self.shape[self.axis + 1 :])
 
     def cell_bytes(self, index: int) -> int:
-        """Return the bytes of one cell."""
+        """Return the length of one cell in bytes."""
         if not self.shape:
             return self.itemsize
         row = index % self.rows
         return min(self.step, self.shape[self.axis] - row * self.step) * self.slice_bytes
 
     def sizes(self) -> Iterator[int]:
-        """Yield the bytes of every cell, in order."""
+        """Yield the length of each cell in bytes, in order."""
         if self.count < 2:
             if self.count:
                 yield self.cell_bytes(0)
@@ -63,7 +63,10 @@ class Grid:
             yield last_bytes
 
     def region(self, index: int, stop: int | None = None) -> Region:
-        """Return the box of one cell, or of the cells up to ``stop``, which is in its lead."""
+        """Return the box of the cell ``index``, or of the cells from it to before ``stop``.
+
+        All these cells must lie at the same place of the axes before ``axis`` (:meth:`lead_stop`).
+        """
         if not self.shape:
             return Region((), ())
         lead, row = divmod(index, self.rows)
@@ -88,7 +91,7 @@ class Grid:
     def runs_covering(self, region: Region) -> Iterator[tuple[int, int]]:
         """Yield, in order, the runs of cells that share an element with ``region``.
 
-        Each is the first cell of the run, and one past the last.
+        A run is its first cell, and one past its last cell.
         """
         if self.count == 0 or region.numel == 0:
             return

@@ -1,6 +1,6 @@
-"""Hints at the end of a pack of nodes: where the things lie that its nodes name.
+"""Hints at the end of a pack of nodes: where the chunks and nodes lie that its nodes name.
 
-Nothing relies on them: a reader verifies what it reads at a hint, and otherwise looks in the index.
+Nothing relies on hints: a reader verifies what it reads at a hint, or else looks in the index.
 """
 
 from __future__ import annotations
@@ -18,23 +18,33 @@ from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.format.records import ID_SIZE, Place, encode
 
 MOST_HINTS_BYTES = 512 << 10
-"""No pack has hints of more bytes than that."""
+"""The most bytes of the hints in one pack."""
 MOST_HINTS = 1 << 15
-"""Nor of more things."""
+"""The most digests that the hints in one pack may name."""
 
 _MAGIC = b"CASNAPh1"
 _NAME_SIZE = 6
-# A name is found between two others by chance once at most; more often where that is intended.
+# A search may find a name across the edge of two others. By chance that happens at most once;
+# hostile hints could make it happen at each byte.
 _MOST_FINDS = 16
 _PAGE, _ALIGN_FROM = 4096, 64 << 10
 _TREE, _MANIFEST = (b"\x92\xa1l", b"\x92\xa1b"), b"\x82\xa6global"
 _LIST_OF_NODES = b"\x92\xa1b"
-# A row names its manifest beside a hint of its own.
+# A row names its manifest together with a hint, so the hints need not have it.
 _HINTED = b"\xa8manifest\x92"
 
 
-class _Run(Struct, frozen=True, array_like=True, gc=False):
-    """Some things one behind the other in a pack, of equal lengths."""
+class _PlaceRun(Struct, frozen=True, array_like=True, gc=False):
+    """Chunks or nodes of equal lengths that lie one behind the other in a pack.
+
+    Attributes:
+        count: How many there are.
+        pack: The number of their pack among the packs of the hints; -1: the pack of the hints.
+        offset: Where the first one begins.
+        stored_size: The stored bytes of each.
+        raw_size: The raw bytes of each.
+        codec: The codec of all.
+    """
 
     count: int
     pack: int
@@ -44,7 +54,7 @@ class _Run(Struct, frozen=True, array_like=True, gc=False):
     codec: int
 
     def offset_of(self, after: int) -> int:
-        """Return the offset of a thing, by its number after the first."""
+        """Return the offset of one chunk or node; number 0 is the first."""
         step = (
             -(-self.stored_size // _PAGE) * _PAGE
             if self.stored_size >= _ALIGN_FROM
@@ -52,8 +62,8 @@ class _Run(Struct, frozen=True, array_like=True, gc=False):
         )
         return self.offset + after * step
 
-    def goes_on_with(self, run: _Run) -> bool:
-        """Whether another run begins where this one ends, with things of the same length."""
+    def goes_on_with(self, run: _PlaceRun) -> bool:
+        """Whether ``run`` begins where this run ends, with the same lengths and codec."""
         alike = (self.pack, self.stored_size, self.raw_size, self.codec) == (
             run.pack,
             run.stored_size,
@@ -66,7 +76,7 @@ class _Run(Struct, frozen=True, array_like=True, gc=False):
 class _Body(Struct, frozen=True, array_like=True):
     packs: bytes
     names: bytes
-    runs: list[_Run]
+    runs: list[_PlaceRun]
     nodes: list[bytes]
 
 
@@ -74,11 +84,11 @@ class Hints:
     """The hints of one pack.
 
     Args:
-        body: What they say.
-        pack: The pack that they stand in.
+        body: The decoded hints.
+        pack: The id of the pack.
 
     Attributes:
-        nodes: Nodes that the hints hold themselves: lists of the table, not verified.
+        nodes: Nodes whose bytes stand in the hints: upper lists of the table, not verified.
     """
 
     def __init__(self, body: _Body, pack: bytes) -> None:
@@ -88,7 +98,7 @@ class Hints:
         self._stops = list(accumulate(run.count for run in body.runs))
 
     def find(self, digest: bytes) -> Place | None:
-        """Return the hinted place of a digest; None without a hint."""
+        """Return the place that a hint gives for a digest; None if there is no hint."""
         names, name, at = self._body.names, digest[:_NAME_SIZE], -1
         for _ in range(_MOST_FINDS):
             at = names.find(name, at + 1)
@@ -113,19 +123,19 @@ class Hints:
 def encode_hints(
     places: Sequence[tuple[Digest, Place]], nodes: Iterable[bytes], pack: bytes
 ) -> bytes:
-    """Return the hints of a pack.
+    """Return the hints of a pack as bytes.
 
     Args:
-        places: Where things lie.
-        nodes: Nodes to be held.
-        pack: The pack.
+        places: Digests of chunks and nodes, each with its place.
+        nodes: Nodes to put into the hints themselves.
+        pack: The id of the pack.
     """
     numbers: dict[bytes, int] = {}
-    runs: list[_Run] = []
+    runs: list[_PlaceRun] = []
     for _, place in places:
         in_same_pack = place.pack == pack
         number = -1 if in_same_pack else numbers.setdefault(place.pack, len(numbers))
-        run = _Run(1, number, place.offset, place.stored_size, place.raw_size, place.codec)
+        run = _PlaceRun(1, number, place.offset, place.stored_size, place.raw_size, place.codec)
         if runs and runs[-1].goes_on_with(run):
             runs[-1] = msgspec.structs.replace(runs[-1], count=runs[-1].count + 1)
         else:
@@ -163,7 +173,7 @@ def names_nodes(node: bytes) -> bool:
 def named_in(node: bytes) -> Iterator[Digest]:
     """Yield the digests that a node names, as far as its bytes show them.
 
-    A digest may be missed, and other bytes be taken for one.
+    It may miss a digest, or take other bytes for one.
     """
     if not node.startswith((*_TREE, _MANIFEST)):
         if len(node) % DIGEST_SIZE == 0:

@@ -1,4 +1,4 @@
-"""Names: of snapshots, of keys as components of paths, and of ranks in messages."""
+"""The names of snapshots, of keys in paths, and of ranks in messages."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from casnap.format.records import encode
 
 MARKER = "casnap-snapshot.json"
 NOTICE_HEAD = b"\x80\x02ccasnap.integrations.notices\n"
-"""How a file begins that stands where another library looks for its own (see notices.py)."""
+"""The first bytes of a notice: a file of casnap that stands where another library looks for its own
+file (``integrations/notices.py``)."""
 STORE_FOLDER = "casnap-store"
-"""The folder of a store that holds all of it. The folders of snapshots stand beside it."""
+"""The folder that holds a whole store. The folders of snapshots stand beside it."""
 
 _MOST_CHARS = 1024
 _FILE_NAME = re.compile(r"\w[\w .,+=@()-]*")
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.=-]")
-# What nearly all names are like. To check others takes twenty times as long.
+# Nearly all names match this. Checking any other name takes twenty times as long.
 _PLAIN = re.compile(r"(?:[\w-][\w.=+-]{0,200}/){0,4}[\w-][\w.=+-]{0,200}", re.ASCII)
 
 
@@ -32,7 +33,7 @@ def name_text(name: object) -> str:
     """Return the name of a snapshot, or a path to one, as a str.
 
     Raises:
-        InvalidNameError: It is neither a str nor a path-like of one.
+        InvalidNameError: It is neither a str nor a path-like object of a str.
     """
     text = os.fspath(name) if isinstance(name, os.PathLike) else name
     if not isinstance(text, str):
@@ -44,10 +45,11 @@ def name_text(name: object) -> str:
 
 
 def check_name(name: str | os.PathLike[str]) -> str:
-    """Check a snapshot name, and return it without slashes at its ends.
+    """Check the name of a snapshot, and return it without slashes at its ends.
 
     Raises:
-        InvalidNameError: It is empty, too long or reserved, has control characters, or climbs out.
+        InvalidNameError: The name is empty, too long or reserved, has control characters or a
+            backslash, or has an empty, '.' or '..' component.
     """
     clean = name_text(name).strip("/")
     parts = clean.split("/")
@@ -75,12 +77,12 @@ def check_name(name: str | os.PathLike[str]) -> str:
 
 
 def folder_of(name: str) -> str:
-    """Return the folder that a snapshot lies in; "" for the store's own."""
+    """Return the folder that a snapshot lies in; "" for the folder of the store."""
     return name.rpartition("/")[0]
 
 
 def is_deep(name: str) -> bool:
-    """Whether a snapshot of this name lies deeper than right in the folder of its store."""
+    """Whether a snapshot of this name lies in a folder below the folder of its store."""
     return "/" in name
 
 
@@ -103,21 +105,24 @@ def _is_row_name(name: str) -> bool:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name from a store may become that of a file.
+    """Whether a name from a store may become the name of a file.
 
-    It has letters and digits of any script, and ``_ .,+=@()-``, and begins with one of the first
-    three.
+    It may have letters and digits of any script, and ``_ .,+=@()-``. It begins with a letter, a
+    digit or ``_``, and has less than 256 bytes.
     """
     return _FILE_NAME.fullmatch(name) is not None and len(name.encode()) < 256
 
 
 def plain_text(name: str) -> str:
-    """Return a name from a store with nothing in it that a shell, JSON, HTML or a URL reads."""
+    """Return a name from a store without characters that a shell, JSON, HTML or a URL interprets.
+
+    Each of them becomes ``_``.
+    """
     return _NOT_PLAIN.sub("_", name)
 
 
 def rank_names(ranks: Sequence[int]) -> str:
-    """Return ranks in words: ``rank 1``, ``ranks 0, 1 and 2``; of many, the first eight."""
+    """Return ranks in words: ``rank 1``, ``ranks 0, 1 and 2``. At most eight are named."""
     if len(ranks) > 8:
         return f"ranks {', '.join(map(str, ranks[:8]))} and {len(ranks) - 8:,} more"
     *others, last_rank = map(str, ranks)
@@ -125,7 +130,12 @@ def rank_names(ranks: Sequence[int]) -> str:
 
 
 class Tagged(Struct, frozen=True, array_like=True):
-    """A key of a dict of a type that msgpack does not have."""
+    """A stored key of a dict whose type msgpack lacks.
+
+    Attributes:
+        kind: The type of the key, as in ``docs/format.md``.
+        data: The encoded key.
+    """
 
     kind: str
     data: bytes
@@ -136,10 +146,11 @@ Key: TypeAlias = str | int | Tagged
 
 
 def component_of(key: Key) -> str:
-    """Return the path component of a key, unless it is an int and its dict has its text as a str.
+    """Return the path component of a key.
 
-    It depends on the stored bytes of the key alone: other versions of Python have other texts for
-    the same key.
+    In a dict that has both an int and its text as keys, the int gets another component: see
+    :func:`components_of`. The component depends on the stored bytes of the key alone, since other
+    versions of Python may have another text for the same key.
     """
     if type(key) is int:
         return str(key)
@@ -157,7 +168,7 @@ def component_of(key: Key) -> str:
 
 
 def components_of(keys: Sequence[Key]) -> list[str]:
-    """Return the path components of all keys of a dict. Keys that are stored alike share one."""
+    """Return the path components of the keys of a dict. Keys with equal bytes share a component."""
     components = list(map(component_of, keys))
     if len(set(components)) == len(components):
         return components
@@ -169,7 +180,7 @@ def components_of(keys: Sequence[Key]) -> list[str]:
 
 
 def is_hashed(component: str) -> bool:
-    """Whether a path component is a hash, so that only the spec of its dict says the key."""
+    """Whether a path component is a hash. Then only the spec of its dict has the key."""
     return component.startswith("%k")
 
 
@@ -178,7 +189,7 @@ def _hashed(key: Key) -> str:
 
 
 def key_of(component: str) -> str:
-    """Return the key that a component of a path in a snapshot stands for, as a str."""
+    """Return, as a str, the key that a path component stands for. A hash stays as it is."""
     return _ESCAPED.sub(lambda m: chr(int(m[1].lstrip("u"), 16)), component)
 
 

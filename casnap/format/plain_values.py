@@ -1,4 +1,4 @@
-"""Plain values as bytes, and back: those that mean the same without torch."""
+"""Plain values as bytes, and back: values that mean the same without torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class ValueCodec(NamedTuple):
     Attributes:
         kind: The kind of their entries.
         type: The type, matched exactly.
-        encode: Gives None where a value has something that the encoding would lose.
-        decode: The other way; may raise ValueError and struct.error.
+        encode: Returns the bytes of a value; None if the bytes would lose a part of the value.
+        decode: Returns the value of some bytes; may raise ValueError and struct.error.
     """
 
     kind: str
@@ -24,12 +24,12 @@ class ValueCodec(NamedTuple):
 
 
 def encode_text(text: str) -> bytes:
-    """Return a text as UTF-8, which may hold lone surrogates."""
+    """Return a text as UTF-8. Lone surrogates in it are kept."""
     return text.encode("utf-8", "surrogatepass")
 
 
 def decode_text(data: bytes) -> str:
-    """Return the text that was encoded.
+    """Return the text that :func:`encode_text` has encoded.
 
     Raises:
         ValueError: The bytes are not UTF-8.

@@ -1,9 +1,10 @@
-"""Planes: the first bytes of all elements of some numbers, then the second ones, each compressed.
+"""Planes: numbers stored byte by byte, each plane compressed by itself.
 
-Bytes of numbers hardly repeat, but the first byte of each number (its sign and exponent) takes few
-values. The idea is that of the shuffle filters of HDF5 and Blosc.
+The first plane has the first byte of each number, the second plane the second byte, and so on. The
+bytes of numbers hardly repeat, but the byte with sign and exponent takes few values, so its plane
+compresses well. The shuffle filters of HDF5 and Blosc have the same idea.
 
-numpy cuts and joins them: slices of byte strings do so at a fifth of its speed.
+numpy cuts and joins planes: slices of byte strings have a fifth of its speed.
 """
 
 from __future__ import annotations
@@ -19,24 +20,25 @@ if TYPE_CHECKING:
     import zstandard
 
 WIDTHS = (1, 2, 4, 8)
-"""How many planes some bytes may be cut into: the bytes of an element."""
-# A plane that shrinks by less is stored as it is: it is not worth the time of each reader.
+"""The numbers of planes that a chunk may be cut into: each is the bytes of an element."""
+# A plane is stored compressed only if that leaves less than this share of it. Else it is not worth
+# the time of each reader.
 _WORTH = 0.97
-# Which width compresses best is found out from so many bytes at three places.
+# The bytes to sample at each of three places, to find the width that compresses best.
 _SAMPLE = 2048
-# Shorter chunks, such as nodes of trees, are not worth that.
+# Shorter chunks, such as nodes of trees, are not sampled: they get width 1.
 _LEAST = 1024
 
 _local = threading.local()
 
 
 def _compressor(width: int) -> zstandard.ZstdCompressor:
-    """Return what compresses a plane of elements of so many bytes, in this thread."""
+    """Return this thread's compressor for planes of elements of ``width`` bytes."""
     if not hasattr(_local, "compressors"):
         import zstandard
 
-        # In planes of numbers there is little to find but frequent bytes: the fastest search leaves
-        # them as small, in less than half of the time.
+        # A plane of numbers has frequent bytes, but hardly any longer repetition. The fastest
+        # search makes it as small as others do, in less than half of the time.
         fastest = zstandard.ZstdCompressionParameters(
             strategy=zstandard.STRATEGY_FAST,
             hash_log=6,
@@ -53,7 +55,7 @@ def _compressor(width: int) -> zstandard.ZstdCompressor:
 
 
 def _decompressor() -> zstandard.ZstdDecompressor:
-    """Return what decompresses in this thread: to make one takes as long as a short plane."""
+    """Return this thread's decompressor. Making one takes as long as reading a short plane."""
     if not hasattr(_local, "decompressor"):
         import zstandard
 
@@ -63,11 +65,13 @@ def _decompressor() -> zstandard.ZstdDecompressor:
 
 
 def scratch(nbytes: int, number: int = 0) -> np.ndarray:
-    """Return bytes of this thread, until its next call: fresh memory takes longer than the work.
+    """Return memory of this thread, which it reuses: fresh memory takes longer than the work.
+
+    The memory is valid until this thread asks for the same number again.
 
     Args:
-        nbytes: How many.
-        number: Which ones: others are kept.
+        nbytes: How many bytes.
+        number: Which memory: a thread has several, by number.
     """
     import numpy as np
 
@@ -78,7 +82,7 @@ def scratch(nbytes: int, number: int = 0) -> np.ndarray:
 
 
 def _cut(raw: np.ndarray, width: int) -> list[memoryview]:
-    """Return the planes of some bytes, until this thread needs its scratch again."""
+    """Return the planes of a chunk; valid until this thread needs its scratch again."""
     import numpy as np
 
     if width == 1:
@@ -97,7 +101,7 @@ def _cut(raw: np.ndarray, width: int) -> list[memoryview]:
 
 
 def width_of(content: bytes | memoryview) -> int:
-    """Return the width by which a sample of some bytes is smallest."""
+    """Return the width that compresses a sample of a chunk best."""
     raw = memoryview(content)
     sample = bytes(raw) if len(raw) <= 3 * _SAMPLE else b""
     if not sample:
@@ -106,20 +110,20 @@ def width_of(content: bytes | memoryview) -> int:
         sample = b"".join(raw[at : at + _SAMPLE] for at in (0, middle, last))
     best, least = WIDTHS[0], float(len(sample))
     for width in WIDTHS if len(raw) >= _LEAST else WIDTHS[:1]:
-        # Of some float32 two planes are hardly smaller than one, and four are.
+        # Some float32 hardly shrink with two planes, but do with four: so look two widths ahead.
         if width > 4 * best:
             break
         compress = _compressor(width).compress
         planes = (sample[i::width] for i in range(width))
         size = sum(min(len(compress(plane)), len(plane)) for plane in planes)
-        # Each plane more costs time.
+        # More planes take more time, so they must save something.
         if size < _WORTH * least:
             best, least = width, size
     return best
 
 
 def split_planes(content: bytes | memoryview, width: int) -> bytes:
-    """Return the planes of some bytes, compressed where that is worth it, behind a header."""
+    """Return a chunk in planes: a header, then each plane, compressed if that is worth it."""
     import numpy as np
 
     compressor = _compressor(width)
@@ -134,15 +138,15 @@ def split_planes(content: bytes | memoryview, width: int) -> bytes:
 def join_planes(
     stored: memoryview, raw_size: int, memory: np.ndarray | None = None
 ) -> tuple[np.ndarray, int]:
-    """Return the bytes that some planes were made of, and where the planes end.
+    """Return the bytes that were split into planes, and where the planes end.
 
     Args:
-        stored: The planes, and perhaps more behind them.
-        raw_size: The length of all together; nothing longer is ever allocated.
-        memory: So many bytes to put them into; None for new ones.
+        stored: The planes; other bytes may follow them.
+        raw_size: The length of the result; nothing longer is ever allocated.
+        memory: ``raw_size`` bytes to put the result into; None allocates them.
 
     Raises:
-        DamagedError: They are damaged.
+        DamagedError: The planes are damaged.
     """
     import numpy as np
 
@@ -161,7 +165,7 @@ def join_planes(
 
 
 def _planes_in(stored: memoryview, raw_size: int) -> tuple[list[np.ndarray], int]:
-    """Return some planes, and where they end."""
+    """Return the decompressed planes, and where they end in ``stored``."""
     import numpy as np
     import zstandard
 

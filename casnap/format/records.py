@@ -1,7 +1,7 @@
 """The records of a store: their fields, their bytes, and the limits for reading them.
 
-``docs/format.md`` says what they are byte for byte. A store is untrusted: every record is decoded
-into a closed type, and every number in it is checked before it is used.
+``docs/format.md`` describes them byte for byte. A store is untrusted: every record is decoded into
+a closed type, and every number in it is checked before it is used.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ MAX_NODE_BYTES = MAX_ROOT_BYTES = 64 << 20
 MAX_SEGMENT_BYTES = 256 << 20
 MAX_CONFIG_BYTES = MAX_METADATA_BYTES = 64 << 10
 INLINE_METADATA_BYTES = 256
-"""Larger metadata of a row stand in a node of their own."""
+"""The most bytes of metadata in a row. Larger metadata stand in a node of their own."""
 ID_SIZE = 16
 THINNED = "thinned"
 """The note of a snapshot that has lost some keys, which its manifest names."""
 REWOUND = "rewound"
-"""The note of a snapshot that its run has gone back from."""
+"""The note of a snapshot that a rewind of its run has moved aside."""
 UNMIRRORED = "unmirrored"
 """The note of a snapshot that must stay until another store has a copy of it."""
 ORIGIN = "from"
-"""The note of a copy that must keep its order: the store it is from, and the number of its root."""
+"""The note of a copy that keeps its order: the source store, and the number of the root there."""
 
-# Notes that hold a snapshot, and what people read of each. Every process must know them, also one
+# Notes that hold a snapshot, each with its text for people. Every process must know them, even one
 # that never writes them.
 _AWAITED = {UNMIRRORED: "not mirrored yet"}
 
@@ -51,7 +51,15 @@ SegmentId = NewType("SegmentId", bytes)
 
 
 class Place(Struct, frozen=True, array_like=True, gc=False):
-    """Where a chunk or node lies: a run of bytes in a pack, and how it is encoded there."""
+    """Where a chunk or node lies: a run of bytes in a pack, and its encoding there.
+
+    Attributes:
+        pack: The id of the pack.
+        offset: The first byte in the pack.
+        stored_size: The stored bytes.
+        raw_size: The bytes once decoded.
+        codec: The number of the codec (``codec.py``).
+    """
 
     pack: bytes
     offset: int
@@ -61,17 +69,22 @@ class Place(Struct, frozen=True, array_like=True, gc=False):
 
 
 class DeltaPlace(Place, frozen=True, array_like=True, gc=False):
-    """Where a chunk lies that is stored as a delta.
+    """The place of a chunk that is stored as a delta.
 
     Attributes:
-        base: The digest of the chunk that it differs from.
+        base: The digest of the delta's base.
     """
 
     base: bytes
 
 
 class NodeRef(Struct, frozen=True, array_like=True):
-    """A tree node, and a hint to its place: where it was when this was written."""
+    """A reference to a tree node.
+
+    Attributes:
+        digest: The digest of the node.
+        hint: Where the node lay when this was written; None if that was not known.
+    """
 
     digest: bytes
     hint: Place | None
@@ -81,9 +94,9 @@ class SegmentRef(Struct, frozen=True, array_like=True):
     """A live index segment.
 
     Attributes:
-        id: Its id.
+        id: The id of the segment.
         count: How many records it has.
-        deltas: How many of these are those of deltas, each with a base.
+        deltas: How many of the records are of deltas. Each of these has a base.
     """
 
     id: bytes
@@ -92,7 +105,7 @@ class SegmentRef(Struct, frozen=True, array_like=True):
 
     @property
     def weight(self) -> int:
-        """What its bytes go by: how many records and bases it has. A base is the smaller one."""
+        """A measure of the segment's bytes: how many records and bases it has."""
         return self.count + self.deltas
 
 
@@ -101,9 +114,9 @@ class Stats(Struct, frozen=True, array_like=True):
 
     Attributes:
         logical_bytes: Bytes of the state.
-        new_bytes: Bytes that this take added to the store, as stored.
-        entries: Leaves of the state.
-        seconds: From the call to the commit.
+        new_bytes: Bytes that the take added to the store, as stored.
+        entries: How many leaves the state has.
+        seconds: The time from the call to the commit.
     """
 
     logical_bytes: int = 0
@@ -117,23 +130,23 @@ _ROW_FEATURES: frozenset[str] = frozenset()
 
 
 class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One snapshot in the table of a root.
+    """A row of the table: one snapshot in a root.
 
-    Fields that a later version adds are kept: see :func:`decode_row`.
+    A row keeps fields that a later version added: see :func:`decode_row`.
 
     Attributes:
-        commit: The id of the commit that made it.
-        manifest: The top of its tree.
-        seq: The root that it was committed by.
+        commit: The id of the commit that made the snapshot.
+        manifest: The top of the snapshot's tree.
+        seq: The number of the root that committed the snapshot.
         time: Seconds since the epoch, by the writer's clock.
-        world_size: How many ranks took it.
-        stats: What the take did.
+        world_size: How many ranks took the snapshot.
+        stats: The figures of the take.
         metadata: The user's metadata, if they are small.
-        tags: Those that users gave, sorted.
+        tags: The tags that users gave, sorted.
         metadata_node: The digest of the node that holds the user's metadata, if they are large.
-        notes: What casnap notes of the snapshot for itself, sorted by key. Those that this version
-            does not know stay as they are.
-        features: What a reader of the snapshot must know.
+        notes: Casnap's own notes about the snapshot, sorted by key. Notes that this version does
+            not know stay as they are.
+        features: The features that a reader of the snapshot must know.
     """
 
     commit: CommitId
@@ -150,15 +163,15 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
 
     @property
     def unknown_features(self) -> tuple[str, ...]:
-        """What this version does not know, so that it cannot read the snapshot."""
+        """The features that this version lacks. If there are any, it cannot read the snapshot."""
         return tuple(feature for feature in self.features if feature not in _ROW_FEATURES)
 
     def of_this_version(self) -> Row:
-        """Return the row without fields that a later version has added: what a copy has."""
+        """Return the row without fields that a later version added, as a copy gets it."""
         return Row(**{name: getattr(self, name) for name in Row.__struct_fields__})
 
     def has_note(self, note: str) -> bool:
-        """Whether a note stands in the row, and says yes."""
+        """Whether the row has a note, and the note is true."""
         return bool(self.notes.get(note))
 
     def with_notes(self, changes: Mapping[str, Any]) -> Row:
@@ -174,46 +187,52 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
 
     @property
     def is_rewound(self) -> bool:
-        """Whether the run of the snapshot has gone back from it, and does not resume from it."""
+        """Whether a rewind has moved the snapshot aside: its run does not resume from it."""
         return self.has_note(REWOUND)
 
     @property
     def is_unmirrored(self) -> bool:
-        """Whether the mirror still lacks the snapshot, and is to get it."""
+        """Whether the mirror still lacks the snapshot, and is to get a copy."""
         return self.has_note(UNMIRRORED)
 
     @property
     def awaited(self) -> list[str]:
-        """The holds that end by themselves: what the snapshot waits for."""
+        """The holds that end by themselves, such as "not mirrored yet", in words for people."""
         return [reason for note, reason in _AWAITED.items() if self.has_note(note)]
 
     @property
     def holds(self) -> list[str]:
         """Why the snapshot must stay, such as "tagged"; empty if nothing holds it.
 
-        Pruning, thinning, and forgetting what has no folder any more ask for it. Deleting a
-        snapshot by its name asks for none, and overwriting it only for its tags.
+        Pruning, thinning, and forgetting snapshots without a folder obey these holds. Overwriting a
+        snapshot obeys its tags alone, and deleting it by its name obeys none.
         """
         return [*(["tagged"] if self.tags else []), *self.awaited]
 
     def run_of(self, name: str) -> str:
-        """Return the folder of the run that the snapshot of this row and a name is of.
+        """Return the folder of the snapshot's run.
 
-        One that its run has gone back from lies in a folder of that folder.
+        A rewind moves a snapshot into a folder below the folder of its run.
+
+        Args:
+            name: The name of the snapshot, which a row lacks.
         """
         folder = name.rpartition("/")[0]
         return folder.rpartition("/")[0] if self.is_rewound else folder
 
     @property
     def origin(self) -> tuple[str, int]:
-        """The id of the store that it was copied from, and the number of its root there.
+        """The id of the store that the snapshot was copied from, and the number of its root there.
 
-        They are "" and -1 if the row does not say it.
+        They are "" and -1 if the row does not name them.
         """
         return self.noted_root(ORIGIN)
 
     def noted_root(self, note: str) -> tuple[str, int]:
-        """Return the store and the number of the root that a note names; "" and -1 for none."""
+        """Return the id of a store, and the number of its root, that a note names.
+
+        They are "" and -1 if the row has no such note, or the note is malformed.
+        """
         match self.notes.get(note):
             case [str(store_id), int(number)] if number >= 0:
                 return store_id, number
@@ -221,15 +240,15 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
 
     @property
     def copied_notes(self) -> dict[str, Any]:
-        """The notes of a copy. The others are about one store alone."""
+        """The notes that a copy of the snapshot gets. The other notes are about one store alone."""
         return {note: True for note in (REWOUND, THINNED) if self.has_note(note)}
 
 
 class UnfinishedCopy(Struct, frozen=True, array_like=True):
-    """What was sent so far of a snapshot that is being copied into the store.
+    """A snapshot that is being copied into the store, as far as it was sent.
 
     Attributes:
-        parts: The manifest of what was sent.
+        parts: A manifest of the parts that were sent.
         time: When the last part was sent, in seconds since the epoch, by the writer's clock.
     """
 
@@ -238,26 +257,26 @@ class UnfinishedCopy(Struct, frozen=True, array_like=True):
 
 
 class Root(Struct, frozen=True):
-    """A root: what the store holds since it was put.
+    """A root. The newest root says what the store holds.
 
-    A field that a later version adds needs a write feature: a writer drops fields that it does not
-    know.
+    A writer drops fields that it does not know. So a later version that adds a field must add a
+    write feature too.
 
     Attributes:
-        seq: Its number.
-        commit: The commit id: after an unclear answer, the writer knows its own root by it.
+        seq: The number of the root.
+        commit: The id of the commit. A writer recognises its root by it after an unclear answer.
         time: Seconds since the epoch, by the writer's clock; no decision that matters rests on it.
         fence: A collector may be deleting packs that have a smaller base and that no root names.
         table: The tree of name → :class:`Row`; None while there is no snapshot.
         segments: The live index segments.
-        condemned: Pack → the root that condemned it.
-        lost: Digests of chunks and nodes that were found whole nowhere, one behind the other.
-        read_features: A reader refuses a store that has a feature here that it does not know.
-        write_features: A writer refuses it likewise.
-        settings: Settings of the store; a writer keeps those that it does not know.
+        condemned: The id of each condemned pack → the number of the root that condemned it.
+        lost: Digests of chunks and nodes that a repair found whole nowhere, one behind the other.
+        read_features: A reader refuses the store if it does not know one of these features.
+        write_features: A writer refuses the store if it does not know one of these features.
+        settings: Settings of the store; a writer keeps settings that it does not know.
         store: A copy of ``casnap.json``.
-        writer: The program and version that put it, for people; nothing relies on it.
-        copies: The unfinished copies of snapshots of other stores, by the commit ids of these.
+        writer: The program and version that put the root, for people; nothing relies on it.
+        copies: The commit id of a snapshot of another store → its unfinished copy here.
     """
 
     seq: int
@@ -277,16 +296,16 @@ class Root(Struct, frozen=True):
 
 
 FOLDER_ONLY = "folder-only"
-"""The setting of a store that a path alone has made: it serves only names right in its folder."""
+"""The setting of a store that a path alone has made: it serves no names in folders below it."""
 
 
 def serves_below(root: Root) -> bool:
-    """Whether a path deeper than right in the folder of a store may lead to it."""
+    """Whether a store serves paths in folders below its own folder."""
     return not root.settings.get(FOLDER_ONLY)
 
 
 def serving_below(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a store that serves all paths below it."""
+    """Return settings changed so that their store serves all paths below it."""
     return {key: value for key, value in settings.items() if key != FOLDER_ONLY}
 
 
@@ -294,12 +313,12 @@ class StoreConfig(Struct, frozen=True, kw_only=True):
     """``casnap.json``: written once, when the store is created.
 
     Attributes:
-        format: The version; a reader refuses any other.
-        digest: The name of the hash function; a reader refuses one that it does not know. A casnap
-            before 1.0 wrote none.
-        store_id: 32 hex digits.
-        chunk_size: Bytes, a power of two.
-        put_if_absent: Whether the backend was found to honour it.
+        format: The number of the format; a reader refuses a number that it does not know.
+        digest: The name of the hash function; a reader refuses a name that it does not know. A
+            casnap before 1.0 wrote none.
+        store_id: The id of the store: 32 hex digits.
+        chunk_size: The most bytes of a chunk, a power of two.
+        put_if_absent: Whether a probe found that the backend honours conditional puts.
     """
 
     format: int = FORMAT
@@ -318,6 +337,11 @@ encode = msgspec.msgpack.Encoder().encode
 def decode(data: bytes | memoryview, as_type: type[T], label: str) -> T:
     """Decode msgpack into a closed type.
 
+    Args:
+        data: The bytes.
+        as_type: The type.
+        label: The name of the record, for messages.
+
     Raises:
         DamagedError: The bytes are not such a record.
     """
@@ -328,7 +352,7 @@ def decode(data: bytes | memoryview, as_type: type[T], label: str) -> T:
 
 
 def decode_kept(data: bytes | memoryview, as_type: type[T], label: str) -> T:
-    """Do what :func:`decode` does, and keep the fields that the type lacks.
+    """Decode as :func:`decode` does, and keep the fields that the type lacks.
 
     Raises:
         DamagedError: The bytes are not such a record.
@@ -340,10 +364,10 @@ def decode_kept(data: bytes | memoryview, as_type: type[T], label: str) -> T:
 
 
 def decode_row(data: msgspec.Raw) -> Row:
-    """Decode a row that may have fields of a later version: these are kept.
+    """Decode a row, and keep the fields that a later version added.
 
     Raises:
-        msgspec.DecodeError: It is malformed.
+        msgspec.DecodeError: The row is malformed.
     """
     return decode_keeping(data, Row)
 
@@ -352,7 +376,7 @@ _MAGIC, _VERSION = b"CASNAP", b"%d" % FORMAT
 
 
 def seal(kind: bytes, body: bytes) -> bytes:
-    """Frame a record: magic, kind, version, body, then the digest of all that."""
+    """Return a framed record: magic, kind, version and body, then the digest of these."""
     head = _MAGIC + kind + _VERSION
     return b"".join((head, body, digest_of(head + body)))
 
@@ -362,12 +386,12 @@ def unseal(kind: bytes, data: bytes, label: str) -> memoryview:
 
     Args:
         kind: The kind of record.
-        data: Its bytes.
-        label: Its name, for messages.
+        data: The sealed bytes.
+        label: The name of the record, for messages.
 
     Raises:
-        DamagedError: It is damaged.
-        UnsupportedFormatError: It is of a newer format.
+        DamagedError: The record is damaged, or of another kind.
+        UnsupportedFormatError: A newer format wrote the record.
     """
     head = _MAGIC + kind
     if len(data) < 8 + DIGEST_SIZE or data[:7] != head:
@@ -388,18 +412,18 @@ PACK_TAIL_SIZE, FOOTER_RECORD_SIZE = _PACK_TAIL.size, _PACKED.size
 
 
 def count_deltas(records: Iterable[Record]) -> int:
-    """Return how many of some records are those of deltas."""
+    """Return how many records are of deltas."""
     return sum([type(place) is DeltaPlace for _, place in records])
 
 
 def footer_size(records: Collection[Record]) -> int:
-    """Return how many bytes the footer of a pack of these records has."""
+    """Return how many bytes the footer of a pack takes that has these records."""
     bases = DIGEST_SIZE * count_deltas(records)
     return len(records) * _PACKED.size + bases + PACK_TAIL_SIZE
 
 
 def pack_footer(kind: bytes, records: Collection[Record]) -> bytes:
-    """Return the end of a pack: records, bases of deltas, how many of both, magic, and a digest."""
+    """Return the footer of a pack: records, bases of deltas, both counts, magic, and a digest."""
     bases = [place.base for _, place in records if type(place) is DeltaPlace]
     packed = [_PACKED.pack(d, p.offset, p.stored_size, p.raw_size, p.codec) for d, p in records]
     counts = struct.pack("<II8s", len(packed), len(bases), _MAGIC + kind + b"1")
@@ -408,7 +432,7 @@ def pack_footer(kind: bytes, records: Collection[Record]) -> bytes:
 
 
 def footer_length(tail: bytes) -> int:
-    """Return how many bytes the footer of a pack says that it has.
+    """Return the length of a pack's footer, as its counts give it.
 
     Args:
         tail: The last bytes of the pack, at least ``PACK_TAIL_SIZE``.
@@ -418,7 +442,7 @@ def footer_length(tail: bytes) -> int:
 
 
 def read_pack_footer(pack: PackId, tail: bytes) -> list[Record]:
-    """Decode the footer from the last bytes of a pack (which may begin before the footer).
+    """Decode the footer of a pack from its last bytes, which may begin before the footer.
 
     Raises:
         DamagedError: ``tail`` does not end in a whole footer.
@@ -443,7 +467,12 @@ def read_pack_footer(pack: PackId, tail: bytes) -> list[Record]:
 
 
 def with_base(p: Place, base: bytes) -> DeltaPlace:
-    """Return the place of a delta on a base."""
+    """Return a place as the place of a delta.
+
+    Args:
+        p: The place.
+        base: The digest of the delta's base.
+    """
     return DeltaPlace(p.pack, p.offset, p.stored_size, p.raw_size, p.codec, base)
 
 
@@ -456,19 +485,19 @@ RawRecord: TypeAlias = tuple[bytes, int, int, int, int, int]
 
 
 class Segment(Struct, frozen=True):
-    """A piece of the index: the packs it covers, and where each digest lies in them."""
+    """A piece of the index: some packs, and where each digest lies in them."""
 
     packs: tuple[PackId, ...]
     records: list[Record]
 
     @property
     def deltas(self) -> int:
-        """How many of the records are those of deltas."""
+        """How many of the records are of deltas."""
         return count_deltas(self.records)
 
 
 def encode_segment(segment: Segment) -> bytes:
-    """Return the sealed bytes of a segment, its records sorted."""
+    """Return the sealed bytes of a segment, with its records sorted."""
     number: dict[bytes, int] = {pack: i for i, pack in enumerate(segment.packs)}
     records: list[bytes] = []
     bases: dict[bytes, bytes] = {}
@@ -484,12 +513,12 @@ def encode_segment(segment: Segment) -> bytes:
 def _sealed_segment(
     packs: Collection[PackId], records: list[bytes], bases: Mapping[bytes, bytes]
 ) -> bytes:
-    """Return a sealed segment.
+    """Return the sealed bytes of a segment.
 
     Args:
         packs: Its packs.
-        records: Its records, sorted.
-        bases: The base of each record that is one of a delta.
+        records: Its packed records, sorted.
+        bases: The packed record of each delta → the digest of its base.
     """
     based = [_BASE.pack(bases[r], i) for i, r in enumerate(records) if r in bases] if bases else []
     head = _SEGMENT_HEAD.pack(len(packs), len(records), len(based))
@@ -497,19 +526,21 @@ def _sealed_segment(
 
 
 class SealedSegment:
-    """A segment as it is stored: a million decoded records would take some 400 MB.
+    """A segment as it is stored, decoded record by record.
+
+    A million decoded records would take some 400 MB.
 
     Args:
-        data: Its bytes.
-        label: Its name, for messages.
+        data: The sealed bytes.
+        label: The name of the segment, for messages.
 
     Attributes:
-        packs: The packs that it covers.
+        packs: The packs of the segment.
         count: How many records it has.
-        deltas: How many of these are those of deltas.
+        deltas: How many of the records are of deltas.
 
     Raises:
-        DamagedError: It is damaged.
+        DamagedError: The segment is damaged.
     """
 
     def __init__(self, data: bytes, label: str) -> None:
@@ -543,7 +574,7 @@ class SealedSegment:
         """Yield the records one by one.
 
         Raises:
-            DamagedError: One names a pack that the segment does not list.
+            DamagedError: A record names a pack that the segment does not list.
         """
         n_packs = len(self.packs)
         for record in unpacked(_RECORD, self._records):
@@ -552,14 +583,14 @@ class SealedSegment:
             yield record
 
     def bases(self) -> Iterator[bytes]:
-        """Yield the base of each delta."""
+        """Yield the digest of each delta's base."""
         return (base for base, _ in unpacked(_BASE, self._based))
 
     def records_of_deltas(self) -> Iterator[tuple[RawRecord, bytes]]:
-        """Yield the record of each delta, and its base.
+        """Yield the record of each delta, and the digest of its base.
 
         Raises:
-            DamagedError: One names a pack that the segment does not list.
+            DamagedError: A record names a pack that the segment does not list.
         """
         for base, index in unpacked(_BASE, self._based):
             record = _RECORD.unpack_from(self._records, index * _RECORD.size)
@@ -568,12 +599,12 @@ class SealedSegment:
             yield record, base
 
     def bases_by_index(self) -> dict[int, bytes]:
-        """Return the base of each delta by the index of its record."""
+        """Return a dict: the index of each delta's record → the digest of its base."""
         return {index: base for base, index in unpacked(_BASE, self._based)}
 
 
 def segment_counts(data: bytes) -> tuple[int, int]:
-    """Return how many records and deltas a sealed segment says that it has; -1 if it is cut off."""
+    """Return the counts of records and deltas in a segment's head; both are -1 if it is cut off."""
     if len(data) < 8 + _SEGMENT_HEAD.size:
         return -1, -1
     _, count, deltas = _SEGMENT_HEAD.unpack_from(data, 8)
@@ -581,40 +612,41 @@ def segment_counts(data: bytes) -> tuple[int, int]:
 
 
 def max_segment_bytes(ref: SegmentRef) -> int:
-    """Return how many bytes a sealed segment has at most.
+    """Return the most bytes that a sealed segment may have.
 
-    Each pack that it lists has a record there; a few more may be left of packs that were lost.
+    Nearly each pack that it lists has a record in it. The first MiB allows for packs without one,
+    which lost all their records.
     """
     most = ref.count * (_RECORD.size + ID_SIZE) + ref.deltas * _BASE.size
     return min((1 << 20) + most, MAX_SEGMENT_BYTES)
 
 
 class SegmentLayout(NamedTuple):
-    """Where the parts of a sealed segment lie.
+    """Where the parts of a sealed segment lie, so that a range of it can be read.
 
     Attributes:
-        packs: How many packs it lists.
+        packs: How many packs the segment lists.
     """
 
     packs: int
 
     @staticmethod
     def of(ref: SegmentRef, length: int) -> SegmentLayout | None:
-        """Return the layout of a segment of so many bytes; None if it cannot have as many."""
+        """Return the layout of a segment; None if it cannot have ``length`` bytes."""
         others = ref.count * _RECORD.size + ref.deltas * _BASE.size + DIGEST_SIZE
         listed = length - 8 - _SEGMENT_HEAD.size - others
         return None if listed < 0 or listed % ID_SIZE else SegmentLayout(listed // ID_SIZE)
 
     def pack_offset(self, number: int) -> int:
-        """Return where the id of a pack begins."""
+        """Return where the id of the pack with a number begins."""
         return 8 + _SEGMENT_HEAD.size + number * ID_SIZE
 
     def offset(self, index: int) -> int:
-        """Return where a record begins."""
+        """Return where the record with an index begins."""
         return self.pack_offset(self.packs) + index * _RECORD.size
 
     def decode(self, data: bytes | bytearray) -> list[RawRecord]:
-        """Return the records in some bytes that begin and end with one. Nothing is verified."""
+        """Return the records in bytes that are whole records. Nothing is verified."""
         return list(unpacked(_RECORD, data))
 
 
@@ -622,7 +654,7 @@ def decode_segment(data: bytes, label: str) -> Segment:
     """Decode a sealed segment.
 
     Raises:
-        DamagedError: It is damaged.
+        DamagedError: The segment is damaged.
     """
     sealed = SealedSegment(data, label)
     packs, bases = sealed.packs, sealed.bases_by_index()
@@ -636,17 +668,17 @@ def decode_segment(data: bytes, label: str) -> Segment:
 def merged_segment(
     parts: Iterable[tuple[bytes, str]], without: Collection[PackId] = ()
 ) -> tuple[bytes, tuple[PackId, ...]]:
-    """Merge segments into one, which has all places of every digest, except those in some packs.
+    """Merge segments into one. It keeps every place of every digest, duplicates too.
 
     Args:
         parts: The sealed bytes of each segment, and its name for messages.
-        without: The packs to leave out.
+        without: The packs to leave out, with all places in them.
 
     Returns:
-        The sealed bytes, and the packs.
+        The sealed bytes of the new segment, and its packs.
 
     Raises:
-        DamagedError: One is damaged.
+        DamagedError: A segment is damaged.
     """
     numbers: dict[PackId, int] = {}
     merged: set[bytes] = set()
@@ -663,7 +695,7 @@ def merged_segment(
         ]
         merged.update(records)
         bases |= {records[i]: base for i, base in sealed.bases_by_index().items()}
-    # What stands for the records in packs that are left out.
+    # b"" stands for each record in a pack that is left out.
     merged.discard(b"")
     bases.pop(b"", None)
     return _sealed_segment(numbers, sorted(merged), bases), tuple(numbers)
@@ -675,12 +707,12 @@ CONFIG_KEY = "casnap.json"
 
 
 def root_key(seq: int) -> str:
-    """Return the key of a root: a folder per 1,000."""
+    """Return the key of a root. Each folder has 1,000 roots."""
     return f"roots/{seq // 1000}/{seq}"
 
 
 def pack_key(pack: PackId | bytes) -> str:
-    """Return the key of a pack, spread over 256 folders by its last byte."""
+    """Return the key of a pack. The last byte of its id chooses one of 256 folders."""
     name = pack.hex()
     return f"packs/{name[-2:]}/{name}"
 
@@ -691,5 +723,5 @@ def segment_key(segment: SegmentId | bytes) -> str:
 
 
 def id_from_name(name: str) -> bytes | None:
-    """Return the id that a file name stands for; None if casnap makes no such names."""
+    """Return the id of a pack or segment by its file name; None if casnap makes no such name."""
     return bytes.fromhex(name) if re.fullmatch("[0-9a-f]{32}", name) else None

@@ -1,4 +1,4 @@
-"""Boxes in a tensor, their intersections, and whether they cover it once."""
+"""Boxes in a tensor, their intersections, and whether they cover the tensor once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PRIME = (1 << 61) - 1
 
 
 class Region(Struct, frozen=True, array_like=True, gc=False):
-    """An N-d box: ``offsets[i] <= x_i < offsets[i] + sizes[i]``."""
+    """A box of elements: on each axis ``i``, ``offsets[i] <= x_i < offsets[i] + sizes[i]``."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -41,9 +41,9 @@ class Region(Struct, frozen=True, array_like=True, gc=False):
         return Region(tuple(offsets), tuple(sizes))
 
     def start_in(self, outer: Region) -> int | None:
-        """Return where this box begins among the row-major elements of ``outer``.
+        """Return the index of this box's first element among the row-major elements of ``outer``.
 
-        None if its elements are not consecutive there.
+        None if the elements of this box are not consecutive in ``outer``.
         """
         start, stride, is_contiguous = 0, 1, True
         for axis in range(len(self.sizes) - 1, -1, -1):
@@ -64,12 +64,12 @@ class Region(Struct, frozen=True, array_like=True, gc=False):
 
 
 def cover_once(shape: tuple[int, ...], boxes: Collection[Region]) -> bool:
-    """Whether boxes hold each element of a tensor once, and nothing else; none may be empty.
+    """Whether boxes hold each element of a tensor once, and nothing else. No box may be empty.
 
-    Give each step from one coordinate to the next a random length, modulo a large prime. If the
-    boxes cover the tensor once, their volumes add up to its volume. If they do not, the volumes add
-    up only by a chance of 1 in 10¹⁶, and no attacker can foresee the lengths. This takes one pass
-    over the boxes; comparing them with each other would take time in the square of their number.
+    Each step from one coordinate to the next gets a random length, modulo a large prime. If the
+    boxes cover the tensor once, their volumes add up to its volume. Else they do so with a chance
+    of 1 in 10¹⁶, and no attacker can foresee the lengths. This takes one pass over the boxes;
+    comparing each with each would take time in the square of their number.
     """
     marks: list[dict[int, int]] = [{} for _ in shape]
     lengths = random.Random()  # seeded by the operating system

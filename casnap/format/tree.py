@@ -1,9 +1,9 @@
 """The Merkle tree: sorted keys in leaves, and lists of nodes above them.
 
-A node ends after a key whose hash says so. So a tree depends only on its content, not on the order
-of changes: equal content has equal digests, and a change rewrites one leaf and the lists above it.
-Trees hold digests, never places. A tree of one leaf is that leaf. The idea is that of prolly trees,
-as in Noms and Dolt.
+The hash of a key decides whether a node ends after it. So a tree depends on its content alone, not
+on the order of changes: equal content has equal digests, and a change rewrites one leaf and the
+lists above it. Trees hold digests, never places. A tree of one leaf is that leaf. Prolly trees, as
+in Noms and Dolt, have the same idea.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ Put = Callable[[bytes], Digest]
 Load = Callable[[Digest], bytes]
 """Returns the verified bytes of a node."""
 Child = tuple[str, bytes, int]
-"""A node in a list: its first key, its digest, and the number of items below it."""
+"""A child of a list of nodes: its first key, its digest, and the number of items below it."""
 _CHILD_FIELDS = 3
 
 
 class LeafNode(Struct, Generic[V], frozen=True, array_like=True, tag="l"):
-    """Keys in order, each with its value."""
+    """A leaf: keys in order, each with its value."""
 
     items: list[tuple[str, V]]
 
 
 class Branch(Struct, frozen=True, array_like=True, tag="b"):
-    """The nodes of the level below, in order."""
+    """A list of nodes: nodes of the level below, in the order of their keys."""
 
     children: list[Child]
 
 
 ENTRY_FANOUT, TABLE_FANOUT = 256, 8
-"""The fanouts of the trees: how many items, or children, their nodes have on average.
+"""The fanouts of the trees: how many items, or children, a node has on average.
 
-An edit of entries rewrites many of them, so there are few nodes, and large ones. An edit of the
-table of snapshots rewrites one row, so its nodes are small.
+A take changes many entries at once, so their trees have few large nodes. A change of the table of
+snapshots rewrites one row, so its nodes are small.
 """
 MAX_LEVELS = DIGEST_SIZE - 1
-"""The most levels of lists. What ends a node of level n is byte n of a hash."""
+"""The most levels of lists. Byte n of a key's hash decides whether a node of level n ends."""
 
 
 def most_in_node(fanout: int) -> int:
-    """Return the most items, or children, of a node."""
+    """Return the most items, or children, that a node may have."""
     return 16 * fanout
 
 
 def _hash(key: str) -> bytes:
-    # Each key of a tree comes here, and to name a way to treat errors takes time.
+    # Each key of a tree comes here, and naming an error handler takes time.
     return digest_of(key.encode() if key.isascii() else key.encode("utf-8", "surrogatepass"))
 
 
@@ -75,7 +75,14 @@ def _decoder(value_type: Any) -> Any:
 
 
 class _Claim(NamedTuple):
-    """The item of a list for a node below it, and the depth of that node."""
+    """What a list of nodes says about a child, to check the child against.
+
+    Attributes:
+        first_key: The first key of the child.
+        size: The number of items below it.
+        end: The first key of the next child, if there is one: the keys of this one are less.
+        depth: How many lists are above it.
+    """
 
     first_key: str
     size: int
@@ -100,9 +107,10 @@ def build(items: Mapping[str, V], put_node: Put, fanout: int = ENTRY_FANOUT) -> 
 
 
 class _Levels(Generic[V]):
-    """Writes a tree: keeps the open node of each level.
+    """Writes a tree from left to right. Each level has one open node.
 
-    A full node is stored only when another one follows, since the top has no list above it.
+    A full node stays open until its level gets another item: if it turns out to be the top, no list
+    is written above it.
     """
 
     def __init__(self, fanout: int, put_node: Put) -> None:
@@ -113,7 +121,7 @@ class _Levels(Generic[V]):
         self._key_chars = 0
 
     def add_items(self, items: Iterable[tuple[str, V]]) -> None:
-        """Add the next items."""
+        """Add the next items, in the order of their keys."""
         run, is_full, key_chars = self._runs[0], self._full[0], self._key_chars
         fanout, most_items = self._fanout, most_in_node(self._fanout)
         for item in items:
@@ -129,7 +137,12 @@ class _Levels(Generic[V]):
         self._full[0], self._key_chars = is_full, key_chars
 
     def add_node(self, child: Child, level: int) -> None:
-        """Add a stored node of some level (0 for a leaf). The levels up to it must be closed."""
+        """Add a stored node as it is.
+
+        Args:
+            child: The node.
+            level: Its level; 0 for a leaf. The levels up to it must be closed (:meth:`closed_to`).
+        """
         upper = level + 1
         self._reach(upper)
         if self._full[upper]:
@@ -140,7 +153,7 @@ class _Levels(Generic[V]):
         self._full[upper] = ends and upper < MAX_LEVELS
 
     def closed_to(self, level: int) -> bool:
-        """Close full nodes; return whether a stored node of this level can follow unchanged."""
+        """Close full nodes up to a level; return whether a stored node of it can follow now."""
         self._reach(level)
         for i in range(level + 1):
             if self._full[i]:
@@ -166,7 +179,7 @@ class _Levels(Generic[V]):
         self.add_node(child, level)
 
     def top(self) -> Child | None:
-        """Close all nodes; return the top (or the only node), None if there is none."""
+        """Close all nodes; return the top of the tree, or None if the tree has no item."""
         level = 0
         while True:
             is_last = not any(self._runs[level + 1 :])
@@ -181,21 +194,22 @@ class _Levels(Generic[V]):
 
 
 class Tree(Generic[V]):
-    """A stored tree. Its nodes are read when they are needed.
+    """A stored tree. It reads a node when it first needs the node.
 
     Args:
         top: The digest of its top node; None for a tree without items.
         load: Returns the verified bytes of a node.
         value_type: The type of the values.
         fanout: How many items, or children, its nodes have on average.
-        accepts: Says of a key whether it can be one. Items with other keys are passed over, and a
-            leaf that is written anew has none of them.
-        decode_one: Decodes a value, where a leaf is not decoded as a whole: since a later version
-            has written something in it.
+        accepts: Whether the tree may have a key. The tree passes over items with other keys, and
+            leaves them out of a leaf that it writes anew.
+        decode_one: Decodes one value. It is called if a leaf cannot be decoded as a whole, because
+            a later version wrote it.
 
     Attributes:
         children: The nodes below the top; if the top is a leaf, the top itself.
-        rejected: Keys that were passed over so far; of very many, or very long ones, some.
+        rejected: The keys that were passed over so far. No more are added once they have 1 MiB of
+            characters.
     """
 
     def __init__(
@@ -237,7 +251,7 @@ class Tree(Generic[V]):
         keys = [item[0] for item in _entries(node)]
         if any(map(ge, keys, islice(keys, 1, None))):
             raise DamagedError(f"tree node {digest.hex()} is out of order")
-        # Only where there are so many bytes at all, the characters need be counted.
+        # Counting the characters takes time, and only a large node can have too many.
         is_large = isinstance(node, LeafNode) and len(data) > _MOST_KEY_CHARS
         too_many_chars = is_large and sum(map(len, keys[:-1])) >= _MOST_KEY_CHARS
         if len(keys) > most_in_node(self._fanout) or too_many_chars:
@@ -254,7 +268,7 @@ class Tree(Generic[V]):
         return node
 
     def _decoded_one_by_one(self, data: bytes) -> LeafNode[V] | Branch:
-        """Decode a node that may hold what this version does not know."""
+        """Decode a node value by value: a later version may have written it."""
         kind, below, *_ = decoder(list[Raw]).decode(data)
         sort = decoder(str).decode(kind)
         if sort == "l":
@@ -280,10 +294,10 @@ class Tree(Generic[V]):
         )
 
     def node(self, digest: Digest) -> LeafNode[V] | Branch:
-        """Return a node that a list has named. The last leaf is cached.
+        """Return a node that a list of this tree has named. The last leaf is cached.
 
         Raises:
-            DamagedError: It is missing or damaged, or not what the list says.
+            DamagedError: The node is missing or damaged, or differs from what the list says.
         """
         if self._last is not None and self._last[0] == digest:
             return self._last[1]
@@ -295,7 +309,7 @@ class Tree(Generic[V]):
         return node
 
     def _accepted(self, node: LeafNode[V]) -> LeafNode[V]:
-        """Return a leaf without the items that are passed over."""
+        """Return a leaf without the items whose keys the tree does not accept."""
         if self._accepts is None:
             return node
         bad = {key for key, _ in node.items if not self._accepts(key)}
@@ -306,7 +320,7 @@ class Tree(Generic[V]):
         return LeafNode([item for item in node.items if item[0] not in bad]) if bad else node
 
     def _check_claim(self, digest: Digest, node: LeafNode[V] | Branch) -> None:
-        """Check that a node is what the list says. Else an edit could lose items."""
+        """Check that a node is as its list says; if it were not, an edit could lose items."""
         claim, entries = self._claims[digest], _entries(node)
         count = sum(c for _, _, c in node.children) if isinstance(node, Branch) else len(entries)
         fits = count == claim.size and entries[0][0] == claim.first_key
@@ -314,7 +328,11 @@ class Tree(Generic[V]):
             raise DamagedError(f"tree node {digest.hex()} is not the one that it is listed as")
 
     def leaf(self, digest: Digest) -> list[tuple[str, V]]:
-        """Return the items of one leaf."""
+        """Return the items of one leaf.
+
+        Raises:
+            DamagedError: The node is missing, damaged, or no leaf.
+        """
         node = self.node(digest)
         if isinstance(node, Branch):
             raise DamagedError(f"tree node {digest.hex()} is a list where a leaf should be")
@@ -335,7 +353,7 @@ class Tree(Generic[V]):
             yield from items[bisect_left(items, start, key=_key_in) :]
 
     def _leaves(self, children: list[Child], start: str) -> Iterator[list[tuple[str, V]]]:
-        """Yield the items of each leaf, beginning with the leaf that would hold ``start``."""
+        """Yield the items of each leaf, from the leaf on that would hold the key ``start``."""
         for child in children[max(bisect_right(children, start, key=_key_in) - 1, 0) :]:
             node = self.node(Digest(child[1]))
             if isinstance(node, Branch):
@@ -351,13 +369,18 @@ class Tree(Generic[V]):
             yield key, value
 
     def items_in(self, folder: str = "") -> Iterator[tuple[str, V]]:
-        """Yield the items whose key lies in a folder, at any depth; "" for all."""
+        """Yield the items whose key lies in a folder, at any depth; "" is the folder of all."""
         return self.items_below(f"{folder}/" if folder else "")
 
     def edit(self, changes: Mapping[str, V | None], put_node: Put) -> Digest | None:
-        """Store this tree with some items set, or (None) removed; return the digest of its top.
+        """Store this tree with changes. Only changed nodes are stored.
 
-        Only changed nodes are stored.
+        Args:
+            changes: The key of each changed item → its new value; None removes the item.
+            put_node: Stores a node and returns its digest.
+
+        Returns:
+            The digest of the new top; None if no item is left.
         """
         levels: _Levels[V] = _Levels(self._fanout, put_node)
         self._edit_nodes(
@@ -367,7 +390,7 @@ class Tree(Generic[V]):
         if top is None:
             return None
         digest = Digest(top[1])
-        # The rest of a larger tree may be a list of one node.
+        # An edit may leave lists of one node at the top: the tree begins below them.
         while digest in self._claims:
             node = self.node(digest)
             if isinstance(node, LeafNode) or len(node.children) > 1:
@@ -385,7 +408,7 @@ class Tree(Generic[V]):
     def _edit_nodes(
         self, levels: _Levels[V], children: list[Child], level: int, todo: list[_Change[V]]
     ) -> None:
-        """Write some nodes of a level, with changes to the items below them."""
+        """Write nodes of one level, with the changes of the items below them."""
         if not children:
             self._merge(levels, [], todo)
         for i, child in enumerate(children):
