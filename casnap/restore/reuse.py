@@ -108,7 +108,7 @@ def _digest(part: torch.Tensor) -> Digest:
 
 def _by_device(device: torch.device, parts: Sequence[torch.Tensor]) -> list[Digest | None]:
     """Return the digests; None for those that the device does not compute: they are read."""
-    from casnap.state.device_hash import Run, hasher_of  # which needs numpy
+    from casnap.state.device_hash import CellRun, hasher_of  # which needs numpy
 
     digests: list[Digest | None] = [None] * len(parts)
     hasher = hasher_of(device)
@@ -116,9 +116,9 @@ def _by_device(device: torch.device, parts: Sequence[torch.Tensor]) -> list[Dige
         return digests
     hashable = list[int]()
 
-    def runs() -> Iterator[Run]:
+    def runs() -> Iterator[CellRun]:
         for i, part in enumerate(parts):
-            run = Run(part.contiguous(), (part.nbytes,))
+            run = CellRun(part.contiguous(), (part.nbytes,))
             if run.is_hashable:
                 hashable.append(i)
                 yield run

@@ -38,7 +38,7 @@ _MOST_CELLS, _MOST_CALLS = 1 << 27, 1 << 30
 _PROOF_BYTES = 1 << 20
 
 
-class Run(NamedTuple):
+class CellRun(NamedTuple):
     """Cells that lie one after the other in a device's memory.
 
     Attributes:
@@ -96,14 +96,14 @@ class DeviceHasher:
         self._device = device
         self._hash_batch = hash_batch
 
-    def digests(self, runs: Iterable[Run]) -> list[Digest]:
+    def digests(self, runs: Iterable[CellRun]) -> list[Digest]:
         """Return the digests of all cells, in order.
 
         They are computed on the current stream of the calling thread, so after what this has begun
         there, and waited for.
 
         Args:
-            runs: Cells, which :attr:`Run.is_hashable` holds for.
+            runs: Cells, which :attr:`CellRun.is_hashable` holds for.
 
         Raises:
             DeviceError: A digest is not of this call and its cell.
@@ -135,7 +135,7 @@ class DeviceHasher:
             in_order[i] = digest
         return in_order
 
-    def digests_if_able(self, runs: Iterable[Run]) -> list[Digest] | None:
+    def digests_if_able(self, runs: Iterable[CellRun]) -> list[Digest] | None:
         """Return what :meth:`digests` does; None if the device cannot hash them.
 
         That is so for want of memory, which may be there next time. After any other failure, which
@@ -176,13 +176,13 @@ class DeviceHasher:
             memory = torch.frombuffer(data, dtype=torch.uint8).to(self._device)
         # Whole; with a last leaf that is not; from a multiple of 4.
         cells = (0, len(data)), (len(data) // 2, len(data) // 3 | 1), (WORD_BYTES, LEAF_BYTES * 70)
-        runs = [Run(memory[start : start + size], (size,)) for start, size in cells]
+        runs = [CellRun(memory[start : start + size], (size,)) for start, size in cells]
         expected = [digest_of(data[start : start + size]) for start, size in cells]
         if self.digests(runs) != expected:
             raise distrusted(self._device, "of a random megabyte, it computes another BLAKE3")
 
 
-def _spans(run: Run) -> Iterable[tuple[int, int]]:
+def _spans(run: CellRun) -> Iterable[tuple[int, int]]:
     """Yield where each cell begins, and its bytes."""
     assert run.is_hashable
     assert sum(run.sizes) <= run.memory.nbytes

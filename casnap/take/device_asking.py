@@ -22,8 +22,8 @@ from casnap.format.entries import INLINE_BYTES
 from casnap.format.records import Place, Root
 from casnap.runtime.buffers import view_at
 from casnap.state.device_hash import (
+    CellRun,
     DeviceHasher,
-    Run,
     check_trusted,
     distrusted,
     hasher_if_made,
@@ -191,7 +191,7 @@ class Asking:
         return (
             piece.leaf in self.leaves
             and memory.device in self._hashers
-            and Run(memory, piece.sizes).is_hashable
+            and CellRun(memory, piece.sizes).is_hashable
         )
 
     def _is_made(self, piece: Piece, memory: torch.Tensor) -> bool:
@@ -206,7 +206,7 @@ class Asking:
         for device, hasher in self._hashers.items():
             pieces = [p for p in window if p.on_device is not None and p.on_device.device == device]
             digests = hasher.digests_if_able(
-                Run(p.on_device, p.sizes) for p in pieces if p.on_device is not None
+                CellRun(p.on_device, p.sizes) for p in pieces if p.on_device is not None
             )
             if digests is None:
                 yield from pieces

@@ -110,7 +110,7 @@ def kept(fill: Callable[[Path, torch.Tensor], object], path: Path) -> None:
     out = x.to("late")
     module.synchronize("late")
 
-    def elsewhere(runs: Iterable[device_hash.Run]) -> list[Digest]:
+    def elsewhere(runs: Iterable[device_hash.CellRun]) -> list[Digest]:
         with module.stream(Stream("late")):
             return digests(runs)
 

@@ -7,7 +7,7 @@ import torch
 
 from casnap.format.digest import digest_of
 from casnap.state import device_hash
-from casnap.state.device_hash import Run, hasher_of
+from casnap.state.device_hash import CellRun, hasher_of
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20
@@ -24,10 +24,10 @@ def test_digests_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = torch.randint(0, 256, (64 * MIB + 65_536,), dtype=torch.uint8, device=device())
     near = [1024 * 2**i + by for i in range(14) for by in (-1023, -960, -1, 0, 1, 4, 64, 1023)]
     runs = [
-        Run(memory, (64 * MIB,)),
-        *(Run(memory[16 * i :], (n,)) for i, n in enumerate(near)),
-        *(Run(memory[16 * i + 4 * (1 + i % 3) :], (n,)) for i, n in enumerate(near)),
-        Run(memory, (MIB,) * 64),
+        CellRun(memory, (64 * MIB,)),
+        *(CellRun(memory[16 * i :], (n,)) for i, n in enumerate(near)),
+        *(CellRun(memory[16 * i + 4 * (1 + i % 3) :], (n,)) for i, n in enumerate(near)),
+        CellRun(memory, (MIB,) * 64),
     ]
     host = memory.cpu().numpy()
     expected = []
@@ -48,7 +48,7 @@ def test_it_hashes_what_the_stream_of_its_caller_writes() -> None:
         x = torch.ones(4000, 4000, device=device())
         for _ in range(50):
             x = x @ x / 4000
-        [digest] = hasher.digests([Run(x, (x.nbytes,))])
+        [digest] = hasher.digests([CellRun(x, (x.nbytes,))])
     assert digest == digest_of(x.cpu().numpy().tobytes())
 
 
@@ -58,4 +58,4 @@ def test_each_gpu_hashes_its_own() -> None:
         hasher = hasher_of(there)
         assert hasher is not None
         x = torch.randn(100_000, device=there)
-        assert hasher.digests([Run(x, (x.nbytes,))]) == [digest_of(x.cpu().numpy().tobytes())]
+        assert hasher.digests([CellRun(x, (x.nbytes,))]) == [digest_of(x.cpu().numpy().tobytes())]

@@ -10,7 +10,7 @@ import torch
 from casnap.errors import DeviceError
 from casnap.format.digest import digest_of
 from casnap.state import device_hash
-from casnap.state.device_hash import Batch, DeviceHasher, HashBatch, Run
+from casnap.state.device_hash import Batch, CellRun, DeviceHasher, HashBatch
 from tests.support import hashing_device
 
 HERE = torch.device("cpu")
@@ -26,7 +26,7 @@ def memory(nbytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
 
 
-def expected(run: Run) -> list[bytes]:
+def expected(run: CellRun) -> list[bytes]:
     data, digests, start = run.memory.view(torch.uint8).numpy().tobytes(), [], 0
     for size in run.sizes:
         digests.append(digest_of(data[start : start + size]))
@@ -34,7 +34,7 @@ def expected(run: Run) -> list[bytes]:
     return digests
 
 
-def hashed(runs: list[Run], hash_batch: HashBatch = hashing_device.hash_batch) -> list[bytes]:
+def hashed(runs: list[CellRun], hash_batch: HashBatch = hashing_device.hash_batch) -> list[bytes]:
     return list(DeviceHasher(HERE, hash_batch).digests(runs))
 
 
@@ -42,10 +42,10 @@ def test_digests_come_in_the_order_of_the_cells() -> None:
     """Also where cells at multiples of 16 bytes, which go first, stand between others."""
     whole = memory(300_000)
     runs = [
-        Run(whole[4:], (70_000, 1_028, 66_001)),
-        Run(whole, (65_536, 65_540, 4, 1)),
-        Run(whole[:0], ()),
-        Run(memory(80_000).view(torch.float32), (80_000,)),
+        CellRun(whole[4:], (70_000, 1_028, 66_001)),
+        CellRun(whole, (65_536, 65_540, 4, 1)),
+        CellRun(whole[:0], ()),
+        CellRun(memory(80_000).view(torch.float32), (80_000,)),
     ]
     assert hashed(runs) == [digest for run in runs for digest in expected(run)]
     assert hashed([]) == []
@@ -65,7 +65,7 @@ def test_digests_come_in_the_order_of_the_cells() -> None:
 def test_which_cells_a_device_can_hash(
     start: int, sizes: tuple[int, ...], is_hashable: bool
 ) -> None:
-    assert Run(memory(1 << 18)[start:], sizes).is_hashable is is_hashable
+    assert CellRun(memory(1 << 18)[start:], sizes).is_hashable is is_hashable
 
 
 # --- a device that lies -----------------------------------------------------------------------
@@ -102,7 +102,7 @@ def stale() -> HashBatch:
 @pytest.mark.parametrize("make", [lambda: idle, lambda: forgetful, lambda: turned, stale])
 def test_digests_of_another_call_or_cell_are_an_error(make: Callable[[], HashBatch]) -> None:
     hasher = DeviceHasher(HERE, make())
-    runs = [Run(memory(200_000), (65_536, 65_536, 65_536))]
+    runs = [CellRun(memory(200_000), (65_536, 65_536, 65_536))]
     if make is stale:
         hasher.digests(runs)
     with pytest.raises(DeviceError, match=r"cpu does not hash as it should: [123] of 3 digests"):
