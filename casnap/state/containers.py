@@ -1,6 +1,6 @@
 """Containers: their kinds, how they are opened into elements, and how they are built again.
 
-The components of paths that keys make are those of ``casnap.format.names``.
+``casnap.format.names`` makes path components of keys.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _SPARSE_KINDS = {kind: (layout, parts) for layout, (kind, parts) in _SPARSE.item
 
 
 def _are_components(keys: Sequence[Any]) -> bool:
-    """Whether all keys are ASCII texts that are their own components: no call for each then."""
+    """Whether all keys are ASCII texts that are their own components, found without many calls."""
     if set(map(type, keys)) != {str}:
         return False
     joined = "".join(keys)
@@ -111,7 +111,7 @@ def _encoded(keys: list[Any]) -> list[Key]:
 
 
 def live_components(keys: Iterable[Any]) -> list[str]:
-    """Return the path components of the keys of a live dict, also of such as cannot be stored."""
+    """Return the path components of a live dict's keys, also of keys that cannot be stored."""
     return _components(_encoded(list(keys)))
 
 
@@ -126,7 +126,10 @@ def _first_twice(components: list[str]) -> str | None:
 
 
 class Opened(NamedTuple):
-    """A container opened: its kind, its elements, and how to make its spec."""
+    """A container opened: its kind, its elements with their path components, and its spec.
+
+    The spec is made when it is called, since a restore does not need it.
+    """
 
     kind: str
     components: Iterable[str]
@@ -153,7 +156,7 @@ def _open_mapping(path: str, value: Any) -> Opened:
 
 
 def _metadata_of(path: str, value: Any) -> dict[str, Any] | None:
-    """Return the metadata of a module's state dict. What of it cannot be stored is left out."""
+    """Return the metadata of a module's state dict, without parts that cannot be stored."""
     left_out = [f"the attribute {name}" for name in vars(value) if name != "_metadata"]
     metadata = getattr(value, "_metadata", None)
     kept: dict[str, dict[str, Any]] | None = None
@@ -177,11 +180,11 @@ def _metadata_of(path: str, value: Any) -> dict[str, Any] | None:
 
 
 def _is_storable(key: object, value: object) -> bool:
-    """Whether a key, and what the metadata of a module have for it, can be stored."""
+    """Whether an item of the metadata of a module can be stored."""
     if type(key) is not str or type(value) not in _METADATA_TYPES:
         return False
     if key.isascii() and type(value) is int and -(1 << 31) < value < 1 << 31:
-        return True  # as nearly all are: there may be a hundred thousand submodules
+        return True  # fast, for nearly all items: there may be a hundred thousand submodules
     try:
         encode((key, value))
     except (OverflowError, UnicodeEncodeError):  # an int beyond 64 bits, a lone surrogate
@@ -191,7 +194,7 @@ def _is_storable(key: object, value: object) -> bool:
 
 @lru_cache(maxsize=256)
 def _say_left_out(path: str, names: tuple[str, ...]) -> None:
-    """Say once, not at each take, what of a state dict is not stored."""
+    """Warn once, not at each take, that parts of a state dict are not stored."""
     some = ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
     _log.warning(
         "%s: of what lies beside the items of this state dict, %s cannot be stored and is left "
@@ -202,11 +205,11 @@ def _say_left_out(path: str, names: tuple[str, ...]) -> None:
 
 
 def _named_as_keys(metadata: dict[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the metadata of a state dict under the names of its keys as well.
+    """Return the metadata of a state dict, also under the names that its keys use for submodules.
 
-    ``get_state_dict`` removes what DDP and ``torch.compile`` add to names from the keys, but not
-    from the metadata. Who loads the state looks for either name. DDP's names are not kept: a world
-    of one rank has no DDP, and the same weights have the same tree on all worlds.
+    DDP and ``torch.compile`` add parts to names. ``get_state_dict`` removes these from the keys,
+    but not from the metadata, and who loads the state looks for either name. DDP's part is always
+    dropped: a world of one rank has no DDP, and the same weights have the same tree on all worlds.
     """
     plain_names = without_wrappers(metadata, keys)
     if not any(name != plain for name, plain in plain_names.items()):
@@ -222,15 +225,15 @@ def _named_as_keys(metadata: dict[str, Any], keys: Mapping[Any, Any]) -> dict[st
 
 _DDP = "module"
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""What torch.compile, FSDP1 and activation checkpointing add to the names of submodules."""
+"""The parts that torch.compile, FSDP1 and activation checkpointing add to names of submodules."""
 
 
 def without_wrappers(names: Iterable[str], keys: Iterable[Any]) -> dict[str, str]:
-    """Return the names of the submodules of a module without what wrappers add to them.
+    """Return the names of a module's submodules without the parts that wrappers add.
 
     Args:
-        names: All names.
-        keys: The keys of its state dict.
+        names: The names of all submodules.
+        keys: The keys of the module's state dict.
 
     Returns:
         Name → plain name.
@@ -242,10 +245,10 @@ def without_wrappers(names: Iterable[str], keys: Iterable[Any]) -> dict[str, str
 
 
 def _ddp_levels(names: Iterable[str], keys: Iterable[Any]) -> int:
-    """Return how many DDPs are around a module.
+    """Return how many DDPs are around a module, by the names of submodules and the keys.
 
-    DDP's could also be the name of a submodule. It is if there are others beside it, or if keys
-    have it as well.
+    DDP calls the module in it ``module``, but a submodule may have that name too. It is one's own
+    if there are other submodules beside it, or if keys have it as well.
     """
     parts = [_plain_parts(name) for name in names]
     if [_DDP] not in parts:
@@ -258,7 +261,7 @@ def _ddp_levels(names: Iterable[str], keys: Iterable[Any]) -> int:
 
 
 def _without_ddp(name: str, levels: int) -> str:
-    """Return a name without what so many DDPs add to it."""
+    """Return a name without the parts that a number of DDPs add to it."""
     parts = name.split(".")
     for _ in range(min(levels, _depth(_plain_parts(name)))):
         parts.remove(_DDP)
@@ -270,7 +273,7 @@ def _plain_parts(name: str) -> list[str]:
 
 
 def _depth(parts: Sequence[str]) -> int:
-    """Return how many times DDP's name comes first."""
+    """Return how many parts at the beginning are ``module``, the name that DDP gives."""
     return next((i for i, part in enumerate(parts) if part != _DDP), len(parts))
 
 
@@ -382,7 +385,7 @@ Build: TypeAlias = Callable[[list[Any]], Any]
 
 
 class _Numbers(Iterable[str]):
-    """The components of numbered elements. They are not listed: a damaged count may be any."""
+    """The path components of numbered elements, made one by one: a damaged count may be huge."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -392,7 +395,7 @@ class _Numbers(Iterable[str]):
 
 
 def container_builder(path: str, entry: ContainerEntry, spec: bytes) -> tuple[Iterable[str], Build]:
-    """Return the components of a container's elements, and what builds it from those.
+    """Return the path components of a container's elements, and the function that builds it.
 
     Raises:
         DamagedError: The spec is not what was written.

@@ -1,8 +1,8 @@
-"""Hashing where the bytes lie: BLAKE3 of cells in a device's memory, so that they need not cross.
+"""BLAKE3 of cells in a device's memory, so that their bytes need not come to the host.
 
-Only digests come to the host: 32 bytes a cell, and a word that says of which call and which cell
-they are. The kernels are in ``device_kernels.py``, which needs Triton; every build of torch for
-CUDA, ROCm or XPU brings it along.
+Only digests come to the host: 32 bytes a cell, and a tag of 4 bytes, which names the call and the
+cell. The kernels are in ``device_kernels.py``, which needs Triton; every build of torch for CUDA,
+ROCm or XPU brings it along.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _VECTOR_BYTES = 16
 # The nodes of a batch take 54 bytes of the device's memory for each leaf: 27 MiB.
 _BATCH_LEAVES = 512 << 10
 _NODE_WORDS = 9
-# So that the kernels' numbers, tags among them, are below 2³¹.
+# These bounds keep the numbers in the kernels, tags among them, below 2³¹.
 _MOST_CELLS, _MOST_CALLS = 1 << 27, 1 << 30
 _PROOF_BYTES = 1 << 20
 
@@ -53,7 +53,8 @@ class CellRun(NamedTuple):
     def is_hashable(self) -> bool:
         """Whether the device can hash it: each cell has bytes, and begins at a multiple of 4.
 
-        So all can but views that begin within a word, and cells behind one of an odd size.
+        The exceptions are views that begin within a word, and cells behind one whose size is no
+        multiple of 4.
         """
         begins = self.memory.data_ptr() % WORD_BYTES == 0
         inner = all(size % WORD_BYTES == 0 for size in self.sizes[:-1])
@@ -64,12 +65,12 @@ class Batch(NamedTuple):
     """Cells that are hashed together.
 
     Attributes:
-        first: The number of the first one.
-        cells: How many they are.
-        leaves: How many leaves they have, in all.
-        levels: The levels of nodes above the leaves of the largest one.
-        is_aligned: Whether each begins at a multiple of 16 bytes.
-        has_ends: Whether one of them ends with a part of a leaf.
+        first: The number of the first cell.
+        cells: The number of cells.
+        leaves: The number of leaves of all these cells.
+        levels: The number of levels of nodes above the leaves, in the largest cell.
+        is_aligned: Whether each cell begins at a multiple of 16 bytes.
+        has_ends: Whether any cell ends with a part of a leaf.
     """
 
     first: int
@@ -89,7 +90,7 @@ class DeviceHasher:
 
     Args:
         device: The device.
-        hash_batch: What launches the kernels.
+        hash_batch: The function that launches the kernels.
     """
 
     def __init__(self, device: torch.device, hash_batch: HashBatch) -> None:
@@ -99,30 +100,30 @@ class DeviceHasher:
     def digests(self, runs: Iterable[CellRun]) -> list[Digest]:
         """Return the digests of all cells, in order.
 
-        They are computed on the current stream of the calling thread, so after what this has begun
-        there, and waited for.
+        The device computes them on the current stream of the calling thread, after the work that
+        the thread has begun there. This call waits for them.
 
         Args:
-            runs: Cells, which :attr:`CellRun.is_hashable` holds for.
+            runs: Cells in runs for which :attr:`CellRun.is_hashable` holds.
 
         Raises:
-            DeviceError: A digest is not of this call and its cell.
+            DeviceError: A digest has the tag of another call or another cell.
             torch.OutOfMemoryError: There is no room for the nodes of a batch.
         """
-        runs = list(runs)  # their memory stays until the end
+        runs = list(runs)  # keeps their memory until the end
         spans = [span for run in runs for span in _spans(run)]
         if not spans:
             return []
         assert len(spans) < _MOST_CELLS
         call = _numbers.randrange(1, _MOST_CALLS)
-        # Aligned ones first: a batch is of one kind.
+        # Aligned cells come first, since a batch has aligned cells only, or others only.
         order = sorted(range(len(spans)), key=lambda i: spans[i][0] % _VECTOR_BYTES != 0)
         spans = [spans[i] for i in order]
         batches, bases = _batches(spans)
         with as_current(self._device):
             rows = np.array([*zip(*spans, strict=True), bases])
             table = torch.from_numpy(rows).to(self._device)
-            # No tag of this call, wherever nothing is written.
+            # Where no kernel writes, there stays a number that is no tag of this call.
             shape = (_NODE_WORDS, len(spans))
             on_device = torch.full(shape, call - 1, dtype=torch.int32, device=self._device)
             for batch in batches:
@@ -136,13 +137,13 @@ class DeviceHasher:
         return in_order
 
     def digests_if_able(self, runs: Iterable[CellRun]) -> list[Digest] | None:
-        """Return what :meth:`digests` does; None if the device cannot hash them.
+        """Return the digests as :meth:`digests` does; None if the device cannot hash the cells.
 
-        That is so for want of memory, which may be there next time. After any other failure, which
+        It may lack the memory for that now, and have it next time. After any other failure, which
         is logged, the device hashes no more in this process.
 
         Raises:
-            DeviceError: A digest is not of this call and its cell.
+            DeviceError: A digest has the tag of another call or another cell.
         """
         if _hashers.get(self._device) is not self:
             return None
@@ -158,7 +159,7 @@ class DeviceHasher:
             return None
 
     def _check(self, tags: np.ndarray, call: int) -> None:
-        """Raise an error if a tag is not that of its cell in this call."""
+        """Raise a DeviceError if a digest has the tag of another call or another cell."""
         wrong = int(np.count_nonzero(tags != np.arange(call, call + len(tags))))
         if wrong:
             raise distrusted(
@@ -166,7 +167,7 @@ class DeviceHasher:
             )
 
     def prove(self) -> None:
-        """Hash a random megabyte, in each way, and compare that with the host's BLAKE3.
+        """Hash a random megabyte in each way that there is, and compare with the host's BLAKE3.
 
         Raises:
             DeviceError: A digest is wrong.
@@ -174,7 +175,7 @@ class DeviceHasher:
         data = memoryview(bytearray(os.urandom(_PROOF_BYTES)))
         with as_current(self._device):
             memory = torch.frombuffer(data, dtype=torch.uint8).to(self._device)
-        # Whole; with a last leaf that is not; from a multiple of 4.
+        # All bytes; a cell whose last leaf is not whole; a cell that begins at no multiple of 16.
         cells = (0, len(data)), (len(data) // 2, len(data) // 3 | 1), (WORD_BYTES, LEAF_BYTES * 70)
         runs = [CellRun(memory[start : start + size], (size,)) for start, size in cells]
         expected = [digest_of(data[start : start + size]) for start, size in cells]
@@ -183,7 +184,7 @@ class DeviceHasher:
 
 
 def _spans(run: CellRun) -> Iterable[tuple[int, int]]:
-    """Yield where each cell begins, and its bytes."""
+    """Yield the address of each cell, and its bytes."""
     assert run.is_hashable
     assert sum(run.sizes) <= run.memory.nbytes
     address = run.memory.data_ptr()
@@ -193,10 +194,15 @@ def _spans(run: CellRun) -> Iterable[tuple[int, int]]:
 
 
 def _batches(spans: Sequence[tuple[int, int]]) -> tuple[list[Batch], list[int]]:
-    """Divide cells into batches of one kind; return these, and how many leaves are before each.
+    """Divide cells into batches, each of aligned cells only, or of others only.
 
-    There may be thousands, and a take waits for it.
+    Args:
+        spans: The address of each cell, and its bytes.
+
+    Returns:
+        The batches; and for each cell, how many leaves its batch has before it.
     """
+    # One plain loop: a take waits for it, and there may be thousands of cells.
     batches, bases = list[Batch](), list[int]()
     first = before = most = 0
     was_aligned = has_ends = False
@@ -220,7 +226,7 @@ def _batches(spans: Sequence[tuple[int, int]]) -> tuple[list[Batch], list[int]]:
 
 _numbers = random.SystemRandom()
 _lock = new_lock()
-# None for a device that hashes nothing.
+# The hasher of each device; None if the device cannot hash.
 _hashers: dict[torch.device, DeviceHasher | None] = {}
 _distrusted: list[torch.device] = []
 # The devices whose hashers threads are making.
@@ -229,9 +235,9 @@ in_child(_in_the_making.clear)
 
 
 def hasher_of(device: torch.device) -> DeviceHasher | None:
-    """Return the hasher of a device; None if its bytes are to be copied to the host and hashed.
+    """Return the hasher of a device; None if its bytes have to be copied to the host and hashed.
 
-    That is so for the CPU, without Triton, with ``CASNAP_DEVICE_HASH=off``, where Triton cannot
+    There is none for the CPU, without Triton, with ``CASNAP_DEVICE_HASH=off``, where Triton cannot
     compile, and from the first wrong digest on. The first call for a device compiles the kernels,
     and proves them.
 
@@ -254,9 +260,9 @@ def _may_hash(device: torch.device) -> bool:
 
 
 def hasher_if_made(device: torch.device) -> DeviceHasher | None:
-    """Return the hasher of a device if there is one by now; else have a thread make it.
+    """Return the hasher of a device if it is made by now; else let a thread make it.
 
-    So nobody waits for a compiler. The thread logs it if the device computes wrong digests.
+    So nobody waits for a compiler. If the device computes wrong digests, the thread logs that.
     """
     if not _may_hash(device):
         return None
@@ -306,7 +312,7 @@ def check_trusted(device: torch.device) -> None:
     """Check that a device has computed no wrong digest so far.
 
     Raises:
-        DeviceError: It has.
+        DeviceError: The device has computed one.
     """
     if device in _distrusted:
         raise DeviceError(
@@ -315,7 +321,7 @@ def check_trusted(device: torch.device) -> None:
 
 
 def distrusted(device: torch.device, reason: str) -> DeviceError:
-    """Have no device hash any more in this process; return an error that says why."""
+    """Stop hashing on devices in this process; return an error that says why."""
     _distrusted.append(device)
     return DeviceError(
         f"{name_of(device)} does not hash as it should: {reason}. From now on this process hashes "

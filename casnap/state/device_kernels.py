@@ -3,14 +3,14 @@
 A *leaf* is what BLAKE3 calls a chunk: up to 1,024 bytes of a cell. A *node* is the chaining value
 of a leaf or of two nodes. A lane, one element of a block of Triton's, makes one node at a time.
 
-Nodes stand in *slots*: word after word, each with a row of all slots, so that neighbouring lanes
-read and write neighbouring words. On level k, node p of the batch's cell c has the slot
-``(base >> k) + c + p``, where ``base`` counts the leaves of the cells before c. So slots of cells
-never overlap, on any level, and a lane finds its cell by a search among the bases. A last node
-that has no neighbour goes up as it is.
+Nodes stand in *slots*. The first words of all slots come first, then all second words, and so on,
+so that neighbouring lanes read and write neighbouring words. On level k, node p of the batch's
+cell c has the slot ``(base >> k) + c + p``, where ``base`` counts the leaves of the cells before c.
+So slots of cells never overlap, on any level, and a lane finds its cell by a search among the
+bases. A last node that has no neighbour goes up as it is.
 
-A ninth word of each node says of which call and of which cell it is. Two nodes make one of the
-same tag, or one that counts for nothing, if their tags differ.
+The ninth word of each node is its tag, which names the call and the cell. Two nodes with the same
+tag make a node with that tag. If their tags differ, the node gets ``NO_TAG``, which no cell has.
 """
 
 from typing import TYPE_CHECKING
@@ -35,7 +35,7 @@ _IV4, _IV5, _IV6, _IV7 = map(tl.constexpr, (0x510E527F, 0x9B05688C, 0x1F83D9AB, 
 @triton.jit
 def _mix(a, b, c, d, x, y):
     """Return four words of the state, mixed with two of the message."""
-    # False: it is meant to wrap, also where TRITON_DEBUG has Triton look for that.
+    # False lets a sum overflow, also where TRITON_DEBUG makes Triton look for overflows.
     a = tl.add(tl.add(a, b, False), x, False)
     d ^= a
     d = (d >> 16) | (d << 16)
@@ -53,7 +53,7 @@ def _mix(a, b, c, d, x, y):
 
 @triton.jit
 def _compress(h, m, counter, size, flags):
-    """Return the chaining value of one block: of a chaining value and a message of 16 words."""
+    """Compress a chaining value and a block of 16 words into the next chaining value."""
     zero = h[0] ^ h[0]
     v0, v1, v2, v3, v4, v5, v6, v7 = h
     v8, v9, va, vb = zero | _IV0, zero | _IV1, zero | _IV2, zero | _IV3
@@ -83,7 +83,7 @@ def _begin(zero):
 
 @triton.jit
 def _halves(pair):
-    """Return the two words of each of two long words, which lie in a row: four in all."""
+    """Return the four words of a row of two long words."""
     a, b = tl.split(pair)
     low, high = a.to(tl.uint32), (a >> 32).to(tl.uint32)
     return low, high, b.to(tl.uint32), (b >> 32).to(tl.uint32)
@@ -91,7 +91,7 @@ def _halves(pair):
 
 @triton.jit
 def _block_of_whole_leaf(start, exists):
-    """Return 64 bytes, from a multiple of 16, as 16 words; by loads of 16 bytes."""
+    """Load 64 bytes that begin at a multiple of 16, 16 bytes at a time; return them as words."""
     pointers = start.to(tl.pointer_type(tl.uint64))[:, None] + tl.arange(0, 2)[None, :]
     pointers = tl.max_contiguous(tl.multiple_of(pointers, (1, 16)), (1, 2))
     mask = exists[:, None]
@@ -102,7 +102,7 @@ def _block_of_whole_leaf(start, exists):
 
 @triton.jit
 def _word(start, left, index: tl.constexpr):
-    """Return one word of a block of which so many bytes are left; zeros for what is behind them."""
+    """Return one word of a block that has ``left`` bytes; zeros stand for bytes behind its end."""
     left -= 4 * index
     pointers = start.to(tl.pointer_type(tl.uint32)) + index
     word = tl.load(pointers, left > 0, 0)
@@ -119,7 +119,10 @@ def _four_words(start, left, index: tl.constexpr):
 
 @triton.jit
 def _block(start, left):
-    """Return up to 64 bytes, from a multiple of 4, as 16 words; no word without a byte is read."""
+    """Load up to 64 bytes that begin at a multiple of 4; return them as 16 words.
+
+    No word is read that lies behind the last byte.
+    """
     a, b = _four_words(start, left, 0), _four_words(start, left, 4)
     c, d = _four_words(start, left, 8), _four_words(start, left, 12)
     return a + b + c + d
@@ -127,7 +130,7 @@ def _block(start, left):
 
 @triton.jit
 def _cell_of(lane, bases, cells, steps, level):
-    """Return the cell of each slot of a level: the last one that begins there or before."""
+    """Return the cell of each slot of a level: the last cell that begins at the slot or before."""
     low, high = lane * 0, lane * 0 + cells
     for _ in range(steps):
         middle = (low + high) >> 1
@@ -139,7 +142,7 @@ def _cell_of(lane, bases, cells, steps, level):
 
 @triton.jit
 def _put(nodes, room, slot, exists, h, tag):
-    """Write nodes into slots, of which there are so many."""
+    """Write nodes and their tags into slots of a level that has ``room`` slots."""
     for i in tl.static_range(8):
         tl.store(nodes + i * room + slot, h[i], exists)
     tl.store(nodes + 8 * room + slot, tag.to(tl.uint32), exists)
@@ -157,7 +160,7 @@ def _get(nodes, room, slot, exists):
 
 @triton.jit
 def _chosen(condition, a, b):
-    """Return nodes: those of a where a condition holds, else those of b."""
+    """Return the nodes of ``a`` where a condition holds, and of ``b`` elsewhere."""
     first = tl.where(condition, a[0], b[0]), tl.where(condition, a[1], b[1])
     second = tl.where(condition, a[2], b[2]), tl.where(condition, a[3], b[3])
     third = tl.where(condition, a[4], b[4]), tl.where(condition, a[5], b[5])
@@ -165,7 +168,7 @@ def _chosen(condition, a, b):
     return first + second + third + fourth
 
 
-# The numbers differ from take to take: a kernel that is compiled for one serves all.
+# These numbers differ from take to take. Triton compiles one kernel for all of them.
 _NUMBERS = ("of_all", "first", "cells", "steps", "room", "room_below", "level", "call", "ends")
 
 
@@ -187,14 +190,14 @@ def hash_leaves(
 
     Args:
         table: Three rows of all cells: where each begins, its bytes, and its base.
-        of_all: The cells of the table.
+        of_all: The number of cells in the table.
         first: The first cell of the batch in the table.
-        cells: The cells of the batch.
-        steps: The bits of that number.
+        cells: The number of cells in the batch.
+        steps: The number of bits of ``cells``.
         nodes: The slots of level 0, to be written.
-        room: How many slots there are.
+        room: The number of slots.
         call: The number of the call, for tags.
-        ends: Whether to hash only the last leaf of each cell that is not whole; else 0.
+        ends: 1 to hash the last leaf of each cell only, and only if it is not whole; else 0.
         whole: Whether to hash only whole leaves, of cells that begin at a multiple of 16 bytes.
         lanes: The lanes of a program.
     """
@@ -236,15 +239,15 @@ def join_nodes(
     """Make the nodes of a level from those of the one below.
 
     Args:
-        table: As above.
-        of_all: As above.
-        first: As above.
-        cells: As above.
-        steps: As above.
+        table: As for :func:`hash_leaves`.
+        of_all: As for :func:`hash_leaves`.
+        first: As for :func:`hash_leaves`.
+        cells: As for :func:`hash_leaves`.
+        steps: As for :func:`hash_leaves`.
         below: The slots of the level below.
-        room_below: How many these are.
+        room_below: The number of slots below.
         nodes: The slots of this level, to be written.
-        room: How many these are.
+        room: The number of slots of this level.
         level: This level, at least 1.
         lanes: The lanes of a program.
     """
@@ -268,16 +271,16 @@ def join_nodes(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def put_digests(table, of_all, first, cells, nodes, room, level, digests, lanes: tl.constexpr):
-    """Write the only node that each cell of a batch has on a level into a table of digests.
+    """Write the node that each cell of a batch has on the highest level into a table of digests.
 
     Args:
-        table: As above.
-        of_all: As above; also how many digests there are.
-        first: As above.
-        cells: As above.
-        nodes: The slots of the level.
-        room: How many these are.
-        level: The level.
+        table: As for :func:`hash_leaves`.
+        of_all: As for :func:`hash_leaves`; also the number of digests.
+        first: As for :func:`hash_leaves`.
+        cells: As for :func:`hash_leaves`.
+        nodes: The slots of the highest level, where each cell has one node.
+        room: The number of these slots.
+        level: The number of the highest level.
         digests: Nine rows, a column for each cell of the table.
         lanes: The lanes of a program.
     """
@@ -292,14 +295,14 @@ def put_digests(table, of_all, first, cells, nodes, room, level, digests, lanes:
 def hash_batch(
     table: torch.Tensor, batch: "Batch", call: int, digests: torch.Tensor, lanes: int = LANES
 ) -> None:
-    """Launch what hashes a batch of cells, on the current stream.
+    """Launch the kernels that hash a batch of cells, on the current stream.
 
     Args:
-        table: Of int64, on the device: three rows with where each cell begins, its bytes, and its
+        table: int64, on the device: three rows with where each cell begins, its bytes, and its
             base; a column for each cell.
-        batch: Which cells.
+        batch: The batch.
         call: The number of the call: cell i gets the tag ``call + i``.
-        digests: Of int32, on the device: a column for each cell, to be written.
+        digests: int32, on the device: nine rows, a column for each cell, to be written.
         lanes: The lanes of a program; the interpreter is as fast with many as with few.
     """
     of_all, first, cells = table.shape[1], batch.first, batch.cells
@@ -325,6 +328,6 @@ def hash_batch(
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether Triton launches kernels on the devices of a kind."""
+    """Whether Triton launches kernels on a device of this kind."""
     active: torch.device = triton.runtime.driver.active.get_active_torch_device()
     return active.type == device.type

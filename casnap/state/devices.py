@@ -1,7 +1,8 @@
-"""Accelerators: what to wait for, pinned memory, and copies to the host on a side stream.
+"""Accelerators: wait for them, pin memory for them, and copy to the host on a side stream.
 
-All of it goes by the module that torch has for a device: ``torch.cuda`` (also ROCm), ``torch.xpu``,
-or the one that another backend registers. A device without streams is waited for as a whole.
+These functions use the module that torch has for a device: ``torch.cuda`` (also ROCm),
+``torch.xpu``, or the one that another backend registers. If a device has no streams, they wait for
+the whole device.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot
 
 _log = logging.getLogger("casnap")
-# Of cudaHostRegister: pinned for all devices.
+# A flag of cudaHostRegister: the memory is pinned for all devices.
 _PORTABLE = 1
 
 
@@ -28,7 +29,7 @@ def _module_of(device: torch.device) -> Any:
 
 
 def synchronize(contents: Iterable[object]) -> None:
-    """Wait for what the calling thread has begun on the devices of these tensors."""
+    """Wait for the work that the calling thread has begun on the devices of these tensors."""
     for device in devices_of(contents):
         module = _module_of(device)
         if hasattr(module, "current_stream"):
@@ -38,9 +39,9 @@ def synchronize(contents: Iterable[object]) -> None:
 
 
 def synchronize_workers(contents: Iterable[object]) -> None:
-    """Wait for what the calling thread and those of casnap have begun on the devices of these.
+    """Wait for the work of this thread and of casnap's threads on the devices of these tensors.
 
-    A new thread uses the default stream.
+    casnap's threads use the default stream, as every new thread does.
     """
     contents = list(contents)
     synchronize(contents)
@@ -53,7 +54,7 @@ def synchronize_workers(contents: Iterable[object]) -> None:
 
 
 def synchronize_devices(contents: Iterable[object]) -> None:
-    """Wait for all that any thread has begun on the devices of these tensors."""
+    """Wait for the work that all threads have begun on the devices of these tensors."""
     for device in devices_of(contents):
         module = _module_of(device)
         if hasattr(module, "synchronize"):
@@ -67,7 +68,7 @@ def devices_of(contents: Iterable[object]) -> set[torch.device]:
 
 
 def as_current(device: torch.device) -> AbstractContextManager[object]:
-    """Have a device be the current one of its kind within a ``with``."""
+    """Make a device the current one of its kind for a ``with`` block."""
     module = _module_of(device)
     context: AbstractContextManager[object] = (
         module.device(device) if hasattr(module, "device") else nullcontext()
@@ -76,7 +77,7 @@ def as_current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def name_of(device: torch.device) -> str:
-    """Return the name of a device, and of its model where torch knows that."""
+    """Return the name of a device, with its model where torch knows that."""
     module = _module_of(device)
     if not hasattr(module, "get_device_name"):
         return str(device)
@@ -91,11 +92,11 @@ def pin(slot: Slot, device: torch.device) -> bool:
 
     Args:
         slot: The slot.
-        device: A device that this process uses. The slot then serves all of its kind, but without a
-            device torch would also initialise the first one.
+        device: A device that this process uses. The pinned slot serves all devices of that kind. If
+            no device were given, torch would initialise the first one too.
 
     Returns:
-        Whether it is pinned now.
+        Whether the slot is pinned now.
     """
     module = _module_of(device)
     if slot.unpin is not None or not hasattr(module, "cudart"):
@@ -103,10 +104,11 @@ def pin(slot: Slot, device: torch.device) -> bool:
     address = buffers.address_of(slot.view)
     with module.device(device):
         runtime = module.cudart()
-        # Set before: the driver would copy into freed memory if it were never unregistered.
+        # Set before the memory is registered: if it were freed and never unregistered, the driver
+        # would copy into freed memory.
         slot.unpin = partial(runtime.cudaHostUnregister, address)
         if int(runtime.cudaHostRegister(address, len(slot.view), _PORTABLE)):
-            slot.unpin = _do_nothing  # and so it is not tried again
+            slot.unpin = _do_nothing  # so no later call tries again
             with suppress(RuntimeError):
                 torch.ones(1, device=device)  # the next kernel of this thread gets the error again
             _log_pageable(device.type)
@@ -115,7 +117,7 @@ def pin(slot: Slot, device: torch.device) -> bool:
 
 
 def _do_nothing() -> None:
-    """Stand for the end of what has not begun."""
+    """Unpin a slot that could not be pinned: there is nothing to do."""
 
 
 @cache
@@ -127,15 +129,16 @@ _side_streams: dict[torch.device, Any] = {}
 
 
 def begin_copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None] | None:
-    """Begin to copy a tensor to the host, beside what the caller's stream does next.
+    """Begin to copy a tensor to the host, while the caller's stream goes on.
 
     Args:
         target: Memory of the host, in a slot that is pinned. It must not be given back before the
             copy has ended.
-        source: A tensor on a device. It must stay alive for as long.
+        source: A tensor on a device. It must stay alive until then too.
 
     Returns:
-        What waits until the copy has ended; None if it has, as after an error.
+        A function that waits until the copy has ended; None if it has ended already, as on a device
+        without streams.
     """
     device = source.device
     module = _module_of(device)

@@ -67,7 +67,13 @@ MAX_NESTING = 1000
 
 
 def _walk(value: Any, path: str, *, sparse: bool) -> Iterator[tuple[str, Any, Opened | None]]:
-    """Yield everything in a state in preorder; containers opened."""
+    """Yield the path of everything in a state, in preorder, with the value, and a container opened.
+
+    Args:
+        value: The state.
+        path: Its path.
+        sparse: Whether to open sparse tensors as containers of their parts.
+    """
     stack: list[tuple[int, Iterator[tuple[str, Any]]]] = [(0, iter(((path, value),)))]
     ancestors: set[int] = set()
     strided = torch.strided
@@ -110,13 +116,13 @@ def flatten(value: Any, path: str, *, allow_pickle: bool | None = None) -> Itera
     """Yield the leaves of a state: each container, then its elements.
 
     Args:
-        value: Tensors, numpy arrays, plain values and containers of those.
-        path: Its path; the paths of all leaves begin with it.
+        value: Tensors, numpy arrays, plain values and containers of these.
+        path: The path of the state; the paths of all leaves begin with it.
         allow_pickle: Whether to pickle values that have no safe encoding. None: the caller has no
             such option, so no error advises it.
 
     Raises:
-        UnsupportedTypeError: A value that cannot be stored; the message names its path.
+        UnsupportedTypeError: A value cannot be stored; the message names its path.
     """
     numpy = sys.modules.get("numpy")
     arrays = (torch.Tensor, *((numpy.ndarray, numpy.generic) if numpy is not None else ()))
@@ -141,7 +147,7 @@ def flatten(value: Any, path: str, *, allow_pickle: bool | None = None) -> Itera
 
 
 def containers_of(value: Any, path: str) -> Iterator[Leaf]:
-    """Yield the leaves of the containers of a state, without those of its tensors and values."""
+    """Yield the leaves of the containers of a state, but no leaves of its tensors and values."""
     for child_path, _, node in _walk(value, path, sparse=False):
         if node is not None:
             yield _container_leaf(child_path, node)
@@ -214,9 +220,9 @@ class Reopened(NamedTuple):
     """A container that can be built again.
 
     Attributes:
-        components: The components of its elements: the keys of a dict are a list. Numbers are not,
-            since a damaged store may claim any number of elements.
-        build: Makes it of its elements.
+        components: The path components of its elements. Keys are a list; numbers are made one by
+            one, since a damaged store may claim any number of elements.
+        build: Makes the container of its elements.
     """
 
     components: Iterable[str]
@@ -228,7 +234,10 @@ Known: TypeAlias = Mapping[str, Any]
 
 
 def live_parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield everything in a live state by its path, for :func:`inflate` to put in as it is."""
+    """Yield the path of everything in a live state with what :func:`inflate` may know of it.
+
+    That is the value itself, or a :class:`Reopened` container.
+    """
     for child_path, child, node in _walk(value, path, sparse=False):
         if node is None:
             yield child_path, child
@@ -242,7 +251,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
     Args:
         value: The state.
-        change: Called with each tensor and value; returns what takes its place.
+        change: Called with each tensor and value; returns the one that takes its place.
     """
     path = "the state"
     parts = live_parts(value, path)
@@ -254,7 +263,7 @@ def decode(leaves: Iterable[Leaf], *, allow_pickle: bool | None) -> dict[str, An
     """Return values and containers decoded, by path. Then :func:`inflate` needs only tensors.
 
     Raises:
-        DamagedError: One is not what was written.
+        DamagedError: The bytes of a leaf are not those that were written.
         UnsupportedTypeError: A value needs a class that is not imported, or ``allow_pickle``.
         UnsupportedFormatError: An entry is of a kind that a newer version wrote.
     """
@@ -262,7 +271,7 @@ def decode(leaves: Iterable[Leaf], *, allow_pickle: bool | None) -> dict[str, An
 
 
 def decode_one(leaf: Leaf, *, allow_pickle: bool | None = None) -> Any:
-    """Return the value of a leaf that is no tensor; of a container, what builds it.
+    """Return the decoded value of a leaf that is no tensor; a container as :class:`Reopened`.
 
     Raises:
         CasnapError: As :func:`decode` does.
@@ -312,10 +321,10 @@ def inflate(
 
     Args:
         path: The path of the state.
-        leaves: The leaves by path; other paths are ignored.
+        leaves: The leaves by path; leaves of other states are ignored.
         allow_pickle: Whether to unpickle pickled values. Only for a trusted store. None as for
             :func:`flatten`.
-        known: What there are no leaves for.
+        known: Values and containers that need no leaf.
         skipped: Paths of elements of dicts that are left out.
 
     Raises:

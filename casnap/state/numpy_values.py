@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NUMPY_TEXTS = ("<U1", "|S1")
 """The typestrs of ``numpy.str_`` and ``numpy.bytes_``, which are stored character by character."""
-_MAX_ITEMSIZE = 64 << 10  # the smallest chunk size: an element is never cut
+_MAX_ITEMSIZE = 64 << 10  # the smallest chunk size, so that no chunk cuts an element
 
 
 def is_numpy(entry: TensorEntry) -> bool:
@@ -48,7 +48,7 @@ def describe_numpy(path: str, value: Any) -> tuple[TensorEntry, torch.Tensor]:
     """
     np = sys.modules["numpy"]
     if type(value) in (np.str_, np.bytes_):
-        # An element is one character: of a single long item numpy would drop the NULs at the end.
+        # Each character is an element: numpy drops the NULs at the end of one long element.
         text = value.encode("utf-32-le", "surrogatepass") if type(value) is np.str_ else value
         dtype = "<U1" if type(value) is np.str_ else "|S1"
         entry = TensorEntry(Payload(len(text)), dtype, (len(value),), "numpy_scalar")
@@ -135,5 +135,5 @@ def numpy_dtype(path: str, entry: TensorEntry) -> NumpyDtype:
         import numpy as np
     except ImportError:
         raise UnsupportedTypeError(f"{path} is of numpy; install numpy to read it") from None
-    numpy_itemsize(entry)  # no type that holds pointers gets past it
+    numpy_itemsize(entry)  # refuses a dtype whose elements are pointers
     return np.dtype(entry.dtype)

@@ -77,10 +77,10 @@ _Filling: TypeAlias = tuple[torch.Tensor, object]  # a strided tensor, and its n
 
 
 def fill_shared_memory(fillings: Iterable[_Filling]) -> bool:
-    """Copy new contents into tensors that share memory, if each can then hold its own.
+    """Copy new contents into tensors that share memory, if all of them can hold theirs at once.
 
     Returns:
-        Whether that is so. If not, none was changed.
+        Whether the tensors were filled. If not, none was changed.
     """
     listed = list(fillings)
     if can_hold_all(listed):
@@ -90,9 +90,9 @@ def fill_shared_memory(fillings: Iterable[_Filling]) -> bool:
 
 
 def can_hold_all(fillings: Iterable[_Filling]) -> bool:
-    """Whether tensors that share memory could each hold its new content; none is changed."""
+    """Whether tensors that share memory can all hold their new contents; none is changed."""
     listed = list(fillings)
-    # Rounded down, so that the copies are aligned as the tensors are.
+    # The start is rounded down, so that the copies are aligned as the tensors are.
     start = min(tensor.data_ptr() for tensor, _ in listed) // _ALIGNMENT * _ALIGNMENT
     stop = max(end_address(tensor) for tensor, _ in listed)
     scratch = torch.empty(stop - start, dtype=torch.uint8).untyped_storage()
@@ -108,7 +108,7 @@ def can_hold_all(fillings: Iterable[_Filling]) -> bool:
 
 
 def _fill(fillings: Iterable[_Filling]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Copy new contents into tensors; return both, as they can be compared."""
+    """Copy new contents into tensors; return each pair in a form that can be compared."""
     both = [
         (as_copyable(target.detach()), as_copyable(content.to(target.dtype)))
         for target, content in fillings
@@ -122,7 +122,7 @@ def _fill(fillings: Iterable[_Filling]) -> list[tuple[torch.Tensor, torch.Tensor
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype have the same bytes: NaNs are not equal."""
+    """Whether two tensors of one shape and dtype have the same bytes, NaNs included."""
     flat_a, flat_b = (
         t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         for t in (a, b.to(a.device))

@@ -2,7 +2,7 @@
 
 ``torch.distributed.checkpoint`` (DCP) calls such a tensor a ``CheckpointableTensor``, since torch
 2.14. Most functions of torch drop the attributes, ``detach()`` and a module's ``state_dict()``
-among them. What is left looks like any other tensor.
+among them. Without the attributes, such a tensor looks like any other.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _SAID = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 def holds_parts(value: object) -> bool:
     """Whether a tensor says that it holds parts of a larger one."""
-    # Nearly no tensor has the first.
+    # Nearly no tensor has the first attribute, so the others are seldom asked for.
     return hasattr(value, _SAID[0]) and all(hasattr(value, name) for name in _SAID)
 
 
 def said_of_parts(value: Any) -> tuple[tuple[int, ...], set[Region]]:
-    """Return the shape of the larger tensor, and the boxes of it that a tensor says it holds."""
+    """Return the shape of the larger tensor, and the boxes that a tensor says it holds of that."""
     boxes = zip(value.global_offsets, value.local_sizes, strict=True)
     shape = tuple(value.global_shape)
     return shape, {Region(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes}
 
 
 def path_of_tensor(state: object, is_it: Callable[[torch.Tensor], bool]) -> str | None:
-    """Return the path of the tensor in nested dicts and lists that is it, if there is one."""
+    """Return the path of a tensor in nested dicts and lists for which ``is_it`` holds, or None."""
     children = [("", state)]
     while children:
         path, value = children.pop()
@@ -51,7 +51,7 @@ def check_whole(path: str, value: object) -> None:
     """Check that a tensor does not say that it holds parts of a larger one.
 
     Raises:
-        UnsupportedTypeError: It says so.
+        UnsupportedTypeError: The tensor says so.
     """
     if holds_parts(value):
         raise UnsupportedTypeError(f"{path}: {why_not_whole(value)}")
@@ -76,7 +76,7 @@ def check_state(key: str, stateful: object, state: object) -> None:
         state: Its ``state_dict()``, which has dropped the attributes.
 
     Raises:
-        UnsupportedTypeError: It has one.
+        UnsupportedTypeError: The state has such a tensor.
     """
     if isinstance(stateful, torch.nn.Module) and isinstance(state, Mapping):
         for module_path, part in stateful.named_modules(remove_duplicate=False):
@@ -84,12 +84,12 @@ def check_state(key: str, stateful: object, state: object) -> None:
                 if not holds_parts(tensor):
                     continue
                 path = f"{module_path}.{name}" if module_path else name
-                # A hook may have put the parts together.
+                # A hook may have put the parts together into another tensor.
                 if _is_same_memory(state.get(path), tensor):
                     check_whole(f"{key}/{path}", tensor)
     elif isinstance(stateful, torch.optim.Optimizer):
-        # A hook may have done so, or have said of the moments that they are parts. Trainers wrap
-        # optimizers in a class of theirs that has no hooks of its own.
+        # A hook may have put the parts together, or have marked the moments as parts. Trainers
+        # wrap optimizers in a class of their own, which may lack the attribute.
         has_hook = bool(getattr(stateful, "_optimizer_state_dict_post_hooks", None))
         for parameter in chain.from_iterable(g["params"] for g in stateful.param_groups):
             if not has_hook:

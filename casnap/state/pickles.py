@@ -24,7 +24,7 @@ class RefusedError(ValueError):
 
 
 class BrokenError(RefusedError):
-    """What ``torch.save`` wrote is damaged, or cut off."""
+    """A pickle, or the archive around it, is damaged or cut off."""
 
 
 class Term:
@@ -64,8 +64,9 @@ class PickleMachine:
 
     Args:
         data: The bytes that hold the pickle.
-        check: Called before each step: with ``call``, ``new``, ``build`` or ``item`` and the call,
-            or with ``storage``. It may refuse the step.
+        check: Called before each step that makes or changes an object, with a verb and a term. The
+            verbs ``call``, ``new``, ``build`` and ``item`` come with a call, ``storage`` comes with
+            a storage. It refuses a step by raising a :class:`RefusedError`.
         newest: The newest protocol that may be used: 2, as torch.save does, or up to 5, as
             ``pickle.dump`` does.
     """

@@ -20,7 +20,7 @@ def quantization_of(path: str, value: torch.Tensor) -> Quantization:
     """Return the parameters of a quantized tensor.
 
     Raises:
-        UnsupportedTypeError: Its scheme cannot be stored.
+        UnsupportedTypeError: casnap cannot store its scheme.
     """
     scheme = str(value.qscheme()).removeprefix("torch.")
     if scheme == "per_tensor_affine":
@@ -46,11 +46,11 @@ def check_quantization(q: Quantization, shape: tuple[int, ...]) -> None:
     """Check that a tensor of some shape can have these parameters.
 
     Args:
-        q: The parameters. Those of a scheme that this version does not know are not judged.
+        q: The parameters. If this version does not know their scheme, they pass.
         shape: The shape of the tensor.
 
     Raises:
-        DamagedError: It cannot.
+        DamagedError: A tensor of that shape cannot have them.
     """
     is_per_channel = q.scheme in _PER_CHANNEL
     if not is_per_channel and q.scheme != "per_tensor_affine":
@@ -68,11 +68,15 @@ def check_quantization(q: Quantization, shape: tuple[int, ...]) -> None:
 
 
 def quantized(q: Quantization, content: torch.Tensor) -> torch.Tensor:
-    """Return the quantized tensor of these integers.
+    """Return the quantized tensor that integers and parameters make.
+
+    Args:
+        q: The parameters.
+        content: The integers: the carrier of the tensor.
 
     Raises:
         ValueError: The parameters contradict each other.
-        struct.error: There are not as many as there are channels.
+        struct.error: The scales or zero points are not as many as the channels.
     """
     if q.scheme == "per_tensor_affine":
         (scale,), (zero_point,) = struct.unpack("<d", q.scales), struct.unpack("<q", q.zero_points)

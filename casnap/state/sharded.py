@@ -1,8 +1,8 @@
 """Sharded tensors: the boxes of the global tensor that this rank holds, and their memory.
 
 The boxes of a DTensor are computed here from its placements, as runs of indices along each axis.
-(torch gives only the first index of each axis, which is not enough if a rank holds several runs,
-and makes a tensor of all indices on the way.)
+torch's own function is not used: it gives only the first index of each axis, though a rank may hold
+several runs, and it makes a tensor of all indices on the way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from casnap.format.region import Region
 
 
 class Shards(NamedTuple):
-    """What this rank holds of a tensor.
+    """The shards of a tensor that this rank holds.
 
     Attributes:
         shape: The global shape.
@@ -64,7 +64,7 @@ class _Split(NamedTuple):
 
 
 def shards_of(path: str, value: object) -> Shards | None:
-    """Return what this rank holds of a DTensor or ShardedTensor; None for anything else.
+    """Return the shards that this rank holds of a DTensor or ShardedTensor; None for other values.
 
     Args:
         path: The logical path, for errors.
@@ -84,11 +84,11 @@ def shards_of(path: str, value: object) -> Shards | None:
 
 
 def sharded_like(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a new tensor that is sharded as a DTensor or ShardedTensor, whatever its values.
+    """Return a new tensor that is sharded as another one is; its values may be any.
 
     Args:
-        value: The sharded tensor.
-        dtype: That of the new one, if it is not the same; only for a DTensor.
+        value: A DTensor or ShardedTensor.
+        dtype: The dtype of the new tensor, if it differs; only for a DTensor.
     """
     if not hasattr(value, "local_shards"):
         # torchrec's tables cannot be made empty, only copied.
@@ -103,7 +103,7 @@ def sharded_like(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def holders_of(value: torch.Tensor) -> tuple[int, ...]:
-    """Return the ranks that hold a sharded tensor: those of its mesh or group."""
+    """Return the ranks that hold a sharded tensor: the ranks of its mesh or group."""
     mesh: Any = getattr(value, "device_mesh", None)
     if mesh is not None:
         return tuple(sorted(mesh.mesh.flatten().tolist()))
@@ -112,12 +112,13 @@ def holders_of(value: torch.Tensor) -> tuple[int, ...]:
 
 
 def shard_again(module: torch.nn.Module) -> None:
-    """Have the parameters of a module be their shards, where FSDP2 has gathered them.
+    """Make parameters that FSDP2 has gathered be their shards again, so that they can be filled.
 
-    After a forward without a backward, FSDP2 leaves some whole, in memory of its own. What is
-    written there is lost with it, and until then forwards do not see what is written to the shards.
+    After a forward without a backward, FSDP2 leaves some parameters whole, in memory of its own.
+    Values written there would be lost when FSDP2 frees that memory. Until then, forwards would not
+    see values written to the shards.
     """
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # imported by who has such a module
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # a program with such a module imports it
     for part in module.modules() if fsdp is not None else ():
         if isinstance(part, fsdp.FSDPModule):
             part.reshard()
@@ -129,7 +130,7 @@ def without_torch_function() -> AbstractContextManager[object]:
 
 
 def _is_a(value: object, name: str, *modules: str) -> bool:
-    # A program with such a value has imported the module, so there is no need to import it here.
+    # A program with such a value has imported the module, so it need not be imported here.
     classes = (getattr(sys.modules.get(module), name, None) for module in modules)
     return any(type(value) is c for c in classes if c is not None)
 
@@ -171,13 +172,13 @@ def _shards(value: torch.Tensor, parts: Sequence[tuple[Region, torch.Tensor]]) -
 
 # --- DTensor ------------------------------------------------------------------------------------
 
-# The rank that held a DTensor that was loaded from its file, without a process group.
+# The rank whose file is being read: its DTensors are loaded without a process group.
 _on_behalf_of: ContextVar[int | None] = ContextVar("_on_behalf_of", default=None)
 
 
 @contextmanager
 def on_behalf_of(rank: int) -> Iterator[None]:
-    """Have DTensors that were loaded from a file of a rank say what that rank held."""
+    """Count DTensors as held by a rank whose file they were loaded from, for a ``with`` block."""
     token = _on_behalf_of.set(rank)
     try:
         yield
@@ -252,8 +253,8 @@ def _ordered(splits: dict[int, _Split], value: Any) -> Iterable[_Split]:
     """Return the splits in the order in which the tensor was split; each splits the last result.
 
     The factor of a split counts the shards that later axes of the mesh made before it, as in FSDP
-    over TP. If no order of the axes gives the factors, the axis is cut into pieces first, and each
-    piece is split. With uneven lengths the two are not the same.
+    over TP. If no order of the axes gives the factors, the splits keep their factors, which cut an
+    axis into pieces first and then split each piece. With uneven lengths the two are not the same.
     """
     if all(split.factor is None for split in splits.values()):
         shard_order = getattr(getattr(value, "_spec", None), "shard_order", None) or ()
@@ -292,7 +293,7 @@ def _chunk(length: int, count: int, index: int) -> _Run:
 
 
 def _cut_runs(runs: _Axis, start: int, stop: int) -> Iterator[_Run]:
-    """Yield the runs of the indices from the start-th to the stop-th."""
+    """Yield the part of the runs from the start-th of their indices up to the stop-th."""
     passed = 0
     for run_start, run_stop in runs:
         begin, end = (
@@ -315,7 +316,7 @@ def _joined(runs: Iterable[_Run]) -> _Axis:
 
 
 def _boxes(axes: list[_Axis], local: torch.Tensor) -> Iterator[tuple[Region, torch.Tensor]]:
-    """Yield the boxes made by the runs of all axes, each with its part of the local tensor."""
+    """Yield the boxes that the runs of all axes make, each with its part of the local tensor."""
     placed = []
     for runs in axes:
         ends = itertools.accumulate(stop - start for start, stop in runs)

@@ -38,9 +38,9 @@ class Stateful(Protocol):
 
 if TYPE_CHECKING:
     AppState: TypeAlias = Mapping[str, Stateful | torch.Generator | numpy.random.Generator]
-    """What is taken and restored: values by key."""
+    """The values that a take stores and a restore fills, by key."""
 else:
-    # Found by ``typing.get_type_hints`` wherever a signature names it.
+    # ``typing.get_type_hints`` resolves this wherever a signature names an app state.
     AppState = Mapping[
         str, ForwardRef("Stateful | torch.Generator | numpy.random.Generator", module=__name__)
     ]
@@ -59,9 +59,9 @@ class StateDict(UserDict[str, Any]):
     """
 
     def __init__(self, values: Any = None, /, **more: Any) -> None:
-        """Take the values of a mapping or of pairs, and those given by name."""
+        """Take values from a mapping or from pairs, and by name."""
         if type(self) is StateDict:
-            # UserDict sets each by a call, which takes long for a million of them.
+            # UserDict sets each value by a call, which takes long for a million values.
             self.data = dict(() if values is None else values, **more)
         else:
             super().__init__(values, **more)
@@ -76,14 +76,15 @@ class StateDict(UserDict[str, Any]):
 
 
 TORCH_NAMES = ("torch", "rng_state")
-"""What the state of torch's generator on the CPU is called: by RNGState, and in TorchSnapshot."""
+"""The keys of the state of torch's generator on the CPU: in RNGState, and in TorchSnapshot."""
 
 
 class RNGState:
     """The global random states of torch (CPU, and the accelerator in use), Python and numpy.
 
     The state of numpy's legacy functions (``numpy.random.*``) is included if numpy is imported.
-    TorchSnapshot's state has torch's alone: then the others stay as they are, and this is logged.
+    A state from TorchSnapshot has torch's alone. Loading it leaves the states of
+    Python and numpy as they are, and logs a warning.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,9 +138,10 @@ class RNGState:
 
 
 def _accelerator() -> tuple[str, Any]:
-    """Return the kind of this torch's accelerator, and its module; "" without random states.
+    """Return the kind of accelerator that this torch is built for, and the module of that kind.
 
-    Whether there is one is not asked: after that, a forked child could not use CUDA.
+    The kind is "" if the module has no random states. This does not ask whether a device is there:
+    after that question, a forked child could not use CUDA.
     """
     import torch
 
@@ -237,7 +239,9 @@ def _set_numpy_state(state: dict[str, Any]) -> None:
 
 
 def random_states_first(app_state: Mapping[str, Stateful]) -> list[str]:
-    """Return the keys, the random state's first, since reading the others may draw numbers.
+    """Return the keys of an app state, the random state's first.
+
+    To read the state of another value may draw random numbers.
 
     Raises:
         UnsupportedTypeError: A value lacks ``state_dict`` or ``load_state_dict``.

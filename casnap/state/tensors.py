@@ -37,8 +37,8 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: The logical path.
-        entry: Its entry. Until it is stored, the payload has only the length; that of a value or
-            container may have its bytes.
+        entry: Its entry. Until the leaf is stored, the payload has no digests. It has the length,
+            and perhaps the bytes of a value or container.
         content: The carrier of a tensor; the carriers of a sharded tensor's parts that this rank
             holds; the bytes of any other entry.
     """
@@ -53,7 +53,7 @@ _CARRIERS = {"quint8": torch.uint8, "qint8": torch.int8, "qint32": torch.int32}
 TENSOR_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in (*TORCH_DTYPES, *_CARRIERS) if hasattr(torch, name)
 }
-"""Name → dtype: the closed list of what can be stored."""
+"""Name → dtype, of all dtypes that can be stored."""
 
 _NAMES = {dtype: name for name, dtype in TENSOR_DTYPES.items() if name not in _CARRIERS}
 _QUANTIZED = {TENSOR_DTYPES[name]: name for name in _CARRIERS if name in TENSOR_DTYPES}
@@ -78,7 +78,7 @@ def describe(path: str, value: Any) -> Leaf:
         value: Anything but a sparse tensor, which is a container (see ``flatten.py``).
 
     Raises:
-        UnsupportedTypeError: It cannot be stored, or it holds no values.
+        UnsupportedTypeError: The value cannot be stored, or it holds no values.
     """
     kind = _KINDS.get(type(value))
     if kind is None:
@@ -132,7 +132,7 @@ def is_wrapper(value: torch.Tensor) -> bool:
 
 
 def is_its_storage(value: torch.Tensor) -> bool:
-    """Whether an ordinary tensor has elements that are bytes of its storage, by its strides."""
+    """Whether an ordinary tensor's elements are bytes of its storage, placed by its strides."""
     return (
         value.layout is _STRIDED
         and not (value.is_nested or value.is_quantized or value.is_meta)
@@ -155,7 +155,7 @@ def is_its_memory(value: torch.Tensor) -> bool:
 def why_not_writable(value: torch.Tensor) -> str:
     """Return why the memory of a tensor cannot be written; empty if it can, or if that is unknown.
 
-    Torch does not look: to write there ends the process.
+    Torch does not check this, and a write to such memory ends the process.
     """
     if is_wrapper(value) or value.layout is not _STRIDED or value.is_nested or value.is_meta:
         return ""
@@ -176,7 +176,8 @@ def _has_writable_memory(value: torch.Tensor) -> bool:
 
 
 def _is_writable(value: torch.Tensor) -> bool:
-    # Torch can write to what it has allocated. All else, which came from numpy, say, has one size.
+    # Torch can write to memory that it has allocated, and can resize that. Other memory, such as
+    # numpy's, cannot be resized.
     is_own = value.device.type != "cpu" or value.untyped_storage().resizable()
     return is_own or can_write(value.data_ptr())
 
@@ -272,7 +273,7 @@ def describe_shards(path: str, shards: Shards) -> Leaf:
     """Return a sharded tensor as a leaf.
 
     Raises:
-        UnsupportedTypeError: It cannot be stored.
+        UnsupportedTypeError: The tensor cannot be stored.
     """
     value = shards.value
     name = _NAMES.get(value.dtype)
@@ -342,7 +343,7 @@ def check_tensor(entry: TensorEntry) -> None:
     """
     itemsize, shape = itemsize_of(entry), entry.shape
     nbytes = itemsize * prod(shape)
-    # Without a 0 in the shape, the length bounds each number of it.
+    # Unless the shape has a 0, the length bounds each of its numbers.
     if min(shape, default=0) < 0 or nbytes >= _MAX_BYTES or (not nbytes and not _is_shape(shape)):
         raise DamagedError(f"an entry has the impossible shape {shape[:64]}")
     if nbytes != entry.payload.nbytes:

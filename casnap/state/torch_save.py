@@ -1,4 +1,4 @@
-"""Files of ``torch.save``: where their tensors lie, and whether the sizes that they say are true.
+"""Files of ``torch.save``: where their tensors lie, and whether the sizes that they claim are true.
 
 ``torch.load(weights_only=True)`` calls only functions that torch considers harmless. But a
 compressed member, a call of ``bytearray(n)`` or a tensor larger than its storage can still take any
@@ -29,9 +29,9 @@ class Archive:
         file: The whole file.
 
     Raises:
-        BrokenError: It is damaged, or cut off.
-        RefusedError: torch.save does not write such an archive: it is compressed, say, or its
-            members are longer than the file.
+        BrokenError: The archive is damaged, or cut off.
+        RefusedError: torch.save does not write such an archive: it is compressed, for example, or
+            its members are longer than the file.
     """
 
     def __init__(self, file: bytes | memoryview) -> None:
@@ -69,7 +69,7 @@ class Archive:
 
 
 class _Viewed(io.RawIOBase):
-    """A stream over memory, which is not copied."""
+    """A file that ``zipfile`` can read, over memory that is not copied."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -105,17 +105,17 @@ _NAMES = {"data.pkl", "version", "byteorder", ".format_version", ".storage_align
 
 
 def checked_archive(data: bytes) -> bytes:
-    """Return an archive of the same content, once the sizes that it says are known to be true.
+    """Check an archive; return a new one with the same content.
 
-    The archive is written anew, so that torch reads exactly what was checked here.
+    The new one has only the members that were checked here, so torch reads no others.
 
     Args:
         data: An archive that claims to be from ``torch.save``.
 
     Raises:
-        RefusedError: It does something that torch.save does not do for values that
-            ``weights_only`` knows or classes that the user has registered; or something in it is
-            larger than the bytes that it has for it.
+        RefusedError: The pickle in it takes a step that torch.save does not write for values that
+            ``weights_only`` knows, or for classes that the user has registered. Or a storage or a
+            tensor claims a size that its bytes do not have.
     """
     members = checked_members(data)
     out = io.BytesIO()
@@ -127,7 +127,7 @@ def checked_archive(data: bytes) -> bytes:
 
 
 def checked_members(data: bytes | memoryview) -> dict[str, memoryview]:
-    """Return the members of an archive by name, once the sizes that it says are known to be true.
+    """Check an archive; return its members by name.
 
     Raises:
         RefusedError: As for :func:`checked_archive`.
@@ -138,7 +138,7 @@ def checked_members(data: bytes | memoryview) -> dict[str, memoryview]:
 
 
 class _StepCheck:
-    """Refuses steps of a pickle that say wrong sizes, or call what torch.save does not.
+    """Refuses steps of a pickle that claim wrong sizes, or that torch.save does not write.
 
     Args:
         members: The members of the archive, by name.
@@ -167,7 +167,7 @@ class _StepCheck:
         nbytes = numel * dtype_of(term).itemsize if type(numel) is int else -1
         if member is None or nbytes != len(member):
             raise RefusedError("a storage has another length than its member")
-        # torch would read a later use with the type of the first one.
+        # If a storage is used twice, torch reads it with the type of the first use.
         if self._types.setdefault(str(key), term.parts[1].name) != term.parts[1].name:
             raise RefusedError("a storage is of two types")
 
@@ -215,9 +215,9 @@ _CALLS = {
     f"{_UTILS}meta_tensor_no_storage",
     f"{_UTILS}wrapper_subclass",
 }
-"""What torch.save calls besides what makes a tensor of a storage."""
+"""The functions that torch.save calls, besides :data:`TENSORS`."""
 _CHANGES = {("build", _ORDERED), ("item", _ORDERED), ("item", "collections.Counter")}
-"""What torch.save adds to the result of a call: a state, items."""
+"""The changes that torch.save makes to objects, each with the function that made the object."""
 
 
 # --- tensors ------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class TensorPlace(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The byte behind its last element."""
+        """Where its last element ends in the storage, in bytes; 0 if it has no elements."""
         steps = zip(self.shape, self.strides, strict=True)
         last_element = self.offset + sum((n - 1) * stride for n, stride in steps)
         return -(-(last_element + 1) * self.dtype.itemsize // self.per_byte) if self.nbytes else 0
@@ -328,7 +328,7 @@ _MOST_AXES = 64
 
 
 def tensor_in(file: memoryview) -> tuple[TensorPlace, memoryview]:
-    """Return the place of the one tensor of a file of ``torch.save``, and its storage.
+    """Return where the only tensor of a ``torch.save`` file lies, and the bytes of its storage.
 
     Nothing is unpickled.
 

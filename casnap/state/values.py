@@ -51,7 +51,7 @@ PLAIN_BY_TYPE = {codec.type: codec for codec in PLAIN_CODECS}
 
 
 def encode_key(key: object) -> Key:
-    """Return a key as it is encoded.
+    """Return the form in which a key of a dict is stored.
 
     Raises:
         UnsupportedTypeError: Keys of this type cannot be stored.
@@ -70,7 +70,7 @@ def encode_key(key: object) -> Key:
 
 
 def encode_keys(keys: Iterable[object]) -> list[Key]:
-    """Return keys as they are encoded."""
+    """Return the forms in which keys of a dict are stored."""
     return [encode_key(key) for key in keys]
 
 
@@ -78,8 +78,8 @@ def decode_keys(keys: Iterable[Key]) -> list[Any]:
     """Return the keys that were encoded.
 
     Raises:
-        DamagedError: One of them is malformed.
-        UnsupportedFormatError: A newer version wrote one of this kind.
+        DamagedError: A key is malformed.
+        UnsupportedFormatError: A newer version wrote a key of this kind.
     """
     return [_decode_tagged(key) if type(key) is Tagged else key for key in keys]
 
@@ -127,7 +127,7 @@ def _datetime_to_bytes(value: datetime.datetime) -> bytes | None:
     return text.encode() if is_exact else None
 
 
-# A trainer may keep what torch.save wrote in a state: torchtitan's TrainState keeps losses so.
+# A trainer may keep the output of torch.save in a state: torchtitan's TrainState keeps losses so.
 _POSITION = struct.Struct("<Q")
 
 
@@ -205,7 +205,7 @@ def _sort_key(element: object) -> bytes:
 
 
 def is_packable(values: Any) -> bool:
-    """Whether a list, tuple or set is long enough, and all its values plain, to be one entry."""
+    """Whether a list, tuple or set is stored as one entry: it is long, and all values are plain."""
     if len(values) < PACKED_FROM or not set(map(type, values)) <= PLAIN_TYPES:
         return False
     try:
@@ -330,10 +330,10 @@ def check_pickle_allowed(path: str, kind: str, *, is_option: bool = True) -> Non
     Args:
         path: The path of the value.
         kind: Its kind.
-        is_option: Whether the caller could have allowed it.
+        is_option: Whether the caller has the option ``allow_pickle``.
 
     Raises:
-        UnsupportedTypeError: It was pickled.
+        UnsupportedTypeError: The value was pickled.
     """
     if kind == "pickle":
         way = "pass allow_pickle=True here too"
@@ -439,7 +439,7 @@ def _load(data: bytes) -> object:
 
 
 def _torch_load(data: bytes, *, weights_only: bool) -> object:
-    # mmap=False against torch's setting, since there is no file to map.
+    # mmap=False overrides the user's default in torch: here is no file to map.
     return torch.load(  # noqa: TID251
         io.BytesIO(data), map_location="cpu", weights_only=weights_only, mmap=False
     )
