@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from casnap.runtime.environment import is_on_network
+from casnap.runtime.file_systems import is_on_shared
 from casnap.runtime.fork import in_child, new_lock
 
 _log = logging.getLogger("casnap")
@@ -33,7 +33,7 @@ def watch_calls_to(folder: str) -> None:
     Args:
         folder: The real path of the store.
     """
-    if folder not in _places and is_on_network(folder):
+    if folder not in _places and is_on_shared(folder):
         _places.add(folder)
 
 

@@ -15,7 +15,6 @@ from typing import TypeAlias
 
 from casnap.backends.durability import NewNames
 from casnap.backends.file_io import read_file
-from casnap.backends.file_systems import name_lag
 from casnap.backends.local_paths import exists
 from casnap.backends.owners import new_file_in
 from casnap.backends.safe_paths import (
@@ -29,6 +28,7 @@ from casnap.backends.system_errors import gone_error, translated
 from casnap.errors import PLACE_ERRORS, BackendError, DamagedError
 from casnap.format.records import CONFIG_KEY, MAX_CONFIG_BYTES
 from casnap.runtime.descriptors import Descriptor
+from casnap.runtime.file_systems import name_lag
 from casnap.runtime.fork import new_lock
 
 # The extended attribute of a folder that was made for markers: it goes with the last of them, where

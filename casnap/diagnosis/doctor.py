@@ -21,7 +21,8 @@ from casnap.diagnosis.report import DoctorReport, DoctorRow
 from casnap.diagnosis.site import Site
 from casnap.diagnosis.speed_probes import speed_rows
 from casnap.errors import PLACE_ERRORS, BackendError
-from casnap.runtime.environment import is_on_network, local_path
+from casnap.runtime.environment import local_path
+from casnap.runtime.file_systems import is_on_shared
 from casnap.runtime.units import Duration, seconds_of
 
 WORK_FOLDER = ".casnap-doctor"
@@ -60,7 +61,7 @@ def doctor(
     started = time.monotonic()
     uri = os.fspath(place)
     folder = None if store_uri(uri) is not None else _folder(uri)
-    is_shared = folder is None or is_on_network(str(folder))
+    is_shared = folder is None or is_on_shared(str(folder))
     patience = seconds_of("wait", wait) if wait is not None else WAIT * is_shared
     probes = bucket_probes.PROBES if folder is None else folder_probes.PROBES
     rows: list[DoctorRow] = []

@@ -15,7 +15,7 @@ from casnap.diagnosis.report import DoctorRow, time_text
 from casnap.diagnosis.site import Site
 from casnap.runtime.buffers import PAGE, Slot, reserve_space
 from casnap.runtime.descriptors import opened
-from casnap.runtime.environment import mount_of
+from casnap.runtime.file_systems import mount_of
 from casnap.storage import has_one_winner
 
 _SYNCS = 8

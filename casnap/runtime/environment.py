@@ -1,4 +1,4 @@
-"""The one place where casnap reads its environment: variables, folders, mounts."""
+"""The one place where casnap reads its environment: variables, folders."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 from casnap.errors import InvalidNameError, StoreError, with_article
+from casnap.runtime.file_systems import is_shared_type, mount_of
 from casnap.runtime.units import parsed_size
 
 _log = logging.getLogger("casnap")
-_NETWORK = re.compile(
-    "nfs4?|cifs|smb3|smbfs|9p|afs|ceph|lustre|gpfs|beegfs|glusterfs|orangefs|pvfs2|fuse([.].*)?"
-)
 # The URI of a local file: its host and path, or its path alone.
 _FILE_URI = re.compile(r"(?i:file):(?://([^/]*)(/.*)?|(/.*))", re.DOTALL)
 
@@ -89,7 +85,7 @@ def cache_folder() -> Path | None:
 
     It is ``CASNAP_CACHE_DIR``, else ``$XDG_CACHE_HOME/casnap`` (``~/.cache``), else a private
     folder in the temp folder. Folders that cannot be written to are passed over, and so are network
-    file systems, where LMDB does not work.
+    file systems and those of unknown types, where LMDB may not work.
     """
     for folder in _cache_candidates():
         # Another process may delete it meanwhile.
@@ -189,8 +185,10 @@ def why_refused(folder: Path) -> str | None:
         return f"belongs to another user (uid {owner})"
     if linked_by not in (owner, 0):
         return f"is a link of another user (uid {linked_by})"
-    kind = file_system(folder)
-    return f"is on a network file system ({kind})" if _NETWORK.fullmatch(kind) else None
+    mount = mount_of(folder)
+    if mount is None or not is_shared_type(mount.kind):
+        return None
+    return f"is on a network file system ({mount.kind})"
 
 
 def _cache_candidates() -> Iterator[Path]:
@@ -235,66 +233,6 @@ def google_metadata_server() -> tuple[str, int] | None:
         return None
     host, _, port = os.environ.get("GCE_METADATA_IP", "169.254.169.254").partition(":")
     return host, int(port) if port.isdigit() else 80
-
-
-class Mount(NamedTuple):
-    """A mounted file system.
-
-    Attributes:
-        folder: Where it is mounted, with a slash at the end.
-        kind: Its type, such as ``ext4`` or ``fuse.sshfs``.
-        source: The disk, or the server and its folder.
-        options: All options that it is mounted with.
-    """
-
-    folder: str
-    kind: str
-    source: str
-    options: tuple[str, ...]
-
-
-def mount_of(folder: Path) -> Mount | None:
-    """Return the file system that holds a folder; None if it is unknown."""
-    return _mount_at(f"{folder.resolve()}/")
-
-
-def file_system(folder: Path) -> str:
-    """Return the type of the file system that holds a folder; empty if it is unknown."""
-    mount = mount_of(folder)
-    return "" if mount is None else mount.kind
-
-
-def is_on_network(real_path: str) -> bool:
-    """Whether a path without links is on a network file system, which is not asked: it may hang."""
-    mount = _mount_at(f"{real_path}/")
-    return mount is not None and _NETWORK.fullmatch(mount.kind) is not None
-
-
-def _mount_at(real_path: str) -> Mount | None:
-    try:
-        mounts = _mounts(Path("/proc/self/mountinfo").read_text())
-    except OSError:
-        return None
-    best: Mount | None = None
-    for mount in mounts:
-        is_inner = best is None or len(mount.folder) >= len(best.folder)
-        if is_inner and real_path.startswith(mount.folder):
-            best = mount
-    return best
-
-
-@lru_cache(1)
-def _mounts(mountinfo: str) -> list[Mount]:
-    """Return all that is mounted, as the system lists it."""
-    mounts = []
-    for line in mountinfo.splitlines():
-        left, _, right = line.partition(" - ")
-        # A source may be empty.
-        fields, (kind, source, of_all) = left.split(), right.split(" ")[:3]
-        folder = fields[4].replace("\\040", " ").rstrip("/") + "/"
-        options = dict.fromkeys(f"{fields[5]},{of_all}".split(","))
-        mounts.append(Mount(folder, kind, source.replace("\\043", "#"), tuple(options)))
-    return mounts
 
 
 def team_ranks() -> int:

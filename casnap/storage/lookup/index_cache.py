@@ -39,7 +39,8 @@ from casnap.format.records import (
     SegmentId,
 )
 from casnap.runtime.descriptors import opened
-from casnap.runtime.environment import boot_id, cache_folder, is_on_network, why_refused
+from casnap.runtime.environment import boot_id, cache_folder, why_refused
+from casnap.runtime.file_systems import is_on_shared
 from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.host_locks import BusyError, locked
 from casnap.runtime.typing import override
@@ -472,7 +473,7 @@ class CachedIndex(NamedTuple):
 
 def _is_gone(uri: str) -> bool:
     """Whether a store on a disk of this host is not there any more."""
-    if not uri.startswith("/") or is_on_network(uri):
+    if not uri.startswith("/") or is_on_shared(uri):
         return False
     try:
         os.lstat(f"{uri}/{STORE_FOLDER}/{CONFIG_KEY}")

@@ -1,0 +1,135 @@
+"""What a file system can do, by its type: the one table, and the mounts of this host."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+# The file systems whose names this host alone changes: the type as the list of mounts has it, and
+# as `statfs` numbers it. Those of `fuseblk` have the number of FUSE, which servers have too.
+_LOCAL = {
+    "ext2": 0xEF53,
+    "ext3": 0xEF53,
+    "ext4": 0xEF53,
+    "xfs": 0x58465342,
+    "btrfs": 0x9123683E,
+    "zfs": 0x2FC12FC1,
+    "f2fs": 0xF2F52010,
+    "bcachefs": 0xCA451A4E,
+    "jfs": 0x3153464A,
+    "reiserfs": 0x52654973,
+    "hfsplus": 0x482B,
+    "ntfs": 0x5346544E,
+    "ntfs3": 0x7366746E,
+    "fuseblk": None,
+    "exfat": 0x2011BAB0,
+    "vfat": 0x4D44,
+    "msdos": 0x4D44,
+    "tmpfs": 0x01021994,
+    "devtmpfs": 0x01021994,
+    "ramfs": 0x858458F6,
+    "rootfs": 0x858458F6,
+    "overlay": 0x794C7630,
+    "squashfs": 0x73717368,
+    # The disks of Windows below WSL 1.
+    "lxfs": 0x53464846,
+    "wslfs": 0x53464846,
+    "drvfs": 0x53464846,
+}
+_LOCAL_NUMBERS = frozenset(_LOCAL.values())
+# For so many seconds at most, a client keeps what it knows of names: `acdirmax` of NFS.
+_LAG = 60.0
+# The type is the first word of what `statfs` fills, which has fewer bytes than this.
+_STATFS_BYTES = 256
+_statfs = ctypes.CDLL(None, use_errno=True).statfs
+_statfs.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
+
+
+def name_lag(folder: str) -> float:
+    """Return for how many seconds this host may not see a name that another host has put.
+
+    It is 0 on a file system of this host. A client of any other, as of NFS, Lustre, Ceph, SMB or
+    FUSE, may keep names, attributes, and that a name is absent. So may one of an unknown type.
+
+    Raises:
+        OSError: The folder cannot be looked at.
+    """
+    return 0.0 if _number(folder) in _LOCAL_NUMBERS else _LAG
+
+
+def is_shared_type(kind: str) -> bool:
+    """Whether other hosts may use file systems of a type, as the list of mounts has it, too."""
+    return kind not in _LOCAL
+
+
+def is_on_shared(real_path: str) -> bool:
+    """Whether other hosts may use the file system that holds a path without links, too.
+
+    It is not asked, since it may hang. If the list of mounts cannot be read, nothing is shared.
+    """
+    mount = _mount_at(f"{real_path}/")
+    return mount is not None and is_shared_type(mount.kind)
+
+
+def _number(folder: str) -> int:
+    found = (ctypes.c_ulong * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_ulong)))()
+    while _statfs(os.fsencode(folder), found) != 0:
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number), folder)
+    return found[0] & 0xFFFFFFFF
+
+
+class Mount(NamedTuple):
+    """A mounted file system.
+
+    Attributes:
+        folder: Where it is mounted, with a slash at the end.
+        kind: Its type, such as ``ext4`` or ``fuse.sshfs``.
+        source: The disk, or the server and its folder.
+        options: All options that it is mounted with.
+    """
+
+    folder: str
+    kind: str
+    source: str
+    options: tuple[str, ...]
+
+
+def mounts() -> list[Mount]:
+    """Return all that is mounted, as the system lists it; nothing if it does not say."""
+    try:
+        return _listed(Path("/proc/self/mountinfo").read_text())
+    except OSError:
+        return []
+
+
+def mount_of(folder: Path) -> Mount | None:
+    """Return the file system that holds a folder; None if it is unknown."""
+    return _mount_at(f"{folder.resolve()}/")
+
+
+def _mount_at(real_path: str) -> Mount | None:
+    best: Mount | None = None
+    for mount in mounts():
+        is_inner = best is None or len(mount.folder) >= len(best.folder)
+        if is_inner and real_path.startswith(mount.folder):
+            best = mount
+    return best
+
+
+@lru_cache(1)
+def _listed(mountinfo: str) -> list[Mount]:
+    found = []
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        # A source may be empty.
+        fields, (kind, source, of_all) = left.split(), right.split(" ")[:3]
+        folder = fields[4].replace("\\040", " ").rstrip("/") + "/"
+        options = dict.fromkeys(f"{fields[5]},{of_all}".split(","))
+        found.append(Mount(folder, kind, source.replace("\\043", "#"), tuple(options)))
+    return found
