@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from casnap import extending
 from tools.commits import faults_of
+from tools.waist import DOOR, taken_by_guests
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted(
@@ -107,6 +109,25 @@ def test_each_folder_says_what_it_may_import_and_where_to_begin() -> None:
             said = ast.get_docstring(tree_of(path)) or ""
             assert re.search(r"[Ii]mport", said), path
             assert re.search(r"[Bb]egin with", said), path
+
+
+def test_guests_come_in_by_the_door() -> None:
+    """import-linter does not look at what is imported for type checkers alone."""
+    taken = taken_by_guests(ROOT)
+    assert {giver for giver, _ in taken} == {DOOR}
+    assert {name for _, name in taken} == set(extending.__all__)
+
+
+def test_type_checkers_find_the_names_of_the_door_where_they_are() -> None:
+    typed = {
+        (alias.name, node.module)
+        for node in ast.walk(tree_of(ROOT / "casnap" / "extending.py"))
+        if isinstance(node, ast.ImportFrom) and node.col_offset
+        for alias in node.names
+    }
+    assert typed == set(extending._MODULES.items())
+    for name in extending.__all__:
+        getattr(extending, name)
 
 
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])

@@ -156,7 +156,7 @@ def _content(entry: TensorEntry) -> tuple[object, ...]:
     return entry.dtype, entry.shape, entry.payload
 
 
-def shards_of(sizes: Mapping[str, int], most: int | None) -> list[list[str]]:
+def shards_by_size(sizes: Mapping[str, int], most: int | None) -> list[list[str]]:
     """Return the names of what goes to each file, in order: as many as fit.
 
     Args:

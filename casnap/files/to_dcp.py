@@ -14,7 +14,7 @@ from casnap.errors import FileFormatError
 from casnap.files.chunk_writer import ChunkWriter
 from casnap.files.dcp_names import described
 from casnap.files.export_output import ExportOutput
-from casnap.files.export_selection import Part, shards_of
+from casnap.files.export_selection import Part, shards_by_size
 from casnap.files.file_reports import ExportOptions, ExportPlan, ExportReport
 from casnap.files.to_torch import read_values
 from casnap.files.torch_archive import ALIGNMENT, PAGED_BYTES, Archive, StandIns, write_archives
@@ -46,7 +46,7 @@ def plan_dcp(contents: Contents, part: Part, name: str, options: ExportOptions) 
         if isinstance(metadata.state_dict_metadata[name], TensorStorageMetadata)
         and isinstance(content.entry, TensorEntry)
     }
-    groups = shards_of(sizes, options.max_shard_size)
+    groups = shards_by_size(sizes, options.max_shard_size)
     files = {f"__0_{i}.distcp": names for i, names in enumerate(groups)}
     report = ExportReport(
         options.dry_run,

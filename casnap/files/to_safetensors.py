@@ -13,7 +13,7 @@ from casnap.files.export_selection import (
     Part,
     equal_tensors,
     named_tensors,
-    shards_of,
+    shards_by_size,
     without_tied,
 )
 from casnap.files.file_reports import ExportOptions, ExportPlan, ExportReport
@@ -51,7 +51,7 @@ def plan_safetensors(
         options.dry_run, "safetensors", tensors=len(tensors), nbytes=total, left_out=left_out
     )
     report.tied, report.equal = tied_to, equal_tensors(tensors, tied_to)
-    groups = shards_of(sizes, options.max_shard_size)
+    groups = shards_by_size(sizes, options.max_shard_size)
     # Metadata of a snapshot that are not text are written as JSON.
     texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in contents.metadata.items()}
     headers = [

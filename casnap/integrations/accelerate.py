@@ -15,8 +15,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from casnap.backends.local_paths import matching
+from casnap import RNGState, Snapshot, Stateful
 from casnap.errors import SnapshotExistsError, StateError
+from casnap.extending import TakeOptions, join, local_path, matching, own_rank
 from casnap.integrations import with_deepspeed
 from casnap.integrations.trainers import (
     Checkpoints,
@@ -30,11 +31,6 @@ from casnap.integrations.trainers import (
     not_found_error,
     snapshot_at,
 )
-from casnap.ranks.joining import join, own_rank
-from casnap.runtime.environment import local_path
-from casnap.snapshot import Snapshot
-from casnap.state.stateful import RNGState, Stateful
-from casnap.take.options import TakeOptions
 
 check_version("accelerate", "1.15", "1.16")
 

@@ -23,9 +23,23 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from casnap import PendingSnapshot, Retention, Snapshot, Stateful, Store
 from casnap.errors import StateError
-from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
-from casnap.format.region import Region
+from casnap.extending import (
+    Comm,
+    DividedLeaves,
+    Leaf,
+    ObjectPath,
+    Region,
+    TakeOptions,
+    casnap_path,
+    containers_above,
+    describe,
+    flatten,
+    join,
+    local_path,
+    without_torch_modes,
+)
 from casnap.integrations.divided import (
     Fit,
     Target,
@@ -44,19 +58,6 @@ from casnap.integrations.trainers import (
     not_found_error,
     snapshot_at,
 )
-from casnap.pending import PendingSnapshot
-from casnap.ranks.comm import Comm
-from casnap.ranks.joining import join
-from casnap.runtime.environment import local_path
-from casnap.runtime.torch_modes import without_torch_modes
-from casnap.snapshot import Snapshot
-from casnap.state.flatten import flatten
-from casnap.state.stateful import Stateful
-from casnap.state.tensors import Leaf, describe
-from casnap.storage import Retention
-from casnap.store import Store
-from casnap.take.capture import DividedLeaves
-from casnap.take.options import TakeOptions
 
 check_version("deepspeed", "0.19", "0.20")
 

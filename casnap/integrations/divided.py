@@ -10,22 +10,28 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 import torch
 
-from casnap.files.dcp_names import ObjectPath, casnap_path
-from casnap.format.entries import Entry, TensorEntry
-from casnap.format.region import Region
+from casnap import Snapshot, Stateful
+from casnap.extending import (
+    CapturedState,
+    Comm,
+    DividedLeaves,
+    Entries,
+    Entry,
+    Leaf,
+    LiveState,
+    Loading,
+    ObjectPath,
+    Region,
+    Shards,
+    TensorEntry,
+    casnap_path,
+    describe_shards,
+    fetch_shared,
+    inflate,
+    why_unfit,
+    without_torch_modes,
+)
 from casnap.integrations.trainers import check_fit
-from casnap.ranks.comm import Comm
-from casnap.restore.loading import Loading
-from casnap.restore.shared_reads import fetch_shared
-from casnap.restore.targets import why_unfit
-from casnap.runtime.torch_modes import without_torch_modes
-from casnap.snapshot import Snapshot
-from casnap.state.flatten import inflate
-from casnap.state.sharded import Shards
-from casnap.state.stateful import Stateful
-from casnap.state.tensors import Leaf, describe_shards
-from casnap.storage import Entries
-from casnap.take.capture import CapturedState, DividedLeaves, LiveState
 
 Part: TypeAlias = tuple[Region, torch.Tensor]
 """A box of a tensor, and the memory of its elements, of the same shape."""

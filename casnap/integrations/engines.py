@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPHandler, HTTPSHandler, Request, build_opener
 
 from casnap.errors import PLACE_ERRORS, CasnapError, with_article
-from casnap.runtime.typing import override
+from casnap.extending import override
 from casnap.serving.folder import is_in_place, name_of
 from casnap.serving.patches import StagedPatches, stage, version_of
 

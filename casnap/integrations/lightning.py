@@ -25,9 +25,22 @@ from typing import Any
 
 import torch
 
-from casnap.backends.local_paths import exists, is_file, is_folder, is_link, is_taken
+from casnap import Snapshot
 from casnap.errors import StateError, UnsupportedTypeError
-from casnap.format.names import key_of
+from casnap.extending import (
+    LiveState,
+    SingleProcess,
+    TakeOptions,
+    exists,
+    is_file,
+    is_folder,
+    is_link,
+    is_taken,
+    is_within_call,
+    key_of,
+    local_path,
+    map_leaves,
+)
 from casnap.integrations.rotation import forget
 from casnap.integrations.trainers import (
     Save,
@@ -37,13 +50,6 @@ from casnap.integrations.trainers import (
     not_found_error,
     snapshot_at,
 )
-from casnap.ranks.comm import SingleProcess
-from casnap.runtime.environment import local_path
-from casnap.runtime.nesting import is_within_call
-from casnap.snapshot import Snapshot
-from casnap.state.flatten import mapped
-from casnap.take.capture import LiveState
-from casnap.take.options import TakeOptions
 
 check_version("lightning", "2.6", "2.7")
 
@@ -304,7 +310,7 @@ def _move_to(checkpoint: dict[str, Any], map_location: Any) -> dict[str, Any]:
     if isinstance(map_location, str | torch.device):
         move = partial(move_data_to_device, device=torch.device(map_location))
         # Lightning itself would make dicts of their items alone, without the versions of modules.
-        return {key: mapped(value, move) for key, value in checkpoint.items()}
+        return {key: map_leaves(value, move) for key, value in checkpoint.items()}
     if map_location is not None:
         raise TypeError(f"map_location= is a device here, not {map_location!r:.80}")
     return checkpoint

@@ -27,12 +27,29 @@ from typing import Any
 
 import torch
 
-from casnap.backends.local_paths import exists
+from casnap import Snapshot
 from casnap.errors import CasnapError, DamagedError, StateError
-from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
-from casnap.format.entries import TensorEntry
-from casnap.format.names import key_of
-from casnap.format.region import Region
+from casnap.extending import (
+    Comm,
+    DividedLeaves,
+    Leaf,
+    ObjectPath,
+    Region,
+    TakeOptions,
+    TensorEntry,
+    allocate,
+    casnap_path,
+    containers_above,
+    containers_of,
+    decode_value,
+    describe,
+    exists,
+    flatten,
+    join,
+    key_of,
+    own_rank,
+    without_torch_modes,
+)
 from casnap.integrations.dcp.plan import agreed_paths
 from casnap.integrations.divided import Target, leaf_of_parts, load_together
 from casnap.integrations.trainers import (
@@ -44,15 +61,6 @@ from casnap.integrations.trainers import (
     snapshot_at,
     step_in,
 )
-from casnap.ranks.comm import Comm
-from casnap.ranks.joining import join, own_rank
-from casnap.runtime.torch_modes import without_torch_modes
-from casnap.snapshot import Snapshot
-from casnap.state.flatten import containers_of, flatten
-from casnap.state.tensors import Leaf, allocate, describe
-from casnap.state.values import decode_value
-from casnap.take.capture import DividedLeaves
-from casnap.take.options import TakeOptions
 
 check_version("megatron-core", "0.16", "0.17", "megatron")
 

@@ -14,12 +14,9 @@ import shutil
 from pathlib import Path
 from typing import NoReturn
 
-from casnap.backends.local_paths import is_file, is_taken
-from casnap.backends.system_errors import translated
+from casnap import Snapshot
 from casnap.errors import PLACE_ERRORS, StateError
-from casnap.format.names import NOTICE_HEAD
-from casnap.runtime.descriptors import opened
-from casnap.snapshot import Snapshot
+from casnap.extending import NOTICE_HEAD, is_file, is_taken, opened, translated
 
 _log = logging.getLogger("casnap")
 _CALL = NOTICE_HEAD + b"%b\nX%b%b\x85R."

@@ -17,19 +17,20 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from casnap import Snapshot
 from casnap.errors import CasnapError
-from casnap.format.names import folder_of
-from casnap.format.records import Row
-from casnap.integrations.notices import is_notice
-from casnap.maintenance.missing_folders import MissingFoldersChange
-from casnap.runtime.fork import new_lock
-from casnap.snapshot import Snapshot
-from casnap.storage import (
+from casnap.extending import (
+    MissingFoldersChange,
+    Row,
     Table,
+    View,
+    folder_of,
     forget_unheld,
     marked_commit,
+    new_lock,
+    view_of,
 )
-from casnap.view import View, view_of
+from casnap.integrations.notices import is_notice
 
 _log = logging.getLogger("casnap")
 # One of these stands beside what an adapter has saved.

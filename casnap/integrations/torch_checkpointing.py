@@ -21,9 +21,22 @@ from typing import Any
 
 import torch
 
+from casnap import Retention, Snapshot
 from casnap.errors import StateError
-from casnap.format.entries import ContainerEntry, Entry, TensorEntry
-from casnap.format.names import component_of
+from casnap.extending import (
+    ContainerEntry,
+    Entry,
+    LiveState,
+    TakeOptions,
+    TensorEntry,
+    check_no_foreign_checkpoint,
+    component_of,
+    live_components,
+    local_path,
+    map_leaves,
+    own_rank,
+    why_unfit,
+)
 from casnap.integrations.trainers import (
     Save,
     Value,
@@ -33,15 +46,6 @@ from casnap.integrations.trainers import (
     snapshot_at,
     step_in,
 )
-from casnap.ranks.joining import own_rank
-from casnap.restore.targets import why_unfit
-from casnap.runtime.environment import local_path
-from casnap.snapshot import Snapshot
-from casnap.state.containers import live_components
-from casnap.state.flatten import mapped
-from casnap.storage import Retention, check_no_foreign_checkpoint
-from casnap.take.capture import LiveState
-from casnap.take.options import TakeOptions
 
 check_version("torch_checkpointing", "0.1.1", "0.2")
 
@@ -370,4 +374,4 @@ def _moved(value: Any, map_location: Any) -> Any:
     def move(part: Any) -> Any:
         return part.to(map_location) if isinstance(part, torch.Tensor) else part
 
-    return mapped(value, move)
+    return map_leaves(value, move)

@@ -24,13 +24,11 @@ from torch.distributed.checkpoint.state_dict_saver import (
     save,
 )
 
-from casnap.backends.local_paths import is_file
+from casnap.extending import advice_in, is_file, local_path
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from casnap.integrations.notices import is_notice
 from casnap.integrations.rotation import forget
 from casnap.integrations.trainers import Checkpoints, check_version, snapshot_at
-from casnap.runtime.environment import local_path
-from casnap.storage import advice_in
 
 check_version("torchtitan", "0.3", "0.4")
 

@@ -18,22 +18,31 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from casnap.backends.local_paths import exists, is_folder, is_link, paths_in
+from casnap import PendingSnapshot, Snapshot, Stateful
 from casnap.errors import MismatchError, NotAStoreError, SnapshotNotFoundError, StateError
-from casnap.format.names import component_of
+from casnap.extending import (
+    Comm,
+    StateSource,
+    TakeOptions,
+    advice_at,
+    advice_in,
+    begin_take,
+    component_of,
+    crowded_folders,
+    exists,
+    find_view_together,
+    is_folder,
+    is_link,
+    join,
+    local_path,
+    locate_snapshot,
+    own_rank,
+    paths_in,
+    refuse_nested_take,
+    take_from,
+)
 from casnap.integrations.notices import put_notices
 from casnap.integrations.rotation import forget, forget_deleted, note_saved
-from casnap.pending import PendingSnapshot
-from casnap.ranks.comm import Comm
-from casnap.ranks.joining import join, own_rank
-from casnap.runtime.environment import crowded_folders, local_path
-from casnap.runtime.nesting import refuse_nested_take
-from casnap.snapshot import Snapshot, begin_take, take_from
-from casnap.state.stateful import Stateful
-from casnap.storage import advice_at, advice_in, locate_snapshot
-from casnap.take.capture import StateSource
-from casnap.take.options import TakeOptions
-from casnap.view import find_view_together
 
 StrPath: TypeAlias = str | os.PathLike[str]
 _log = logging.getLogger("casnap")

@@ -18,9 +18,22 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from casnap.backends.local_paths import is_file, is_folder, is_taken, matching, paths_in
+from casnap import RNGState, Snapshot, Stateful
 from casnap.errors import SnapshotNotFoundError, StateError
-from casnap.format.names import MARKER
+from casnap.extending import (
+    MARKER,
+    TakeOptions,
+    advice_at,
+    is_file,
+    is_folder,
+    is_taken,
+    join,
+    local_path,
+    marked_commit,
+    matching,
+    own_rank,
+    paths_in,
+)
 from casnap.integrations import with_deepspeed
 from casnap.integrations.notices import is_notice, put_whole
 from casnap.integrations.rotation import forget
@@ -35,12 +48,6 @@ from casnap.integrations.trainers import (
     load_own,
     snapshot_at,
 )
-from casnap.ranks.joining import join, own_rank
-from casnap.runtime.environment import local_path
-from casnap.snapshot import Snapshot
-from casnap.state.stateful import RNGState, Stateful
-from casnap.storage import advice_at, marked_commit
-from casnap.take.options import TakeOptions
 
 check_version("transformers", "5.23", "5.24")
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from casnap import Snapshot, Stateful
+from casnap.extending import LiveState, TakeOptions
 from casnap.integrations.trainers import Notices, Save, StrPath
-from casnap.snapshot import Snapshot
-from casnap.state.stateful import Stateful
-from casnap.take.capture import LiveState
-from casnap.take.options import TakeOptions
 
 KEYS = ("model", "optimizer", "engine")
 """The keys of what an engine has."""

@@ -10,13 +10,19 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from casnap.errors import DamagedError
-from casnap.format.entries import ContainerEntry
-from casnap.format.names import folder_of
-from casnap.maintenance.diff import diff
-from casnap.maintenance.usage import DiskUsage, disk_usage, usage
-from casnap.runtime.progress import Progress
-from casnap.storage import Contents, Repository
-from casnap.storage.collecting.gc import GcOptions, collect
+from casnap.extending import (
+    ContainerEntry,
+    Contents,
+    DiskUsage,
+    GcOptions,
+    Progress,
+    Repository,
+    collect,
+    diff,
+    disk_usage,
+    folder_of,
+    usage,
+)
 
 _MOST_RUNS = 12
 """So many runs, those with the newest snapshots, are shown in full."""

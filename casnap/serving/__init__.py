@@ -1,14 +1,14 @@
 """Folders of safetensors that are kept at the newest snapshot, for inference engines.
 
-They may import ``files/``, the verbs, and what is below these. Begin with ``pull.py``, then
+They may import ``casnap.extending``. Begin with ``pull.py``, then
 ``writing.py``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from casnap.runtime.later import imported_later
 from casnap.serving.options import FollowEvent, PullOptions, PullReport
 from casnap.serving.version import verify
 
@@ -29,12 +29,16 @@ __all__ = [
 ]
 
 # A pull needs no torch.
-__getattr__ = imported_later(
-    globals(),
-    {
-        **dict.fromkeys(("AppliedVersion", "Follower"), "casnap.serving.follower"),
-        **dict.fromkeys(
-            ("FollowedVersion", "FollowerState", "Handshake"), "casnap.serving.handshake"
-        ),
-    },
-)
+_LATER = {
+    "AppliedVersion": "casnap.serving.follower",
+    "FollowedVersion": "casnap.serving.handshake",
+    "Follower": "casnap.serving.follower",
+    "FollowerState": "casnap.serving.handshake",
+    "Handshake": "casnap.serving.handshake",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LATER[name]), name)

@@ -18,17 +18,29 @@ from pathlib import Path
 
 from msgspec import structs
 
-from casnap.backends.durability import sync_folder
-from casnap.backends.file_io import read_file, write_cached
-from casnap.backends.file_locks import lock, open_to_lock
-from casnap.backends.local_paths import is_link, is_taken, status
-from casnap.backends.owners import Owners, new_file_in, owners_by
-from casnap.backends.safe_paths import OpenFolder, create_file, folder_at, unlink_at
-from casnap.backends.system_errors import translated
 from casnap.errors import PLACE_ERRORS, BackendError, CasnapError, DamagedError, FileFormatError
-from casnap.files.export_output import check_local, check_outside
-from casnap.format.names import plain_text
-from casnap.runtime.fork import locked_file
+from casnap.extending import (
+    OpenFolder,
+    Owners,
+    check_local,
+    check_outside,
+    create_file,
+    folder_at,
+    is_link,
+    is_taken,
+    lock,
+    locked_file,
+    new_file_in,
+    open_to_lock,
+    owners_by,
+    plain_text,
+    read_file,
+    status,
+    sync_folder,
+    translated,
+    unlink_at,
+    write_cached,
+)
 from casnap.serving.version import (
     CHANGING,
     CHUNKS,

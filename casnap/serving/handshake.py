@@ -28,7 +28,6 @@ from weakref import ref
 import msgspec
 from msgspec import Struct
 
-from casnap.backends.announcement import Note
 from casnap.errors import (
     PLACE_ERRORS,
     BackendError,
@@ -39,12 +38,21 @@ from casnap.errors import (
     UnavailableError,
     UnsupportedFormatError,
 )
-from casnap.format.decoding import json_decoder
-from casnap.format.records import CONFIG_KEY, Root
-from casnap.runtime.backoff import Backoff
-from casnap.runtime.fork import in_child, new_lock, new_rlock
-from casnap.runtime.threads import mapped
-from casnap.storage import Repository, TagMove, move_of, published_row
+from casnap.extending import (
+    CONFIG_KEY,
+    Backoff,
+    Note,
+    Repository,
+    Root,
+    TagMove,
+    in_child,
+    json_decoder,
+    mapped,
+    move_of,
+    new_lock,
+    new_rlock,
+    published_row,
+)
 
 _log = logging.getLogger("casnap")
 PHASES = ("published", "fetched", "staged", "paused", "applied")

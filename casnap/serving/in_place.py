@@ -19,20 +19,31 @@ from typing import NamedTuple
 
 import msgspec
 
-from casnap.backends.durability import sync_folder
-from casnap.backends.file_io import read_run, write_cached
-from casnap.backends.local_paths import is_taken, status
-from casnap.backends.safe_paths import folder_at, unlink_at
-from casnap.backends.system_errors import ABSENT, translated
 from casnap.errors import PLACE_ERRORS, CasnapError, FileFormatError
-from casnap.files.export_output import ExportOutput
-from casnap.format.delta import apply_delta, base_of
-from casnap.format.digest import Digest, digest_of
-from casnap.runtime.descriptors import opened
-from casnap.runtime.fork import cached_property, new_lock
-from casnap.runtime.progress import Progress
-from casnap.runtime.threads import cores, mapped
-from casnap.runtime.typing import override
+from casnap.extending import (
+    ABSENT,
+    Contents,
+    Digest,
+    ExportOutput,
+    Progress,
+    apply_delta,
+    base_of,
+    cached_property,
+    cores,
+    digest_of,
+    folder_at,
+    is_taken,
+    mapped,
+    new_lock,
+    opened,
+    override,
+    read_run,
+    status,
+    sync_folder,
+    translated,
+    unlink_at,
+    write_cached,
+)
 from casnap.serving.folder import FILE_MODE, VERSION, ServedFolder
 from casnap.serving.layout import Cell, PlannedFile, plan
 from casnap.serving.options import PullOptions, PullReport
@@ -48,7 +59,6 @@ from casnap.serving.version import (
     read_traces,
 )
 from casnap.serving.writing import Piece, Writer
-from casnap.storage import Contents
 
 _WEIGHTS = re.compile(r"(adapter_)?model(-[0-9]+-of-[0-9]+)?\.safetensors(\.index\.json)?")
 _OPENED = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC

@@ -11,25 +11,35 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from casnap.errors import DamagedError, EntryNotFoundError, FileFormatError
-from casnap.files.export_selection import (
+from casnap.extending import (
+    DIGEST_SIZE,
+    DTYPES,
+    FILES,
+    INDEX,
+    INLINE_BYTES,
+    Contents,
+    Digest,
     StoredTensor,
+    TensorEntry,
+    ValueEntry,
+    Want,
+    bytes_of,
+    cached_property,
+    digest_of,
     equal_tensors,
+    header_of,
+    index_of,
+    is_carried,
+    itemsize_of,
+    key_of,
     named_tensors,
     part_of,
-    shards_of,
+    shard_names,
+    shards_by_size,
     without_tied,
 )
-from casnap.files.safetensors_header import DTYPES, header_of, itemsize_of
-from casnap.files.small_files import FILES, is_carried
-from casnap.files.to_safetensors import INDEX, index_of, shard_names
-from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
-from casnap.format.entries import INLINE_BYTES, TensorEntry, ValueEntry
-from casnap.format.names import key_of
-from casnap.runtime.fork import cached_property
-from casnap.runtime.units import bytes_of
 from casnap.serving.options import FLOATS, PullOptions
 from casnap.serving.version import VersionTensor
-from casnap.storage import Contents, Want
 
 # As PEFT names them; it knows no shards.
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -184,7 +194,7 @@ def plan(contents: Contents, options: PullOptions) -> Layout:
     if _is_adapter(names, others):
         groups, file_names = [names], [_ADAPTER]
     else:
-        groups = shards_of(sizes, bytes_of("max_shard_size", options.max_shard_size))
+        groups = shards_by_size(sizes, bytes_of("max_shard_size", options.max_shard_size))
         file_names = shard_names(len(groups))
     files = []
     for file_name, group in zip(file_names, groups, strict=True):

@@ -15,15 +15,24 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from casnap.backends.file_io import read_file, write_cached
-from casnap.backends.safe_paths import create_file, folder_at, unlink_at
-from casnap.backends.system_errors import translated
 from casnap.errors import PLACE_ERRORS, DamagedError, FileFormatError
-from casnap.files.safetensors_header import header_of, itemsize_of, read_header
-from casnap.format.delta import base_of, changed_by
-from casnap.format.digest import digest_of
-from casnap.runtime.fork import new_lock
-from casnap.runtime.threads import cores, mapped
+from casnap.extending import (
+    base_of,
+    changed_by,
+    cores,
+    create_file,
+    digest_of,
+    folder_at,
+    header_of,
+    itemsize_of,
+    mapped,
+    new_lock,
+    read_file,
+    read_header,
+    translated,
+    unlink_at,
+    write_cached,
+)
 from casnap.serving.folder import FILE_MODE
 from casnap.serving.version import (
     RECORD,

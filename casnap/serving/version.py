@@ -17,21 +17,29 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from casnap.backends.file_io import read_file, read_run
-from casnap.backends.local_paths import is_taken
-from casnap.backends.owners import Owners, owners_by
-from casnap.backends.safe_paths import open_file
-from casnap.backends.system_errors import is_of_the_place
 from casnap.errors import PLACE_ERRORS, BackendError, DamagedError, FileFormatError
-from casnap.files.safetensors_header import itemsize_of
-from casnap.format.decoding import json_decoder
-from casnap.format.digest import DIGEST_SIZE, Digest, digest_of, split_digests
-from casnap.format.grid import grid_of
-from casnap.runtime.descriptors import Descriptor
-from casnap.runtime.fork import cached_property
-from casnap.runtime.threads import cores, mapped
-from casnap.runtime.typing import override
-from casnap.storage import Fill
+from casnap.extending import (
+    DIGEST_SIZE,
+    Descriptor,
+    Digest,
+    Fill,
+    Owners,
+    cached_property,
+    cores,
+    digest_of,
+    grid_of,
+    is_of_the_place,
+    is_taken,
+    itemsize_of,
+    json_decoder,
+    mapped,
+    open_file,
+    override,
+    owners_by,
+    read_file,
+    read_run,
+    split_digests,
+)
 
 RECORD, CHUNKS = "casnap-version.json", "casnap-chunks"
 """The file that says what a version is, and that of the digests of its chunks."""

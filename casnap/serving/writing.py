@@ -15,14 +15,22 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from casnap.backends.file_io import write_cached
-from casnap.backends.system_errors import NO_SPACE
 from casnap.errors import PLACE_ERRORS
-from casnap.files.export_output import ExportOutput
-from casnap.format.digest import Digest, digest_of
-from casnap.format.entries import INLINE_BYTES
-from casnap.runtime.progress import Progress, ProgressCounter
-from casnap.runtime.threads import cores, mapped
+from casnap.extending import (
+    INLINE_BYTES,
+    NO_SPACE,
+    Contents,
+    Digest,
+    ExportOutput,
+    Progress,
+    ProgressCounter,
+    ReadOptions,
+    Want,
+    cores,
+    digest_of,
+    mapped,
+    write_cached,
+)
 from casnap.serving.folder import FILE_MODE, ServedFolder
 from casnap.serving.layout import Cell, Layout, PlacedTensor, PlannedFile, plan
 from casnap.serving.options import PullOptions, PullReport
@@ -35,11 +43,6 @@ from casnap.serving.version import (
     VersionFile,
     VersionRecord,
     VersionTensor,
-)
-from casnap.storage import (
-    Contents,
-    ReadOptions,
-    Want,
 )
 
 # The request to share the blocks of another file.
@@ -329,7 +332,7 @@ def _cast(raw: memoryview, dtype: str, wanted: str) -> memoryview:
     """Return the elements of a chunk in another dtype."""
     import torch
 
-    from casnap.runtime.torch_modes import without_torch_modes
+    from casnap.extending import without_torch_modes
 
     with without_torch_modes():
         elements = torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype))

@@ -60,7 +60,7 @@ __all__ = [
     "flatten",
     "inflate",
     "live_parts",
-    "mapped",
+    "map_leaves",
 ]
 
 MAX_NESTING = 1000
@@ -246,7 +246,7 @@ def live_parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield child_path, decode_one(leaf)
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a state with each leaf changed; its containers are built again as they were.
 
     Args:

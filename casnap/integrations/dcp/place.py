@@ -9,12 +9,9 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from casnap.backends.local_paths import as_written
-from casnap.backends.uris import joined
+from casnap import Store
 from casnap.errors import StateError
-from casnap.ranks.joining import own_rank
-from casnap.runtime.environment import given_path, local_path
-from casnap.store import Store
+from casnap.extending import as_written, given_path, joined, local_path, own_rank
 
 CheckpointId = str | os.PathLike[str]
 

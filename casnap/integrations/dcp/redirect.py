@@ -15,15 +15,13 @@ from torch.distributed.checkpoint._async_process_executor import (
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from casnap.backends.local_paths import is_file
+from casnap import Store
 from casnap.errors import InvalidNameError, StateError, StoreError
+from casnap.extending import check_has_folders, is_file, view_of
 from casnap.integrations.dcp.place import name_below
 from casnap.integrations.dcp.reader import CasnapReader
 from casnap.integrations.dcp.staging import torch_copy, true_copy
 from casnap.integrations.dcp.writer import CasnapWriter
-from casnap.maintenance.missing_folders import check_has_folders
-from casnap.store import Store
-from casnap.view import view_of
 
 try:
     from torch.distributed.checkpoint.fsspec_filesystem import (  # type: ignore[import-not-found]

@@ -33,7 +33,7 @@ from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.v1.attention.backend import AttentionImplBase
 
 from casnap.errors import CasnapError
-from casnap.files.safetensors_header import itemsize_of
+from casnap.extending import itemsize_of, override
 from casnap.integrations.vllm.places import (
     OtherBaseError,
     Places,
@@ -44,7 +44,6 @@ from casnap.integrations.vllm.places import (
     storage_of,
     targets_of,
 )
-from casnap.runtime.typing import override
 from casnap.serving.patches import Patch, read_patches, version_of
 from casnap.serving.version import VersionTensor
 
