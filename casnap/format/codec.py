@@ -5,15 +5,15 @@ compressed chunk is stored in planes (``planes.py``); ``delta.py`` has the delta
 
 A new codec that compresses a chunk by itself needs a number here, a place in ``BY_SIZE``, and a
 case in :func:`compress` and :func:`decompress`: mypy finds a missing case. Users can choose the
-codec once ``CODECS`` of ``storage/commit_log/settings.py`` has a word for it. For old chunks `gc`
-chooses in ``storage/writing/chunk_forms.py``, and copies choose in ``Session.copy`` of
-``storage/writing/session.py``. All other code goes by the sets below. An older version keeps a
-chunk that it cannot read, and says so.
+codec once ``CODECS`` of ``storage/commit_log/settings.py`` has a word for it. `gc` (for old chunks)
+and copies choose in ``storage/writing/chunk_forms.py``. All other code goes by the sets below. An
+older version keeps a chunk that it cannot read, and says so.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import NoReturn
 
 from casnap.errors import DamagedError, UnsupportedFormatError
@@ -38,6 +38,12 @@ WHOLE_CODECS = KNOWN_CODECS - {int(Codec.DELTA)}
 """The codecs of chunks that can be read without another chunk."""
 BY_SIZE = (Codec.RAW, Codec.PLANES)
 """The same codecs; the one that makes chunks smallest comes last. Writers prefer later ones."""
+
+
+def codec_among(codecs: Iterable[int]) -> Codec:
+    """Return the one of some codecs that makes chunks smallest; a delta does not count."""
+    given = set(codecs)
+    return [Codec.RAW, *(codec for codec in BY_SIZE if codec in given)][-1]
 
 
 def compress(raw: memoryview | bytes, codec: Codec = Codec.PLANES) -> bytes | None:

@@ -23,6 +23,7 @@ from casnap.errors import (
     NotAStoreError,
     UnsupportedFormatError,
 )
+from casnap.format.codec import codec_among
 from casnap.format.digest import Digest
 from casnap.format.records import (
     PackId,
@@ -49,7 +50,7 @@ from casnap.storage.packs.footers import read_footer
 from casnap.storage.packs.pack_writer import moved_place, new_id
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.changes import change_table
-from casnap.storage.writing.copying import codec_among, one_at_a_time
+from casnap.storage.writing.copying import one_at_a_time
 from casnap.storage.writing.new_packs import NewPacks
 from casnap.storage.writing.segments import add_segment, drop_packs
 from casnap.storage.writing.starting_over import put_root_after
@@ -471,7 +472,7 @@ class _Repair:
             records = [
                 r for pack in self._survey.hurt_packs for r in self._survey.index.of_pack(pack)
             ]
-            codec = codec_among(place for _, place in records)
+            codec = codec_among(place.codec for _, place in records)
             base = self._survey.root.seq
             self._salvage = NewPacks(self._store, base, self._crew, codec)
         self._salvage.copy(digest, raw, is_node=self._survey.needed.get(digest) == -1)

@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from casnap.storage.snapshots.table import check_free as check_free
     from casnap.storage.snapshots.table import check_path_is_free as check_path_is_free
     from casnap.storage.snapshots.table import row_of as row_of
+    from casnap.storage.writing.copying import ChunkBuffer as ChunkBuffer
     from casnap.storage.writing.handovers import Handover as Handover
     from casnap.storage.writing.handovers import segment_writers as segment_writers
     from casnap.storage.writing.hooks import CommitHooks as CommitHooks
@@ -123,6 +124,7 @@ _NAMES = {
     "snapshots.run_upkeep": "Upkeep upkeep_of_run",
     "snapshots.runs": "in_commit_order is_copy_from_here rows_of_run",
     "snapshots.table": "Table check_free check_path_is_free row_of",
+    "writing.copying": "ChunkBuffer",
     "writing.handovers": "Handover segment_writers",
     "writing.hooks": "CommitHooks",
     "writing.reliance": "Reliance",

@@ -11,9 +11,11 @@ import msgspec
 
 from casnap.backends import Backend
 from casnap.errors import FencedError
+from casnap.format.codec import Codec, codec_among
 from casnap.format.digest import Digest, split_digests
 from casnap.format.names import folder_of
 from casnap.format.records import Place, Root, Row
+from casnap.runtime.batches import batches
 from casnap.runtime.fork import cached_property
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage import (
@@ -28,11 +30,14 @@ from casnap.storage import (
 )
 from casnap.transfer import unfinished
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, Placement
+from casnap.transfer.delta_copies import DeltaCopier
 from casnap.transfer.source_tree import SourceTree
 from casnap.transfer.tally import Tally
 
 # So many digests are looked for at a time, at most.
 _BATCH = 1024
+# After so many stored bytes, it is asked whether the time of a part is over.
+_TURN_BYTES = 32 << 20
 # The most chunks of a part: all of its entries are in memory at once.
 _MOST_CHUNKS = 1 << 16
 
@@ -212,15 +217,35 @@ class SnapshotCopy:
             sizes.append((digest, nbytes))
             self._tally.bytes.add(nbytes)
 
-        session.copy(
-            self._source,
-            planned,
-            note,
-            candidates=lambda: self._candidates_for(session),
-            gets_all=self._options.gets_all,
-            is_over=lambda: time.monotonic() >= ends,
-        )
+        def stored_bytes(digest: Digest) -> int:
+            place = planned[digest]
+            return 0 if place is None else place.stored_size
+
+        deltas: DeltaCopier | None = None
+        # A store that compresses compresses all; another one takes chunks as they are.
+        if self._compresses(session):
+            session.use(Codec.PLANES)
+            # To find candidates takes long.
+            if planned:
+                deltas = DeltaCopier(self._source, session, self._candidates_for(session))
+        else:
+            places = planned.values()
+            session.use(codec_among(place.codec for place in places if place is not None))
+        for digests in batches(planned, stored_bytes, _TURN_BYTES):
+            if deltas is None:
+                session.copy(self._source, digests, note)
+            else:
+                deltas.copy({digest: planned[digest] for digest in digests}, note)
+            if time.monotonic() >= ends:
+                break
         return sizes
+
+    def _compresses(self, session: Session) -> bool:
+        """Whether chunks are stored as deltas, or in planes."""
+        settings = session.store.settings(session.base.root)
+        # What `gc` does not make smaller later is to come small.
+        is_small = settings.is_auto and (self._options.gets_all or not settings.recodes)
+        return settings.codec is not Codec.RAW or is_small
 
     def _candidates_for(self, session: Session) -> dict[Digest, Digest]:
         """Return for chunks of the snapshot those of the last one that the destination has."""

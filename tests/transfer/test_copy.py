@@ -27,8 +27,8 @@ from casnap.errors import (
     UnsupportedFormatError,
 )
 from casnap.format.records import NodeRef, UnfinishedCopy, pack_key, root_key
-from casnap.storage.writing import delta_copies
 from casnap.storage.writing.copying import ChunkBuffer
+from casnap.transfer import delta_copies
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from tests.support.bitwise import assert_same
@@ -298,7 +298,7 @@ def test_over_a_slow_link_parts_are_of_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was sent within a GiB is not sent again either."""
-    monkeypatch.setattr("casnap.storage.writing.session._TURN_BYTES", 10 * CHUNK)
+    monkeypatch.setattr("casnap.transfer.snapshot_copy._TURN_BYTES", 10 * CHUNK)
     source = Store(tmp_path / "source", chunk_size=CHUNK).make()
     weight = torch.randn(30 * CHUNK // 4)
     source.take({"state": StateDict(weight=weight)}, "step_0")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 
 from casnap.errors import DamagedError, UnsupportedFormatError
+from casnap.format.codec import codec_among
 from casnap.format.digest import Digest
 from casnap.format.records import PackId
 from casnap.runtime.batches import batches
@@ -14,7 +15,7 @@ from casnap.storage.collecting.marks import Marks
 from casnap.storage.lookup.chains import can_carry, chains_below
 from casnap.storage.lookup.index import IndexView
 from casnap.storage.reading.repository import Repository
-from casnap.storage.writing.copying import codec_among, copy_verified
+from casnap.storage.writing.copying import copy_verified
 from casnap.storage.writing.session import Session
 
 _log = logging.getLogger("casnap")
@@ -121,7 +122,8 @@ def _copy(store: Repository, to_copy: dict[Digest, bool], report: Report) -> dic
         report(nbytes)
 
     chunks = [digest for digest, is_node in to_copy.items() if not is_node]
-    codec = codec_among(store.index.find(store.view(), chunks))
+    places = store.index.find(store.view(), chunks)
+    codec = codec_among(place.codec for place in places if place is not None)
     with Session(store, codec=codec, copies=True) as session:
         try:
             copy_verified(

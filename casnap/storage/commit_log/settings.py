@@ -88,6 +88,11 @@ class Settings:
         return codec
 
     @property
+    def is_auto(self) -> bool:
+        """Whether casnap chooses how the store's chunks are stored."""
+        return bool(self.values[_CODEC] == "auto")
+
+    @property
     def of_new_store(self) -> dict[str, Any]:
         """The settings of a new store that is to hold the same."""
         codec = self.values[_CODEC]
@@ -96,21 +101,9 @@ class Settings:
     @property
     def recodes(self) -> bool:
         """Whether `gc` makes what history keeps smaller."""
-        word = self.values[_CODEC]
-        if word == "auto":
+        if self.is_auto:
             return self._backend.costs.recodes
-        return _codec_by(word) not in (None, Codec.RAW)
-
-    def compresses_copies(self, *, gets_all: bool) -> bool:
-        """Whether copies into the store are stored as deltas, or in planes.
-
-        Args:
-            gets_all: Whether it gets each snapshot of another store.
-        """
-        # What `gc` does not make smaller later is to come small.
-        is_auto = self.values[_CODEC] == "auto"
-        is_small = is_auto and (gets_all or not self._backend.costs.recodes)
-        return self.codec is not Codec.RAW or is_small
+        return _codec_by(self.values[_CODEC]) not in (None, Codec.RAW)
 
 
 def _codec_by(word: object) -> Codec | None:

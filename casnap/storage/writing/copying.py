@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from casnap.format.codec import BY_SIZE, Codec
+from casnap.format.codec import Codec
 from casnap.format.delta import base_of
 from casnap.format.digest import Digest
-from casnap.format.records import Place
 from casnap.runtime.fork import new_lock
 from casnap.runtime.threads import works_in_background
 from casnap.storage.packs.chunk_reads import ReadOptions, Want
@@ -38,12 +37,6 @@ def one_at_a_time() -> Iterator[None]:
     """
     with _turn_in_background if works_in_background() else _turn:
         yield
-
-
-def codec_among(places: Iterable[Place | None]) -> Codec:
-    """Return the codec, but no delta, that makes chunks smallest of those these are stored with."""
-    codecs = {place.codec for place in places if place is not None}
-    return [Codec.RAW, *(codec for codec in BY_SIZE if codec in codecs)][-1]
 
 
 def copy_verified(

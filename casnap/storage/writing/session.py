@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
@@ -39,14 +39,13 @@ from casnap.format.records import (
     serving_below,
 )
 from casnap.format.tree import Tree
-from casnap.runtime.batches import batches
 from casnap.runtime.threads import Crew
 from casnap.storage.commit_log.roots import next_root, put_root
 from casnap.storage.lookup.index import IndexView
 from casnap.storage.packs.pack_writer import Raw, SelectNew
 from casnap.storage.reading.repository import Repository
-from casnap.storage.writing.copying import Report, codec_among, copy_verified, one_at_a_time
-from casnap.storage.writing.delta_copies import DeltaCopier
+from casnap.storage.writing.chunk_forms import Base, ChunkForms, Form
+from casnap.storage.writing.copying import Report, copy_verified, one_at_a_time
 from casnap.storage.writing.handovers import MOST_RECORDS, Handover, OtherRanks
 from casnap.storage.writing.new_packs import NewPacks
 from casnap.storage.writing.reliance import Reliance
@@ -60,8 +59,6 @@ from casnap.storage.writing.starting_over import put_root_after
 
 # About so many bytes of lists of the table stand in the hints of a commit.
 _UPPER_BYTES = 16 << 10
-# After so many stored bytes, a copy asks whether to go on.
-_TURN_BYTES = 32 << 20
 
 Change = Callable[[Tree[Row], int], Mapping[str, Row | None] | None]
 """Given the table and the number of the next root, returns the rows to set, and None for each to
@@ -118,6 +115,7 @@ class Session:
         self.commit_id = os.urandom(16)
         self.may_be_referenced = False
         self._codec = codec
+        self._forms = ChunkForms(store.index)
         self._segments: list[SegmentRef] = []
         # The segment of what another segment than that of the committing rank has to hold.
         self._unlisted = Segment((), [])
@@ -207,27 +205,20 @@ class Session:
             return NodeRef(digest, self.new_packs.nodes[digest][1])
         return NodeRef(digest, self.store.index.find(self.base, [digest])[0])
 
-    # --- copies ---
+    # --- chunks and nodes of other stores ---
 
-    def copy(
-        self,
-        source: Repository,
-        places: Mapping[Digest, Place | None],
-        report: Report,
-        *,
-        candidates: Callable[[], Mapping[Digest, Digest]],
-        gets_all: bool,
-        is_over: Callable[[], bool],
-    ) -> None:
-        """Copy chunks of another store, as the settings of this one say; maybe as deltas.
+    def use(self, codec: Codec) -> None:
+        """Store what is written from now on with another codec."""
+        self._codec = codec
+        self.new_packs.use(codec)
+
+    def copy(self, source: Repository, digests: Iterable[Digest], report: Report) -> None:
+        """Copy chunks of another store, each verified, with the codec of this session.
 
         Args:
             source: The other store.
-            places: The chunks to copy, each with where it lies there, if that is known.
+            digests: The chunks.
             report: Called with digest and raw length of each, from any thread.
-            candidates: Returns, for some chunks of the source, another one that each may be like.
-            gets_all: Whether this store gets each snapshot of the other one.
-            is_over: Called now and then; returns whether to leave the other chunks where they are.
 
         Raises:
             DamagedError: Some are nowhere whole in the source.
@@ -235,32 +226,37 @@ class Session:
         """
 
         def note(digest: Digest, nbytes: int) -> None:
-            if self._crew.error is not None:
-                raise self._crew.error
+            self._go_on()
             report(digest, nbytes)
-            self.renew_announcement()
 
-        def stored_bytes(digest: Digest) -> int:
-            place = places[digest]
-            return 0 if place is None else place.stored_size
+        copy_verified(source, ((digest, False) for digest in digests), self.new_packs, note)
 
-        # A store that compresses compresses all; another one takes chunks as they are.
-        compresses = self.store.settings(self.base.root).compresses_copies(gets_all=gets_all)
-        self.new_packs.use(Codec.PLANES if compresses else codec_among(places.values()))
-        if not places:
-            # To find candidates takes long.
-            return
-        deltas: DeltaCopier | None = None
-        if compresses:
-            deltas = DeltaCopier(source, self.store, self._reliance, self.new_packs, candidates())
-        for digests in batches(places, stored_bytes, _TURN_BYTES):
-            if deltas is not None:
-                deltas.copy({digest: places[digest] for digest in digests}, note)
-            else:
-                chunks = ((digest, False) for digest in digests)
-                copy_verified(source, chunks, self.new_packs, note)
-            if is_over():
-                break
+    def put_small(
+        self,
+        digests: Iterable[Digest],
+        raws: Mapping[Digest, memoryview],
+        bases: Mapping[Digest, Digest],
+    ) -> None:
+        """Store chunks in the smallest forms that their readers can afford; from any thread.
+
+        Args:
+            digests: The chunks.
+            raws: The verified bytes of the chunks, and of those bases that could be read.
+            bases: Chunk → another one, which it may be like. The session relies on it.
+        """
+        chains = self._forms.chains_below(self.base, raws.keys() & bases.values())
+        for digest in digests:
+            self._go_on()
+            raw, like = raws[digest], bases.get(digest)
+            base = Base(like, raws[like], chains[like]) if like in chains else None
+            form = self._forms.choose(digest, raw, base) or Form(raw, Codec.RAW, None)
+            self._forms.write(self.new_packs, digest, len(raw), form)
+
+    def _go_on(self) -> None:
+        """Stop if the threads are to stop; else have collectors go on to see the change."""
+        if self._crew.error is not None:
+            raise self._crew.error
+        self.renew_announcement()
 
     def copy_nodes(self, source: Repository, digests: list[Digest]) -> int:
         """Copy nodes of another store that this one lacks; return how many are new here."""

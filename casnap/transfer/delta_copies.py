@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 
 from casnap.errors import DamagedError, UnsupportedFormatError
-from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.records import Place
 from casnap.runtime.batches import batches
 from casnap.runtime.threads import cores, mapped, works_in_background
-from casnap.storage.reading.repository import Repository
-from casnap.storage.writing.chunk_forms import Base, ChunkForms, Form
-from casnap.storage.writing.copying import ChunkBuffer, Report
-from casnap.storage.writing.new_packs import NewPacks
-from casnap.storage.writing.reliance import Reliance
+from casnap.storage import ChunkBuffer, Repository, Session
 
+Report = Callable[[Digest, int], None]
 # No chunk counts as less.
 _LEAST = 1 << 20
 # More threads would wait for Python's lock; and for large chunks they would need much memory.
@@ -25,39 +21,30 @@ _MOST_THREADS, _MOST_BYTES = 8, 128 << 20
 
 
 class DeltaCopier:
-    """Copies chunks of one store into the new packs of a change of another one.
+    """Copies chunks of one store into another one.
 
     Args:
         source: The store to read from.
-        destination: The store to write to.
-        reliance: What the change relies on there.
-        new_packs: Where to write.
+        session: The change of the store to write to.
         candidates: For some chunks of the source, another one that each may be like. Those that the
             destination has become bases of deltas, and are relied on.
     """
 
     def __init__(
-        self,
-        source: Repository,
-        destination: Repository,
-        reliance: Reliance,
-        new_packs: NewPacks,
-        candidates: Mapping[Digest, Digest],
+        self, source: Repository, session: Session, candidates: Mapping[Digest, Digest]
     ) -> None:
         self._source = source
-        self._reliance = reliance
-        self._new_packs = new_packs
+        self._session = session
         self._candidates = candidates
         self._group_bytes = source.backend.costs.delta_bytes
         self._buffers: list[ChunkBuffer] = []
-        self._forms = ChunkForms(destination.index)
 
     def copy(self, places: Mapping[Digest, Place | None], report: Report) -> None:
         """Copy some chunks.
 
         Args:
             places: The chunks, each with where it lies in the source, if that is known.
-            report: Called after each, from any thread.
+            report: Called with digest and raw length of each, from any thread.
 
         Raises:
             DamagedError: Some are nowhere whole in the source.
@@ -66,10 +53,10 @@ class DeltaCopier:
         sizes = {d: 0 if place is None else place.raw_size for d, place in places.items()}
         bases = self._usable_bases(sizes)
         groups = batches(sizes, lambda digest: max(sizes[digest], _LEAST), self._group_bytes)
-        copy = partial(self._copy_some, bases, report)
         # A copy in the background leaves most cores to the training that it runs beside.
         threads = max(1, cores() // 4) if works_in_background() else cores()
         few = max(1, _MOST_BYTES // max(_LEAST, *sizes.values()))
+        copy = partial(self._copy_some, bases, report)
         for _ in mapped(copy, groups, min(threads, few, _MOST_THREADS)):
             continue
 
@@ -80,15 +67,10 @@ class DeltaCopier:
             buffer = self._buffers.pop()
         except IndexError:
             buffer = ChunkBuffer(2 * self._group_bytes)
-        wanted_bases = {bases[d] for d in digests if d in bases}
-        raws = self._read(buffer, digests, wanted_bases)
-        chains = self._forms.chains_below(self._reliance.base, wanted_bases & raws.keys())
+        raws = self._read(buffer, digests, {bases[d] for d in digests if d in bases})
+        self._session.put_small(digests, raws, bases)
         for digest in digests:
-            raw, like = raws[digest], bases.get(digest)
-            base = Base(like, raws[like], chains[like]) if like in chains else None
-            form = self._forms.choose(digest, raw, base) or Form(raw, Codec.RAW, None)
-            self._forms.write(self._new_packs, digest, len(raw), form)
-            report(digest, len(raw))
+            report(digest, len(raws[digest]))
         buffer.clear()
         self._buffers.append(buffer)
 
@@ -96,7 +78,7 @@ class DeltaCopier:
         """Return the candidates that the destination has, which it then keeps."""
         bases = {d: base for d in digests if (base := self._candidates.get(d)) is not None}
         candidates = list(dict.fromkeys(bases.values()))
-        places = self._reliance.rely_on(candidates) if candidates else []
+        places = self._session.rely_on(candidates) if candidates else []
         usable = {base for base, place in zip(candidates, places, strict=True) if place is not None}
         return {digest: base for digest, base in bases.items() if base in usable}
 
