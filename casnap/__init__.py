@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from casnap.serving.options import FollowEvent, PullReport
     from casnap.state.stateful import RNGState, StateDict, Stateful
     from casnap.storage import (
+        GcReport,
         PruneReport,
         Retention,
         TagMove,
     )
-    from casnap.storage.collecting.gc import GcReport
     from casnap.transfer.copy_jobs import CopyReport
 
 __all__ = [
@@ -85,7 +85,7 @@ _LATER = {
     "ExportReport": "casnap.files.file_reports",
     "FollowEvent": "casnap.serving.options",
     "FollowerState": "casnap.serving.handshake",
-    "GcReport": "casnap.storage.collecting.gc",
+    "GcReport": "casnap.storage",
     "Handle": "casnap.restore.entry_handle",
     "ImportReport": "casnap.files.file_reports",
     "Mirror": "casnap.mirror.mirror",

@@ -96,8 +96,6 @@ if TYPE_CHECKING:
     from casnap.format.records import Row as Row
     from casnap.format.region import Region as Region
     from casnap.maintenance.diff import diff as diff
-    from casnap.maintenance.missing_folders import MissingFoldersChange as MissingFoldersChange
-    from casnap.maintenance.missing_folders import check_has_folders as check_has_folders
     from casnap.maintenance.usage import DiskUsage as DiskUsage
     from casnap.maintenance.usage import disk_usage as disk_usage
     from casnap.maintenance.usage import usage as usage
@@ -174,6 +172,8 @@ if TYPE_CHECKING:
     from casnap.storage import Contents as Contents
     from casnap.storage import Entries as Entries
     from casnap.storage import Fill as Fill
+    from casnap.storage import GcOptions as GcOptions
+    from casnap.storage import MissingFoldersChange as MissingFoldersChange
     from casnap.storage import ReadOptions as ReadOptions
     from casnap.storage import Repository as Repository
     from casnap.storage import Table as Table
@@ -181,7 +181,9 @@ if TYPE_CHECKING:
     from casnap.storage import Want as Want
     from casnap.storage import advice_at as advice_at
     from casnap.storage import advice_in as advice_in
+    from casnap.storage import check_has_folders as check_has_folders
     from casnap.storage import check_no_foreign_checkpoint as check_no_foreign_checkpoint
+    from casnap.storage import collect as collect
     from casnap.storage import forget_unheld as forget_unheld
     from casnap.storage import link_advice as link_advice
     from casnap.storage import locate_snapshot as locate_snapshot
@@ -190,8 +192,6 @@ if TYPE_CHECKING:
     from casnap.storage import move_of as move_of
     from casnap.storage import open_at as open_at
     from casnap.storage import published_row as published_row
-    from casnap.storage.collecting.gc import GcOptions as GcOptions
-    from casnap.storage.collecting.gc import collect as collect
     from casnap.take.capture import CapturedState as CapturedState
     from casnap.take.capture import DividedLeaves as DividedLeaves
     from casnap.take.capture import LiveState as LiveState
@@ -236,7 +236,6 @@ _NAMES = {
     "format.records": "CONFIG_KEY Root Row",
     "format.region": "Region",
     "maintenance.diff": "diff",
-    "maintenance.missing_folders": "MissingFoldersChange check_has_folders",
     "maintenance.usage": "DiskUsage disk_usage usage",
     "ranks.comm": "Comm SingleProcess",
     "ranks.joining": "join join_ranks own_rank",
@@ -271,11 +270,11 @@ _NAMES = {
     ),
     "state.values": "decode_value encode_key encode_object",
     "storage": (
+        "GcOptions MissingFoldersChange check_has_folders collect "
         "Contents Entries Fill ReadOptions Repository Table TagMove Want advice_at advice_in "
         "check_no_foreign_checkpoint forget_unheld link_advice locate_snapshot locate_store "
         "marked_commit move_of open_at published_row"
     ),
-    "storage.collecting.gc": "GcOptions collect",
     "take.capture": "CapturedState DividedLeaves LiveState StateSource",
     "take.options": "TakeOptions",
     "view": "View find_view find_view_together view_of",

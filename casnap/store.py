@@ -875,7 +875,7 @@ class Store:
         Raises:
             StoreError: The store is not in a folder of this machine.
         """
-        from casnap.maintenance.missing_folders import prune_missing_folders
+        from casnap.storage import prune_missing_folders
 
         view = self._view
         folder = view.folder(prefix)
@@ -975,7 +975,7 @@ class Store:
             DamagedError: An object could not be read; nothing was deleted.
             ValueError: An argument is out of range.
         """
-        from casnap.storage.collecting.gc import GcOptions, collect
+        from casnap.storage import GcOptions, collect
 
         options = GcOptions(
             grace=seconds_if_given("grace", grace),

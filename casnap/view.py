@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from casnap.mirror.mirror import Mirror
     from casnap.mirror.status import MirrorOptions
     from casnap.ranks.comm import Comm
-    from casnap.storage import CommitHooks
-    from casnap.storage.collecting.automatic import AutomaticCollector
+    from casnap.storage import AutomaticCollector, CommitHooks
 
 _log = logging.getLogger("casnap")
 V = TypeVar("V")
@@ -419,7 +418,7 @@ def _disk_hooks(repository: Repository) -> CommitHooks:
 
     def collector() -> AutomaticCollector:
         # Loaded when it is first asked: of many ranks, only rank 0 asks.
-        from casnap.storage.collecting.automatic import automatic_collector
+        from casnap.storage import automatic_collector
 
         return automatic_collector(repository)
 

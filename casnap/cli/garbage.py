@@ -7,8 +7,8 @@ from typing import Any
 
 from casnap.cli.output import json_time, moment, say, size
 from casnap.maintenance.usage import DiskUsage
-from casnap.storage import Repository
-from casnap.storage.collecting.automatic import (
+from casnap.storage import (
+    Repository,
     automatic_collector,
     collects_unasked,
     grace_at,

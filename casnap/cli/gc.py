@@ -21,7 +21,7 @@ from casnap.cli.output import (
     say,
     size,
 )
-from casnap.storage.collecting.gc import GcOptions, GcReport, collect
+from casnap.storage import GcOptions, GcReport, collect
 from casnap.store import Store
 from casnap.view import repository_of
 

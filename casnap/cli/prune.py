@@ -30,10 +30,12 @@ from casnap.cli.output import (
 from casnap.errors import CasnapError
 from casnap.storage import (
     Best,
+    GcOptions,
+    GcReport,
     PruneReport,
     Retention,
+    check_allowed,
 )
-from casnap.storage.collecting.gc import GcOptions, GcReport, check_allowed
 from casnap.store import Store
 from casnap.view import repository_of, view_of
 

@@ -21,10 +21,8 @@ from casnap.maintenance.damage import (
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
 from casnap.runtime.units import is_number, whole_number
-from casnap.storage.collecting.stored_files import StoredFiles
-from casnap.storage.commit_log.put_if_absent_probe import put_if_absent_warnings
-from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.marker_files import unknown_markers
+from casnap.storage import Repository
+from casnap.storage.inspecting import StoredFiles, put_if_absent_warnings, unknown_markers
 
 # What lies right in the folder of a store.
 _TOP = {CONFIG_KEY, "roots", "packs", "index", "tmp"}

@@ -6,10 +6,8 @@ from casnap.backends import Backend
 from casnap.errors import CasnapError, DamagedError, UnavailableError
 from casnap.format.records import CONFIG_KEY, Root, StoreConfig
 from casnap.maintenance.damage import ALL, READ_ERRORS, Damage, listed_roots
-from casnap.storage.commit_log.config import config_content, config_in, read_config
-from casnap.storage.commit_log.roots import read_root
-from casnap.storage.opening.location import has_object
-from casnap.storage.reading.repository import Repository
+from casnap.storage import Repository
+from casnap.storage.inspecting import config_content, config_in, read_config, read_root
 
 
 def check_config(store: Repository, root: Root) -> None:
@@ -42,7 +40,8 @@ def config_damages(store: Repository, root: Root | None) -> list[Damage]:
     except UnavailableError:
         raise
     except CasnapError as e:
-        kind, message = "changed" if has_object(store.backend, CONFIG_KEY) else "missing", str(e)
+        is_there = store.backend.size_if_there(CONFIG_KEY) is not None
+        kind, message = "changed" if is_there else "missing", str(e)
     return [Damage(kind, CONFIG_KEY, message, hurts={ALL: None})]
 
 

@@ -9,8 +9,7 @@ from casnap.backends import Backend
 from casnap.errors import BackendError, DamagedError
 from casnap.format.records import root_key
 from casnap.runtime.threads import mapped
-from casnap.storage.commit_log.roots import COPIES, read_root
-from casnap.storage.packs.chunk_reads import Reason
+from casnap.storage.inspecting import COPIES, Reason, read_root
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from casnap.errors import StoreError
 from casnap.format.digest import Digest
 from casnap.format.entries import Entry, unknown_in
 from casnap.format.tree import LeafNode, Tree
-from casnap.storage.snapshots.contents import Contents
+from casnap.storage import Contents
 
 Kind = Literal["added", "removed", "changed"]
 

@@ -13,8 +13,8 @@ from casnap.format.records import (
     Place,
     Record,
 )
-from casnap.storage.packs.chunk_reads import Failure, Reason, Want, is_possible
-from casnap.storage.reading.repository import Repository
+from casnap.storage import Repository, Want
+from casnap.storage.inspecting import Failure, Reason, is_possible
 
 _WINDOW_BYTES = 128 << 20
 _WINDOW_RECORDS = 1 << 15

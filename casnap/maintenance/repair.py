@@ -11,9 +11,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
-
-import msgspec
 
 from casnap.backends import Backend
 from casnap.errors import (
@@ -23,15 +20,12 @@ from casnap.errors import (
     NotAStoreError,
     UnsupportedFormatError,
 )
-from casnap.format.codec import codec_among
 from casnap.format.digest import Digest
 from casnap.format.records import (
     PackId,
     Place,
     Record,
     Root,
-    Segment,
-    SegmentRef,
     pack_key,
 )
 from casnap.maintenance.check import lost_commits
@@ -40,20 +34,8 @@ from casnap.maintenance.damage import Damage, root_damages
 from casnap.maintenance.pack_checks import bad_records, can_lie_at, is_known
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
-from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage.collecting.stored_files import StoredFiles
-from casnap.storage.commit_log.roots import next_root
-from casnap.storage.lookup.index import IndexView
-from casnap.storage.opening.location import locate_store
-from casnap.storage.packs.chunk_reads import ReadOptions, Reason, Want
-from casnap.storage.packs.footers import read_footer
-from casnap.storage.packs.pack_writer import moved_place, new_id
-from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.changes import change_table
-from casnap.storage.writing.copying import one_at_a_time
-from casnap.storage.writing.new_packs import NewPacks
-from casnap.storage.writing.segments import add_segment, drop_packs
-from casnap.storage.writing.starting_over import put_root_after
+from casnap.storage import ReadOptions, Repository, Want, change_table, locate_store
+from casnap.storage.inspecting import Mending, Reason, StoredFiles, read_footer
 
 # One reader: packs are filled from one thread, out of the other buffers of the pool.
 _READ = ReadOptions(readers=1)
@@ -124,8 +106,9 @@ def repair(
         BackendError: Something cannot be read now, but may be whole.
         UnsupportedFormatError: A damaged pack holds what this version does not know.
     """
-    with one_at_a_time():
-        return run_shielded(lambda crew: _Repair(store, sources, dry_run, crew).run(progress))
+    return Mending.run(
+        store, lambda mending: _Repair(store, sources, dry_run, mending).run(progress)
+    )
 
 
 class _Repair:
@@ -134,12 +117,11 @@ class _Repair:
         store: Repository,
         sources: Sequence[str | os.PathLike[str] | Backend],
         dry_run: bool,
-        crew: Crew,
+        mending: Mending,
     ) -> None:
         self._store = store
         self._sources = sources
-        self._crew = crew
-        self._salvage: NewPacks | None = None
+        self._mending = mending
         self._copied: set[Digest] = set()
         self._healed: set[Digest] = set()
         self._would_adopt: set[Digest] = set()
@@ -165,21 +147,15 @@ class _Repair:
         if survey.damages:
             older = self._store.as_of_whole_root()
             self._whole_root = None if older is None else older.newest()
-        try:
-            if self.report.dry_run:
-                self._adopt()
-                self._mend()
-                self._go_back()
-            else:
-                while self._change():
-                    survey.run_again()
-                    self._refuse_unreadable()
-                self.report.remaining = survey.damages
-        except BaseException as e:
-            self._crew.fail(e)
-            raise
-        finally:
-            self._drop_salvage()
+        if self.report.dry_run:
+            self._adopt()
+            self._mend()
+            self._go_back()
+        else:
+            while self._change():
+                survey.run_again()
+                self._refuse_unreadable()
+            self.report.remaining = survey.damages
         self.report.root = survey.root.seq
         if not survey.damages:
             self.report.warnings = lost_commits(self._store)
@@ -194,7 +170,7 @@ class _Repair:
             self._tries += 1
             if self._tries == _MOST_TRIES or self._store.newest() == self._survey.root:
                 raise
-            self._drop_salvage()
+            self._drop_saved()
             return True
 
     def _drop_rows(self) -> bool:
@@ -215,52 +191,22 @@ class _Repair:
             "its place, or delete it"
         )
 
-    def _drop_salvage(self) -> None:
-        if self._salvage is not None:
-            self._salvage.close()
-        self._salvage, self._copied, self._healed = None, set(), set()
+    def _drop_saved(self) -> None:
+        self._mending.drop()
+        self._copied, self._healed = set(), set()
 
     def _go_back(self) -> bool:
-        """Put a root with the snapshots of the newest whole one, if the newest table is lost.
-
-        It lists the packs of both, so that no chunk goes: a collection condemns what no snapshot
-        needs, and deletes it once its grace is over.
-        """
-        survey, whole = self._survey, self._whole_root
+        """Put a root with the snapshots of the newest whole one, if the newest table is lost."""
+        survey, whole, index = self._survey, self._whole_root, self._survey.index
         # A dry run does not know what the index would find again.
         if whole is None or self._would_adopt or not survey.table_is_lost:
             return False
-
-        def prepare(newest: Root) -> Root | None:
-            if newest != survey.root:
-                return None
-            return self._next_root(
-                newest,
-                table=whole.table,
-                copies=whole.copies,
-                lost=whole.lost,
-                **self._packs_of_both(whole, newest),
-            )
-
         if self.report.dry_run:
             self.report.remaining = []
-        elif put_root_after(self._store, prepare, first_root=lambda: survey.root) is None:
+        elif not self._mending.go_back(survey.root, whole, index.packs, index.of_pack):
             return True
         self.report.restored_root, self._whole_root = whole.seq, None
         return True
-
-    def _packs_of_both(self, whole: Root, newest: Root) -> dict[str, Any]:
-        """Return the segments and condemned packs of a whole root, plus the later packs."""
-        index, view = self._survey.index, self._store.index.view(whole)
-        later = [pack for pack in index.packs if pack not in view.packs]
-        if not later:
-            return {"segments": whole.segments, "condemned": whole.condemned}
-        segment = Segment(tuple(later), [r for pack in later for r in index.of_pack(pack)])
-        condemned = {p: seq for p, seq in newest.condemned.items() if p in segment.packs}
-        return {
-            "segments": add_segment(self._store, view, segment, newest.seq),
-            "condemned": {**whole.condemned, **condemned},
-        }
 
     # --- packs that no segment lists ---
 
@@ -275,7 +221,7 @@ class _Repair:
         if self.report.dry_run:
             self._would_adopt = {digest for records in packs.values() for digest, _ in records}
         else:
-            put_root_after(self._store, lambda root: self._entering(packs, root))
+            self._mending.adopt(packs, survey.unreadable)
             self.report.dropped_segments += len(survey.unreadable)
         self.report.adopted_packs += len(packs)
         return True
@@ -314,30 +260,6 @@ class _Repair:
             return []
         return [(d, p) for d, p in footer if can_lie_at(p) and p.offset + p.stored_size <= size]
 
-    def _entering(self, packs: dict[PackId, list[Record]], root: Root) -> Root:
-        """Return the root after this one, which lists these packs under new names."""
-        new_packs: dict[PackId, PackId] = {}
-        for pack in packs:
-            # A collector may be deleting the old name.
-            to = PackId(new_id(root.seq)[:-1] + pack[-1:])
-            try:
-                self._store.backend.copy(pack_key(pack), pack_key(to))
-            except FileNotFoundError:
-                continue
-            new_packs[pack] = to
-        records = [(d, moved_place(p, new_packs)) for pack in new_packs for d, p in packs[pack]]
-        segment = Segment(tuple(new_packs.values()), records)
-        segments = add_segment(self._store, self._readable(root), segment, root.seq)
-        return self._next_root(root, segments=segments)
-
-    def _next_root(self, root: Root, **changes: Any) -> Root:
-        return next_root(self._store.backend.uri, root, os.urandom(16), **changes)
-
-    def _readable(self, root: Root) -> IndexView:
-        """Return the index by those segments of a root that can be read."""
-        refs = tuple(ref for ref in root.segments if ref not in self._survey.unreadable)
-        return self._store.index.view(msgspec.structs.replace(root, segments=refs))
-
     # --- damaged packs, and what is lost ---
 
     def _mend(self) -> bool:
@@ -349,57 +271,21 @@ class _Repair:
         self._heal()
         lost_digests = self._lost_digests() - self._copied
         released = survey.rescued | damaged
-        changes = {
-            "condemned": {p: c for p, c in root.condemned.items() if p not in released},
-            "lost": b"".join(sorted(lost_digests)),
-        }
+        condemned = {p: c for p, c in root.condemned.items() if p not in released}
+        lost = b"".join(sorted(lost_digests))
         if self.report.dry_run:
             self._report_dry_run(lost_digests - self._would_adopt)
             self._count(damaged)
             return False
-        news = self._salvage or damaged or survey.unreadable or root.seq in self._must_replace
-        if not news and all(getattr(root, key) == value for key, value in changes.items()):
+        has_saved = self._mending.has_saved
+        news = has_saved or damaged or survey.unreadable or root.seq in self._must_replace
+        if not news and (root.condemned, root.lost) == (condemned, lost):
             return False
-
-        def prepare(newest: Root) -> Root | None:
-            if newest != root and not self._holds_for(newest, damaged):
-                return None
-            try:
-                segments = self._mended(newest, damaged)
-            except FileNotFoundError:
-                self._drop_salvage()
-                return None
-            return self._next_root(newest, segments=segments, **changes)
-
-        if put_root_after(self._store, prepare, first_root=lambda: root) is not None:
+        if self._mending.replace(root, damaged, survey.unreadable, condemned=condemned, lost=lost):
             self._count(damaged)
-            self._drop_salvage()
+        if not self._mending.has_saved:
+            self._drop_saved()
         return True
-
-    def _mended(self, root: Root, damaged: frozenset[PackId]) -> tuple[SegmentRef, ...]:
-        """Return the segments of a root without damaged packs, and with what was saved of them.
-
-        Raises:
-            FileNotFoundError: A collector has deleted what was saved.
-        """
-        segments = drop_packs(self._store, self._readable(root), damaged)
-        if self._salvage is None:
-            return segments
-        without_damage = msgspec.structs.replace(root, segments=segments)
-        self._salvage.finish()
-        if root.fence > self._salvage.base_seq:
-            self._salvage.move(root.seq)
-        segment = self._salvage.segment()
-        return add_segment(self._store, self._store.index.view(without_damage), segment, root.seq)
-
-    def _holds_for(self, newer: Root, damaged: frozenset[PackId]) -> bool:
-        """Whether the survey is also true of a newer root, which a take has put."""
-        root = self._survey.root
-        return (
-            (newer.condemned, newer.lost) == (root.condemned, root.lost)
-            and set(self._survey.unreadable) <= set(newer.segments)
-            and self._readable(newer).packs.issuperset(damaged)
-        )
 
     def _report_dry_run(self, digests: set[Digest]) -> None:
         """Report what would remain: what is lost, or may be, if not all needs are known."""
@@ -468,14 +354,11 @@ class _Repair:
         self._copied.add(digest)
         if self.report.dry_run:
             return
-        if self._salvage is None:
-            records = [
-                r for pack in self._survey.hurt_packs for r in self._survey.index.of_pack(pack)
-            ]
-            codec = codec_among(place.codec for _, place in records)
-            base = self._survey.root.seq
-            self._salvage = NewPacks(self._store, base, self._crew, codec)
-        self._salvage.copy(digest, raw, is_node=self._survey.needed.get(digest) == -1)
+        survey = self._survey
+        if not self._mending.has_saved:
+            records = (r for pack in survey.hurt_packs for r in survey.index.of_pack(pack))
+            self._mending.begin(survey.root, (place for _, place in records))
+        self._mending.save(digest, raw, is_node=survey.needed.get(digest) == -1)
 
     # --- sources ---
 

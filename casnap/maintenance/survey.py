@@ -53,15 +53,17 @@ from casnap.maintenance.full_index import FullIndex
 from casnap.maintenance.pack_checks import bad_records, can_lie_at, is_known
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import mapped
-from casnap.runtime.typing import override
-from casnap.storage.lookup.chains import ShortestChains, bases_at
-from casnap.storage.lookup.index_cache import preferred
-from casnap.storage.lookup.lookup_order import Bases, Left, LocalLookup, Rung, Step
-from casnap.storage.lookup.pack_lengths import listed_packs
-from casnap.storage.packs.chunk_reads import Failure, Reason, Want
-from casnap.storage.packs.footers import read_footer
-from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.contents import Contents, Entries
+from casnap.storage import Contents, Entries, Repository, Want
+from casnap.storage.inspecting import (
+    Failure,
+    GivenPlaces,
+    Reason,
+    ShortestChains,
+    bases_at,
+    listed_packs,
+    preferred,
+    read_footer,
+)
 
 if TYPE_CHECKING:
     from casnap.maintenance.entry_checks import Read
@@ -106,33 +108,12 @@ class _Below(NamedTuple):
     balance: int = 0
 
 
-class _WholePlaces(LocalLookup):
-    """A lookup by what a survey has found: places that are not known to be bad, of any root."""
-
-    def __init__(self, survey: Survey) -> None:
-        lookup = survey.store.lookup
-        super().__init__(lookup.newest, lookup.index)
-        self._survey = survey
-
-    @override
-    def rungs(self) -> Sequence[Rung]:
-        return (self._whole,)
-
-    def _whole(self, left: Left) -> Iterator[Step]:
-        digests = list(left.wants)
-        yield Step(left.at(digests, self.bases().find(digests)))
-
-    @override
-    def bases(self) -> Bases:
-        whole_places = self._survey.whole_places
-        return Bases(lambda digests: [preferred(whole_places(d)) for d in digests], whole_places)
-
-
 class _UncachedStore(Repository):
     """A store whose nodes are read from packs only, at places that are not known to be bad."""
 
     def __init__(self, survey: Survey) -> None:
-        super().__init__(survey.store.backend, survey.store.config, _WholePlaces(survey))
+        lookup = GivenPlaces(survey.store.lookup, survey.whole_places)
+        super().__init__(survey.store.backend, survey.store.config, lookup)
         self._survey = survey
         self.asked: list[Digest] = []
         # Nodes that were read with their neighbours, and are whole at all their places.

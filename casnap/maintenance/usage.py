@@ -16,11 +16,16 @@ from casnap.format.entries import Entry
 from casnap.format.names import folder_of
 from casnap.format.records import DeltaPlace, Row, SealedSegment, pack_key, segment_key
 from casnap.runtime.progress import Progress
-from casnap.storage.collecting.stored_files import StoredFiles
-from casnap.storage.lookup.index import IndexView
-from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.contents import Contents
-from casnap.storage.snapshots.references import MANIFEST, digest_in, is_node, references, walk
+from casnap.storage import Contents, Repository
+from casnap.storage.inspecting import (
+    MANIFEST,
+    IndexView,
+    StoredFiles,
+    digest_in,
+    is_node,
+    references,
+    walk,
+)
 
 _NO_OWNER, _SHARED = -1, -2
 

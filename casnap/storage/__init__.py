@@ -10,8 +10,8 @@ Its rooms, each above those before it:
 - ``snapshots``: the table of snapshots, what each holds, and which of them stay.
 - ``collecting``: what no snapshot needs is found, condemned, and deleted after its grace.
 
-What the rest of casnap needs of them stands below: import-linter lets nothing else through, but for
-``maintenance``, which checks and repairs what lies in the rooms, and so must know them.
+What the rest of casnap needs of them stands below; import-linter lets nothing else through. Check,
+repair and usage look at what lies in the rooms: ``inspecting.py`` lists what they use besides.
 
 Imports ``backends``, ``format`` and ``runtime``. Begin with ``reading/repository.py`` and
 ``writing/session.py``.
@@ -24,6 +24,15 @@ from typing import TYPE_CHECKING
 from casnap.runtime.later import imported_later
 
 if TYPE_CHECKING:
+    from casnap.storage.collecting.automatic import AutomaticCollector as AutomaticCollector
+    from casnap.storage.collecting.automatic import automatic_collector as automatic_collector
+    from casnap.storage.collecting.automatic import collects_unasked as collects_unasked
+    from casnap.storage.collecting.automatic import grace_at as grace_at
+    from casnap.storage.collecting.automatic import waiting_until as waiting_until
+    from casnap.storage.collecting.gc import GcOptions as GcOptions
+    from casnap.storage.collecting.gc import GcReport as GcReport
+    from casnap.storage.collecting.gc import check_allowed as check_allowed
+    from casnap.storage.collecting.gc import collect as collect
     from casnap.storage.commit_log.put_if_absent_probe import has_one_winner as has_one_winner
     from casnap.storage.commit_log.put_if_absent_probe import (
         no_put_if_absent_error as no_put_if_absent_error,
@@ -59,6 +68,13 @@ if TYPE_CHECKING:
     from casnap.storage.snapshots.contents import has_wildcards as has_wildcards
     from casnap.storage.snapshots.marker_files import marked_commit as marked_commit
     from casnap.storage.snapshots.marker_files import replace_markers as replace_markers
+    from casnap.storage.snapshots.missing_folders import (
+        MissingFoldersChange as MissingFoldersChange,
+    )
+    from casnap.storage.snapshots.missing_folders import check_has_folders as check_has_folders
+    from casnap.storage.snapshots.missing_folders import (
+        prune_missing_folders as prune_missing_folders,
+    )
     from casnap.storage.snapshots.pruning import forget as forget
     from casnap.storage.snapshots.pruning import forget_unheld as forget_unheld
     from casnap.storage.snapshots.pruning import prune_by as prune_by
@@ -98,6 +114,10 @@ if TYPE_CHECKING:
 # Where each name is. A module is loaded when one of its names is asked for: a reader needs no
 # writer.
 _NAMES = {
+    "collecting.automatic": (
+        "AutomaticCollector automatic_collector collects_unasked grace_at waiting_until"
+    ),
+    "collecting.gc": "GcOptions GcReport check_allowed collect",
     "commit_log.put_if_absent_probe": "has_one_winner no_put_if_absent_error",
     "commit_log.settings": "CODECS new_settings",
     "packs.chunk_reads": "Fill ReadOptions Want",
@@ -113,6 +133,7 @@ _NAMES = {
     "snapshots.changes": "change_settings change_table",
     "snapshots.contents": "Contents Entries Listed has_wildcards",
     "snapshots.marker_files": "marked_commit replace_markers",
+    "snapshots.missing_folders": "MissingFoldersChange check_has_folders prune_missing_folders",
     "opening.opening": "open_at",
     "snapshots.pruning": "forget forget_unheld prune_by thin_by",
     "snapshots.published": (

@@ -1,4 +1,4 @@
 """Snapshots by name, what each holds, and which of them stay.
 
-Imports all other rooms of ``storage``. Begin with ``table.py``.
+Imports all rooms of ``storage`` but ``collecting``. Begin with ``table.py``.
 """

@@ -1,0 +1,63 @@
+"""What check, repair and usage see of the rooms, besides the storage's face.
+
+They must know packs, segments and roots as they lie in the store, which nobody else needs. All of
+these names are for looking, but one: what a repair writes, it writes by :class:`Mending`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from casnap.runtime.later import imported_later
+
+if TYPE_CHECKING:
+    from casnap.storage.collecting.stored_files import StoredFiles as StoredFiles
+    from casnap.storage.commit_log.config import config_content as config_content
+    from casnap.storage.commit_log.config import config_in as config_in
+    from casnap.storage.commit_log.config import read_config as read_config
+    from casnap.storage.commit_log.put_if_absent_probe import (
+        put_if_absent_warnings as put_if_absent_warnings,
+    )
+    from casnap.storage.commit_log.roots import COPIES as COPIES
+    from casnap.storage.commit_log.roots import read_root as read_root
+    from casnap.storage.lookup.chains import ShortestChains as ShortestChains
+    from casnap.storage.lookup.chains import bases_at as bases_at
+    from casnap.storage.lookup.given_places import GivenPlaces as GivenPlaces
+    from casnap.storage.lookup.index import IndexView as IndexView
+    from casnap.storage.lookup.index_cache import preferred as preferred
+    from casnap.storage.lookup.pack_lengths import listed_packs as listed_packs
+    from casnap.storage.packs.chunk_reads import Failure as Failure
+    from casnap.storage.packs.chunk_reads import Reason as Reason
+    from casnap.storage.packs.chunk_reads import is_possible as is_possible
+    from casnap.storage.packs.footers import read_footer as read_footer
+    from casnap.storage.snapshots.marker_files import unknown_markers as unknown_markers
+    from casnap.storage.snapshots.references import MANIFEST as MANIFEST
+    from casnap.storage.snapshots.references import digest_in as digest_in
+    from casnap.storage.snapshots.references import is_node as is_node
+    from casnap.storage.snapshots.references import references as references
+    from casnap.storage.snapshots.references import walk as walk
+    from casnap.storage.writing.mending import Mending as Mending
+
+_NAMES = {
+    "collecting.stored_files": "StoredFiles",
+    "commit_log.config": "config_content config_in read_config",
+    "commit_log.put_if_absent_probe": "put_if_absent_warnings",
+    "commit_log.roots": "COPIES read_root",
+    "lookup.chains": "ShortestChains bases_at",
+    "lookup.given_places": "GivenPlaces",
+    "lookup.index": "IndexView",
+    "lookup.index_cache": "preferred",
+    "lookup.pack_lengths": "listed_packs",
+    "packs.chunk_reads": "Failure Reason is_possible",
+    "packs.footers": "read_footer",
+    "snapshots.marker_files": "unknown_markers",
+    "snapshots.references": "MANIFEST digest_in is_node references walk",
+    "writing.mending": "Mending",
+}
+
+_MODULES = {
+    name: f"casnap.storage.{module}" for module, names in _NAMES.items() for name in names.split()
+}
+__all__ = list(_MODULES)
+
+__getattr__ = imported_later(globals(), _MODULES)

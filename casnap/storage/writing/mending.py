@@ -1,0 +1,252 @@
+"""What a repair writes: packs of whole data, and roots that name them instead of damaged ones.
+
+Nothing is changed in place, and nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from casnap.format.codec import codec_among
+from casnap.format.digest import Digest
+from casnap.format.records import PackId, Place, Record, Root, Segment, SegmentRef, pack_key
+from casnap.runtime.threads import Crew, run_shielded
+from casnap.storage.commit_log.roots import next_root
+from casnap.storage.lookup.index import IndexView
+from casnap.storage.packs.pack_writer import moved_place, new_id
+from casnap.storage.reading.repository import Repository
+from casnap.storage.writing.copying import one_at_a_time
+from casnap.storage.writing.new_packs import NewPacks
+from casnap.storage.writing.segments import add_segment, drop_packs
+from casnap.storage.writing.starting_over import put_root_after
+
+T = TypeVar("T")
+
+
+class Mending:
+    """The packs and roots that one repair writes; made by :meth:`run`.
+
+    Args:
+        store: The store.
+        crew: The crew of the background threads.
+    """
+
+    def __init__(self, store: Repository, crew: Crew) -> None:
+        self._store = store
+        self._crew = crew
+        self._saved: NewPacks | None = None
+
+    @classmethod
+    def run(cls, store: Repository, work: Callable[[Mending], T]) -> T:
+        """Call what repairs a store; return its result. No other thread copies meanwhile."""
+
+        def mend(crew: Crew) -> T:
+            mending = cls(store, crew)
+            try:
+                return work(mending)
+            except BaseException as e:
+                crew.fail(e)
+                raise
+            finally:
+                mending.drop()
+
+        with one_at_a_time():
+            return run_shielded(mend)
+
+    # --- whole chunks and nodes ---
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether packs of whole data wait for a root."""
+        return self._saved is not None
+
+    def begin(self, root: Root, places: Iterable[Place]) -> None:
+        """Begin new packs.
+
+        Args:
+            root: The root that was surveyed.
+            places: The damaged packs' places: chunks are stored in a form that is among theirs.
+        """
+        codec = codec_among(place.codec for place in places)
+        self._saved = NewPacks(self._store, root.seq, self._crew, codec)
+
+    def save(self, digest: Digest, raw: memoryview, *, is_node: bool) -> None:
+        """Write a verified chunk or node to a new pack, once."""
+        assert self._saved is not None
+        self._saved.copy(digest, raw, is_node=is_node)
+
+    def drop(self) -> None:
+        """Forget what was saved; its packs are left to the collector unless a root names them."""
+        if self._saved is not None:
+            self._saved.close()
+        self._saved = None
+
+    # --- roots ---
+
+    def adopt(
+        self, packs: Mapping[PackId, list[Record]], unreadable: Collection[SegmentRef]
+    ) -> None:
+        """Put a root that lists some packs again.
+
+        Args:
+            packs: Packs that no segment lists, and their whole records.
+            unreadable: Segments that the root no longer names.
+        """
+        put_root_after(self._store, lambda root: self._entering(packs, unreadable, root))
+
+    def _entering(
+        self,
+        packs: Mapping[PackId, list[Record]],
+        unreadable: Collection[SegmentRef],
+        root: Root,
+    ) -> Root:
+        """Return the root after this one, which lists these packs under new names."""
+        new_packs: dict[PackId, PackId] = {}
+        for pack in packs:
+            # A collector may be deleting the old name.
+            to = PackId(new_id(root.seq)[:-1] + pack[-1:])
+            try:
+                self._store.backend.copy(pack_key(pack), pack_key(to))
+            except FileNotFoundError:
+                continue
+            new_packs[pack] = to
+        records = [(d, moved_place(p, new_packs)) for pack in new_packs for d, p in packs[pack]]
+        segment = Segment(tuple(new_packs.values()), records)
+        view = self._readable(root, unreadable)
+        return self._next_root(root, segments=add_segment(self._store, view, segment, root.seq))
+
+    def replace(
+        self,
+        root: Root,
+        damaged: frozenset[PackId],
+        unreadable: Collection[SegmentRef],
+        *,
+        condemned: Mapping[bytes, int],
+        lost: bytes,
+    ) -> bool:
+        """Put a root that lists what was saved instead of what is damaged.
+
+        Args:
+            root: The root that was surveyed.
+            damaged: Packs that the next root does not list.
+            unreadable: Segments that it does not name.
+            condemned: The packs that it condemns.
+            lost: The digests that it calls lost.
+
+        Returns:
+            Whether that root was put. If not, the store has changed, so that it is to be surveyed
+            again.
+        """
+
+        def prepare(newest: Root) -> Root | None:
+            if newest != root and not self._holds_for(newest, root, damaged, unreadable):
+                return None
+            try:
+                segments = self._mended(newest, damaged, unreadable)
+            except FileNotFoundError:
+                self.drop()
+                return None
+            return self._next_root(newest, segments=segments, condemned=condemned, lost=lost)
+
+        if put_root_after(self._store, prepare, first_root=lambda: root) is None:
+            return False
+        self.drop()
+        return True
+
+    def _mended(
+        self, root: Root, damaged: frozenset[PackId], unreadable: Collection[SegmentRef]
+    ) -> tuple[SegmentRef, ...]:
+        """Return the segments of a root without damaged packs, and with what was saved of them.
+
+        Raises:
+            FileNotFoundError: A collector has deleted what was saved.
+        """
+        segments = drop_packs(self._store, self._readable(root, unreadable), damaged)
+        if self._saved is None:
+            return segments
+        without_damage = msgspec.structs.replace(root, segments=segments)
+        self._saved.finish()
+        if root.fence > self._saved.base_seq:
+            self._saved.move(root.seq)
+        segment = self._saved.segment()
+        return add_segment(self._store, self._store.index.view(without_damage), segment, root.seq)
+
+    def _holds_for(
+        self,
+        newer: Root,
+        root: Root,
+        damaged: frozenset[PackId],
+        unreadable: Collection[SegmentRef],
+    ) -> bool:
+        """Whether what a survey of one root has found is also true of a newer one."""
+        return (
+            (newer.condemned, newer.lost) == (root.condemned, root.lost)
+            and set(unreadable) <= set(newer.segments)
+            and self._readable(newer, unreadable).packs.issuperset(damaged)
+        )
+
+    def go_back(
+        self,
+        newest: Root,
+        whole: Root,
+        packs: Sequence[PackId],
+        records_of: Callable[[PackId], list[Record]],
+    ) -> bool:
+        """Put a root with the snapshots of an older one, which lists the packs of both.
+
+        So no chunk goes: a collection condemns what no snapshot needs, and deletes it once its
+        grace is over.
+
+        Args:
+            newest: The newest root, as it was surveyed.
+            whole: The older root.
+            packs: The packs of the newest root.
+            records_of: Returns what such a pack holds.
+
+        Returns:
+            Whether the root was put. If not, there is a newer one than that which was surveyed.
+        """
+
+        def prepare(root: Root) -> Root | None:
+            if root != newest:
+                return None
+            return self._next_root(
+                newest,
+                table=whole.table,
+                copies=whole.copies,
+                lost=whole.lost,
+                **self._packs_of_both(whole, newest, packs, records_of),
+            )
+
+        return put_root_after(self._store, prepare, first_root=lambda: newest) is not None
+
+    def _packs_of_both(
+        self,
+        whole: Root,
+        newest: Root,
+        packs: Sequence[PackId],
+        records_of: Callable[[PackId], list[Record]],
+    ) -> dict[str, Any]:
+        """Return the segments and condemned packs of a whole root, plus the later packs."""
+        view = self._store.index.view(whole)
+        later = [pack for pack in packs if pack not in view.packs]
+        if not later:
+            return {"segments": whole.segments, "condemned": whole.condemned}
+        segment = Segment(tuple(later), [r for pack in later for r in records_of(pack)])
+        condemned = {p: seq for p, seq in newest.condemned.items() if p in segment.packs}
+        return {
+            "segments": add_segment(self._store, view, segment, newest.seq),
+            "condemned": {**whole.condemned, **condemned},
+        }
+
+    def _readable(self, root: Root, unreadable: Collection[SegmentRef]) -> IndexView:
+        """Return the index by those segments of a root that can be read."""
+        refs = tuple(ref for ref in root.segments if ref not in unreadable)
+        return self._store.index.view(msgspec.structs.replace(root, segments=refs))
+
+    def _next_root(self, root: Root, **changes: Any) -> Root:
+        return next_root(self._store.backend.uri, root, os.urandom(16), **changes)
