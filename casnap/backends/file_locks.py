@@ -72,18 +72,20 @@ def announced_in(
 def _create_locked(name: str, folder: int, create: Callable[[str], Descriptor]) -> Descriptor:
     """Create a file that has its name only once it is locked; return it open."""
     for _ in range(_ATTEMPTS):
-        temporary = os.urandom(12).hex()
+        temporary, is_named = os.urandom(12).hex(), False
         try:
             file = create(temporary)
             # A collector may have locked it before, or deleted it.
             if lock(file.fd) is not False:
                 with suppress(FileNotFoundError):
                     os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                    is_named = True
                     return file
             file.close()
         finally:
             # A full disk may have no room for the new name.
-            unlink_at(temporary, folder)
+            if not is_named:
+                unlink_at(temporary, folder)
     raise FileNotFoundError(errno.ENOENT, "collectors delete what announces a take", name)
 
 

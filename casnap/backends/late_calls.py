@@ -12,15 +12,18 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from casnap.runtime.file_systems import is_on_shared
+from casnap.runtime.file_systems import is_shared_type, mounts
 from casnap.runtime.fork import in_child, new_lock
 
 _log = logging.getLogger("casnap")
 # A line comes after so many seconds. The thread looks so often, and ends after so many looks at
 # nothing.
 _TOLD_AFTER, _LOOK, _IDLE_LOOKS = 5.0, 0.5, 6
-# The folders of stores on file systems of servers.
-_places: set[str] = set()
+# Where file systems of servers are: those mounted at the first call, and folders that were found on
+# others since then.
+_places: tuple[str, ...] | None = None
+# The mounts there are of the kernel, which answers for itself.
+_OF_KERNEL = ("/proc/", "/sys/", "/dev/")
 # What each thread waits for, and since when.
 _calls: dict[int, tuple[float, str]] = {}
 _lock = new_lock()
@@ -28,13 +31,29 @@ _watcher: threading.Thread | None = None
 
 
 def watch_calls_to(folder: str) -> None:
-    """Have calls to a store told if they are late, where it lies on a file system of a server.
+    """Have calls to a folder told if they are late.
 
     Args:
-        folder: The real path of the store.
+        folder: The real path of one on a file system of a server.
     """
-    if folder not in _places and is_on_shared(folder):
-        _places.add(folder)
+    global _places
+    if not folder.startswith(places := _known()):
+        _places = (*places, folder)
+
+
+def _known() -> tuple[str, ...]:
+    """Return where the file systems of servers are, as far as this process knows.
+
+    The list of mounts is read once, since it takes several calls of the system.
+    """
+    global _places
+    if _places is None:
+        _places = tuple(
+            mount.folder.rstrip("/")
+            for mount in mounts()
+            if is_shared_type(mount.kind) and not mount.folder.startswith(_OF_KERNEL)
+        )
+    return _places
 
 
 def begun(path: str) -> Callable[[], object] | None:
@@ -42,7 +61,7 @@ def begun(path: str) -> Callable[[], object] | None:
 
     None where that is not watched.
     """
-    if not _places or not any(path.startswith(place) for place in _places):
+    if not path.startswith(_known()):
         return None
     thread = threading.get_ident()
     outer = _calls.get(thread)

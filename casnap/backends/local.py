@@ -19,7 +19,6 @@ from casnap.backends.base import (
 )
 from casnap.backends.file_io import is_cached, read_file, read_run, write_at
 from casnap.backends.file_locks import announced_in, bases_announced_in, lock, unlink_abandoned
-from casnap.backends.late_calls import watch_calls_to
 from casnap.backends.late_names import is_left_open, is_listed_anew, wait_for
 from casnap.backends.safe_paths import (
     OpenFolder,
@@ -78,7 +77,6 @@ class LocalBackend(Backend):
         self._received = 0
         self._counting = new_lock()
         self._place = StoreFolder(self.folder, self.inner)
-        watch_calls_to(self.uri)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process reach the same folder."""

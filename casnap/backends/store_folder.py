@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from casnap.backends.durability import NewNames
 from casnap.backends.file_io import read_file
+from casnap.backends.late_calls import watch_calls_to
 from casnap.backends.local_paths import exists
 from casnap.backends.owners import new_file_in
 from casnap.backends.safe_paths import (
@@ -80,6 +81,8 @@ class StoreFolder:
             # A failure is for the look itself to tell.
             with suppress(OSError):
                 lag = name_lag(str(folder))
+                if lag:
+                    watch_calls_to(str(folder))
                 if folder == self._folder:
                     self._name_lag = lag
                 return lag

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from casnap.errors import InvalidNameError, StoreError, with_article
-from casnap.runtime.file_systems import is_shared_type, mount_of
+from casnap.runtime.file_systems import shared_type
 from casnap.runtime.units import parsed_size
 
 _log = logging.getLogger("casnap")
@@ -185,10 +185,8 @@ def why_refused(folder: Path) -> str | None:
         return f"belongs to another user (uid {owner})"
     if linked_by not in (owner, 0):
         return f"is a link of another user (uid {linked_by})"
-    mount = mount_of(folder)
-    if mount is None or not is_shared_type(mount.kind):
-        return None
-    return f"is on a network file system ({mount.kind})"
+    kind = shared_type(folder)
+    return None if kind is None else f"is on a network file system ({kind})"
 
 
 def _cache_candidates() -> Iterator[Path]:

@@ -66,6 +66,19 @@ def is_shared_type(kind: str) -> bool:
     return kind not in _LOCAL
 
 
+def shared_type(folder: Path) -> str | None:
+    """Return the type of a folder's file system if other hosts may use that, too; else None.
+
+    Raises:
+        OSError: The folder cannot be looked at.
+    """
+    # It takes one call of the system to ask the file system; the list of mounts takes eight.
+    if name_lag(str(folder)) == 0:
+        return None
+    mount = mount_of(folder)
+    return mount.kind if mount is not None and is_shared_type(mount.kind) else None
+
+
 def is_on_shared(real_path: str) -> bool:
     """Whether other hosts may use the file system that holds a path without links, too.
 

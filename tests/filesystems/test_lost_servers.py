@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import signal
+import subprocess
 import threading
 import time
 import warnings
@@ -18,6 +19,7 @@ import pytest
 
 from casnap import Store
 from casnap.errors import PLACE_ERRORS, UnavailableError
+from tests.support.cli_calls import COMMAND
 from tests.support.faults import CHUNK, app_state, assert_holds, take
 from tests.support.mounts import bindfs
 from tests.support.shared_mounts import gluster_volume, sshd
@@ -171,6 +173,26 @@ def test_a_client_that_stands_still(
         assert f"waiting for {store.uri}" in said[0]
         assert "has not answered for" in said[0]
         all_go_on(store)
+
+
+def test_a_program_that_begins_while_the_client_stands_still(work: Path) -> None:
+    """Its first look at the place waits; the line says so."""
+    (work / "below").mkdir()
+    with bindfs(work / "below", work / "a"):
+        store = made(work / "a")
+        pid = _client_of(work / "a")
+        os.kill(pid, signal.SIGSTOP)
+        listing = subprocess.Popen(
+            [*COMMAND, "ls", store.uri], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        with listing:
+            try:
+                assert listing.stderr is not None
+                assert f"waiting for {store.uri}" in listing.stderr.readline()
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            assert "step_1" in listing.communicate()[0]
+        assert listing.returncode == 0
 
 
 def _client_of(place: Path) -> int:

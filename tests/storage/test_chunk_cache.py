@@ -332,7 +332,7 @@ def test_a_folder_on_a_network_file_system(
     far: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two hosts must not share it: one would not see what the other has locked."""
-    monkeypatch.setattr("casnap.runtime.environment.is_shared_type", lambda kind: True)
+    monkeypatch.setattr("casnap.runtime.environment.shared_type", lambda folder: "nfs4")
     with pytest.raises(StoreError, match="network file system"):
         Reader(far)
     Reader(far, 0).restore()
