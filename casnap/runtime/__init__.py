@@ -1,4 +1,4 @@
-"""Threads, buffers and the environment. Knows neither stores nor tensors.
+"""Threads, buffers and the environment, without any knowledge of stores and tensors.
 
-Imports only :mod:`casnap.errors`. Begin with ``threads.py``.
+This room imports only :mod:`casnap.errors`. Begin with ``threads.py``.
 """

@@ -13,14 +13,16 @@ _FIRST, _LONGEST = 1.0, 60.0
 
 
 class Backoff:
-    """The failures of some work that is tried again and again: after each, it waits longer.
+    """Counts the failures of a task that is repeated, and says how long to wait after each.
+
+    The pause doubles with each failure, from 1 s up to 60 s. It is partly random.
 
     Args:
-        task: The work, for messages.
+        task: The task, for messages.
 
     Attributes:
-        error: The last failure; None if the last try was a success.
-        since: When it began to fail, in seconds since the epoch.
+        error: The error of the last try; None if the last try succeeded.
+        since: When the task began to fail, in seconds since the epoch; None if it does not fail.
     """
 
     def __init__(self, task: str) -> None:
@@ -31,35 +33,35 @@ class Backoff:
         self._next = 0.0
 
     def note_failure(self, error: BaseException) -> None:
-        """Note a failure; log the first one."""
+        """Note a failure. The first one is logged as a warning."""
         if self.since is None:
             self.since = time.time()
             _log.warning("%s fails, and is tried again: %.1000s", self._task, error)
         else:
             _log.info("%s fails still: %.1000s", self._task, error)
         self.error = error
-        # Random, so that many hosts do not come back together.
+        # A random part keeps many hosts from trying again together.
         delay = min(_LONGEST, _FIRST * 2 ** min(self._failures, 10))
         self._failures += 1
         self._next = time.monotonic() + delay * _random.uniform(0.5, 1.0)
 
     def note_success(self) -> None:
-        """Note that a try did not fail."""
+        """Note that a try succeeded."""
         if self.since is not None:
             _log.warning("%s works again", self._task)
         self.error, self.since = None, None
         self._failures, self._next = 0, 0.0
 
     def hurry(self) -> None:
-        """Have the next try at once."""
+        """Allow the next try at once."""
         self._next = 0.0
 
     @property
     def failing_for(self) -> float:
-        """For how many seconds it has been failing."""
+        """How many seconds the task has been failing; 0 if it does not fail."""
         return 0.0 if self.since is None else time.time() - self.since
 
     @property
     def delay(self) -> float:
-        """How many seconds to wait before the next try; 0 for none."""
+        """How many seconds to wait before the next try."""
         return max(0.0, self._next - time.monotonic())

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Yield some items in batches, each of which ends once it has so many bytes.
+    """Yield items in batches, in order. A batch ends once it has ``most`` bytes or more.
 
     Args:
         items: The items.

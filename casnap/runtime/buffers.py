@@ -1,11 +1,12 @@
 """Page-aligned host memory that is used again and again.
 
-Fresh pages are the hidden cost of copying: the kernel zeroes each one first, which takes several
-times as long as the copy. So slots are kept for the life of the process. Those of a bounded pool,
-which packs are written from, are of huge pages: the disk takes them faster. Those for the copies of
-a whole state are ordinary pages. For that many huge ones the kernel looks for memory in one run,
-which a virtual machine often has not touched before; a first ``async_take`` then blocked for three
-times as long.
+Fresh pages are the hidden cost of copying: the kernel zeroes each page first, which takes several
+times as long as the copy. So the process keeps its slots to the end.
+
+Packs are written from the slots of a bounded pool. These slots have huge pages, which the disk
+takes faster. Copies of a whole state lie in slots of ordinary pages: the kernel looks for huge
+pages in memory that a virtual machine often has not touched before, and a first ``async_take`` then
+blocked for three times as long.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SLOTS, BACKGROUND_SLOTS = 6, 5
 
 
 def whole_pages(nbytes: int) -> int:
-    """Return a length, rounded up to whole pages."""
+    """Return a number of bytes, rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
@@ -37,8 +38,8 @@ class Slot:
 
     Attributes:
         view: The memory, writable.
-        unpin: Unregisters it from a GPU's driver; None if it is not registered.
-        is_used: Whether somebody has used it before, so that its pages are there.
+        unpin: Unregisters the memory from a GPU's driver; None if it is not registered.
+        is_used: Whether the slot was used before, so that the kernel has provided its pages.
     """
 
     __slots__ = ("_memory", "is_used", "unpin", "view")
@@ -67,13 +68,18 @@ _givers: list[Callable[[], int]] = []
 
 
 class Pool:
-    """A bounded set of equal slots. The one that was released last is handed out first."""
+    """A set of equal slots. It hands out first the slot that was released last.
+
+    Args:
+        slot_bytes: The bytes of each slot.
+        limit: The most slots; None for no bound.
+    """
 
     def __init__(self, slot_bytes: int, limit: int | None) -> None:
         self.slot_bytes = slot_bytes
         self.limit = limit
         self._begin()
-        # The parent's slots are in use, and its lock may be held.
+        # In a child, the parent's threads still use the slots and may hold the lock: begin anew.
         in_child(self._begin)
         _all_pools.append(self)
 
@@ -83,7 +89,11 @@ class Pool:
         self._changed = threading.Condition()
 
     def acquire(self, *, wait: bool = True) -> Slot | None:
-        """Return a slot. If all are in use, wait for one, or return None if not to wait."""
+        """Return a slot.
+
+        Args:
+            wait: Whether to wait for a slot if all are in use. Else the answer is None then.
+        """
         with self._changed:
             while not self._free:
                 if self.limit is None or self._made < self.limit:
@@ -96,7 +106,7 @@ class Pool:
             return self._free.pop()
 
     def take(self) -> Slot:
-        """Return a slot; if all are in use, wait for one."""
+        """Return a slot; if all are in use, wait until one is released."""
         slot = self.acquire()
         assert slot is not None
         return slot
@@ -124,7 +134,7 @@ class Pool:
             with self._changed:
                 if not self._free:
                     return nbytes
-                # Unpinned while it is still here: an error must not lose one that is pinned.
+                # Unpin the slot before it leaves the pool, so that an error loses no pinned slot.
                 if (unpin := self._free[-1].unpin) is not None:
                     unpin()
                 self._free.pop()
@@ -137,10 +147,13 @@ _lock = new_lock()
 
 
 def shared_pool(at_least: int) -> Pool:
-    """Return the process's pool of slots that hold ``at_least`` bytes each."""
-    # Few sizes, since each size keeps its slots.
+    """Return the process's pool of slots that hold ``at_least`` bytes each.
+
+    Work in the background has a pool of its own.
+    """
+    # Each size keeps its slots, so there are few sizes.
     nbytes = SLOT_BYTES if at_least <= SLOT_BYTES else 1 << (at_least - 1).bit_length()
-    # Work in the background may hold its slots while a link is dead: takes must not wait.
+    # Work in the background may hold its slots while a connection is dead: takes must not wait.
     slots = BACKGROUND_SLOTS if works_in_background() else SLOTS
     with _lock:
         if (nbytes, slots) not in _pools:
@@ -151,12 +164,13 @@ def shared_pool(at_least: int) -> Pool:
 def release_memory() -> int:
     """Give back the memory that casnap keeps for the next take or restore.
 
-    After an ``async_take`` that is as much as the state: casnap keeps it since copying to fresh
+    After an ``async_take``, casnap keeps as much memory as the state takes, since copying to fresh
     memory takes several times as long as copying to used memory. Memory in use stays, such as the
-    copies of a pending take. Safe at any time.
+    copies of a pending take. This function is safe at any time.
 
     Returns:
-        How many bytes were given back, at most: pages that were never touched took no memory.
+        How many bytes were given back. It is an upper bound: pages that were never touched took no
+        memory.
 
     Raises:
         UnavailableError: No thread can be started.
@@ -166,12 +180,12 @@ def release_memory() -> int:
         pools = sum(pool.shrink() for pool in list(_all_pools))
         return pools + sum(give_back() for give_back in _givers)
 
-    # An interrupt could leave a lock of a pool held, or a slot counted that is gone.
+    # Here an interrupt could leave a pool's lock held, or a slot counted that is gone.
     return run_shielded(release_all)
 
 
 def on_release(give_back: Callable[[], int]) -> None:
-    """Have :func:`release_memory` call a function, which returns how many bytes it gave back."""
+    """Have :func:`release_memory` call ``give_back``, which returns how many bytes it gave back."""
     _givers.append(give_back)
 
 
@@ -181,7 +195,7 @@ def view_at(address: int, nbytes: int) -> memoryview:
 
 
 def bytes_at(address: int, nbytes: int) -> bytes:
-    """Return a copy of the bytes at an address; for few bytes that is faster than a view."""
+    """Return a copy of the bytes at an address. For few bytes this is faster than a view."""
     return ctypes.string_at(address, nbytes)
 
 
@@ -191,43 +205,43 @@ def address_of(view: memoryview) -> int:
 
 
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-# Of Linux 5.14 and later.
+# Linux has these since 5.14.
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 
 
 def can_write(address: int) -> bool:
-    """Whether the page of an address can be written; True also where the system does not say.
+    """Whether the page at an address can be written; True if the system cannot say.
 
-    Its content stays as it is.
+    The content of the page stays as it is.
     """
     refused = _populate(address, _POPULATE_WRITE)
     if refused == errno.EINVAL:
-        # A system that does not know the question refuses to read, too.
+        # An older system refuses the question about reading, too.
         return _populate(address, _POPULATE_READ) != 0
     return refused != errno.EFAULT
 
 
 def _populate(address: int, advice: int) -> int:
-    """Have the system provide the page of an address; return the number of its error, or 0."""
+    """Have the system provide the page at an address; return the errno, or 0 for success."""
     if _libc is None:
         return 0
     page = ctypes.c_void_p(address // mmap.PAGESIZE * mmap.PAGESIZE)
     return ctypes.get_errno() if _libc.madvise(page, ctypes.c_size_t(1), advice) else 0
 
 
-# Leaves the length of the file as it is.
+# The flag of fallocate that leaves the length of the file as it is.
 _KEEP_SIZE = 1
 
 
 def reserve_space(fd: int, nbytes: int) -> bool:
-    """Have a file hold so many bytes of its disk, beyond its end; return whether it does."""
+    """Reserve bytes of the disk for a file, beyond its end; return whether that worked."""
     if _libc is None or not nbytes:
         return False
     return not _libc.fallocate64(fd, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(nbytes))
 
 
 def copy(target: memoryview, source: memoryview | bytes) -> None:
-    """Copy bytes; release the GIL if there are many."""
+    """Copy bytes. From 32 KiB on, copying from a writable view releases the GIL."""
     n = len(source)
     if n < 32 << 10 or not isinstance(source, memoryview) or source.readonly:
         target[:n] = source
@@ -236,7 +250,7 @@ def copy(target: memoryview, source: memoryview | bytes) -> None:
 
 
 def fill_from(raw: memoryview | bytes, memory: memoryview) -> bool:
-    """Fill memory with some bytes; return False if there are not as many."""
+    """Fill memory with bytes; return False, and change nothing, if the lengths differ."""
     if len(raw) != len(memory):
         return False
     memory[:] = raw

@@ -21,10 +21,10 @@ _FILE_URI = re.compile(r"(?i:file):(?://([^/]*)(/.*)?|(/.*))", re.DOTALL)
 def given_path(path: object) -> str:
     """Return a path or URI that a user gave, as a str.
 
-    Every one that an argument gives goes through this before anything else is done with it.
+    Each path or URI from an argument must go through this function before any other use.
 
     Raises:
-        TypeError: It is neither a str nor a path-like of one.
+        TypeError: It is neither a str nor a path-like object of a str.
         InvalidNameError: It is empty, or has a NUL.
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
@@ -41,13 +41,14 @@ def given_path(path: object) -> str:
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """Return a path that a user gave, also as a ``file:`` URI, and with ``~`` as the home folder.
+    """Return the local path that a user gave as a path, with ``~``, or as a ``file:`` URI.
 
-    Every path that an argument gives goes through this before a file is looked at. The URI of a
-    remote place stays as it is.
+    Each path from an argument must go through this function before any file is looked at. The URI
+    of a remote place stays as it is.
 
     Raises:
-        InvalidNameError: It is a URI of another host, or one that programs read in two ways; or
+        TypeError: It is neither a str nor a path-like object of a str.
+        InvalidNameError: It is a URI that names another host, or that programs read in two ways; or
             the file system lacks one of its characters.
     """
     text = given_path(path)
@@ -67,7 +68,7 @@ def local_path(path: str | os.PathLike[str]) -> str:
     if path_of_uri is None:
         raise InvalidNameError(f"{text!r} names nothing; write file:///home/me/ckpts, or a path")
     if escape := re.search("%[0-9a-fA-F]{2}", path_of_uri):
-        # Python's as_uri() writes a space so, and fsspec reads it as a name with a percent sign.
+        # Python's as_uri() writes a space as %20; fsspec reads %20 as a name with a percent sign.
         raise InvalidNameError(
             f"{text!r:.500}: some programs take {escape[0]} in a URI for a character, others as it "
             "stands; give the path alone, as it is on the disk, without file://"
@@ -83,12 +84,13 @@ def is_file_uri(text: str) -> bool:
 def cache_folder() -> Path | None:
     """Return the folder for host-local caches; None if there is none.
 
-    It is ``CASNAP_CACHE_DIR``, else ``$XDG_CACHE_HOME/casnap`` (``~/.cache``), else a private
-    folder in the temp folder. Folders that cannot be written to are passed over, and so are network
-    file systems and those of unknown types, where LMDB may not work.
+    The candidates are ``CASNAP_CACHE_DIR``, or if it is not set ``$XDG_CACHE_HOME/casnap``
+    (``~/.cache/casnap``), then a private folder in the temp folder. A candidate is passed over if
+    this process cannot write there, if it is another user's, or if it is on a network file system
+    or one of an unknown type, where LMDB may not work.
     """
     for folder in _cache_candidates():
-        # Another process may delete it meanwhile.
+        # Another process may delete the folder between these calls.
         with suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if why_refused(folder) is None and os.access(folder, os.W_OK):
@@ -97,10 +99,13 @@ def cache_folder() -> Path | None:
 
 
 def folder_for_chunks(name: str) -> Path | None:
-    """Return the folder for a cache that the user asked for; None, with a warning, for nowhere.
+    """Return the folder for the read cache that the user asked for.
 
     Args:
-        name: The folder, in the one for caches.
+        name: The name of the folder in the folder for caches.
+
+    Returns:
+        The folder; None, with a warning, if no folder can be written.
 
     Raises:
         StoreError: The folder that the user named is another user's, or on a network file system.
@@ -115,7 +120,7 @@ def folder_for_chunks(name: str) -> Path | None:
             if reason is None and os.access(folder, os.W_OK):
                 folder /= name
                 folder.mkdir(mode=0o700, exist_ok=True)
-                # Where all may write, another user may have made it, or a link in its place.
+                # In a folder that all may write, another user may have made it, or a link.
                 reason = why_refused(folder)
                 if reason is None:
                     return folder
@@ -134,7 +139,7 @@ def cache_bytes_asked() -> int:
     """Return how many bytes of chunks to cache, as ``CASNAP_CACHE_BYTES`` says; 0 by default.
 
     Raises:
-        StoreError: It is not a number of bytes.
+        StoreError: The variable is not a number of bytes.
     """
     text = os.environ.get(variable := "CASNAP_CACHE_BYTES", "").strip()
     nbytes = parsed_size(text) if text else 0
@@ -148,7 +153,7 @@ def threads_asked() -> int | None:
     """Return how many threads a take may use, as ``CASNAP_THREADS`` says; None by default.
 
     Raises:
-        StoreError: It is not a number of threads.
+        StoreError: The variable is not a number of threads.
     """
     count = _number_asked("CASNAP_THREADS", kind := "a number of threads, such as 4")
     if count == 0:
@@ -157,20 +162,24 @@ def threads_asked() -> int | None:
 
 
 def collects_by_itself() -> bool:
-    """Whether this process may collect garbage by itself: not if ``CASNAP_GC`` is "off"."""
+    """Whether this process may collect garbage by itself: ``CASNAP_GC`` is not "off"."""
     return os.environ.get("CASNAP_GC") != "off"
 
 
 def hashes_on_device() -> bool:
-    """Whether a device may hash what it holds: not if ``CASNAP_DEVICE_HASH`` is "off"."""
+    """Whether a device may hash its tensors: ``CASNAP_DEVICE_HASH`` is not "off"."""
     return os.environ.get("CASNAP_DEVICE_HASH") != "off"
 
 
 def _number_asked(variable: str, kind: str) -> int | None:
-    """Return the value of a variable; None if it is not set.
+    """Return the number that a variable is set to; None if it is not set.
+
+    Args:
+        variable: The name of the variable.
+        kind: What it should be, for the message.
 
     Raises:
-        StoreError: It is not a number.
+        StoreError: The variable is not a number.
     """
     text = os.environ.get(variable, "").strip()
     if text and not re.fullmatch("[0-9]{1,18}", text):
@@ -179,7 +188,7 @@ def _number_asked(variable: str, kind: str) -> int | None:
 
 
 def why_refused(folder: Path) -> str | None:
-    """Return why a folder must not hold a cache; None if it may."""
+    """Return why a folder must not hold a cache, in words that follow "it"; None if it may."""
     owner, linked_by = folder.stat().st_uid, folder.lstat().st_uid
     if owner != os.geteuid():
         return f"belongs to another user (uid {owner})"
@@ -222,9 +231,9 @@ def _user_folder(variable: str, below_home: str) -> Path | None:
 
 
 def google_metadata_server() -> tuple[str, int] | None:
-    """Return the address of the server that gives credentials to machines of Google's cloud.
+    """Return host and port of the server that gives credentials to machines of Google's cloud.
 
-    None if the environment names other credentials or another server, or says not to ask.
+    None if the environment names other credentials or another server, or forbids the question.
     """
     variables = ("GOOGLE_APPLICATION_CREDENTIALS", "GCE_METADATA_HOST", "GCE_METADATA_ROOT")
     if any(map(os.environ.get, variables)) or os.environ.get("NO_GCE_CHECK") == "true":
@@ -234,23 +243,25 @@ def google_metadata_server() -> tuple[str, int] | None:
 
 
 def team_ranks() -> int:
-    """Return how many ranks are all connected to each other; of more, one speaks for so many.
+    """Return how many ranks make one team, as ``CASNAP_TEAM_RANKS`` says; 8 by default.
+
+    If there are more ranks than that, one rank of each team speaks for it (``ranks/topology.py``).
 
     Raises:
-        StoreError: ``CASNAP_TEAM_RANKS`` is not a number above 0.
+        StoreError: The variable is not a number.
     """
     return _number_asked("CASNAP_TEAM_RANKS", "how many ranks make one team, such as 8") or 8
 
 
 def gloo_interfaces() -> list[str]:
-    """Return the network interfaces that gloo is to use; empty if it chooses."""
+    """Return the network interfaces that gloo must use; empty if gloo may choose."""
     return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
 
 def boot_id() -> str:
-    """Return the id of this boot; empty if it is unknown.
+    """Return the id of this boot; "" if it is unknown.
 
-    A cache is not synced to disk, so one of an earlier boot may be damaged.
+    Caches are not synced to disk, so a cache from before this boot may be damaged.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -259,7 +270,7 @@ def boot_id() -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process of this number runs on this host."""
+    """Whether a process with this pid runs on this host."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -270,7 +281,7 @@ def is_running(pid: int) -> bool:
 
 
 def crowded_folders() -> set[Path]:
-    """Return the folders in which no store is made unasked: ``/``, HOME and temp folders."""
+    """Return the folders where casnap makes no store unasked: ``/``, HOME and temp folders."""
     folders = {Path(p) for p in ("/", _temp_folder(), "/tmp", "/var/tmp", "/dev/shm")}
     home = _home()
     return {p.resolve() for p in (folders if home is None else folders | {home})}

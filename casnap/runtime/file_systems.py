@@ -1,4 +1,4 @@
-"""What a file system can do, by its type: the one table, and the mounts of this host."""
+"""File systems: which types other hosts may share, in one table, and the mounts of this host."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-# The file systems whose names this host alone changes: the type as the list of mounts has it, and
-# as `statfs` numbers it. Those of `fuseblk` have the number of FUSE, which servers have too.
+# The file systems in which this host alone changes names: the type in the list of mounts, and the
+# number that `statfs` gives it. `fuseblk` has the number of FUSE, which servers have too.
 _LOCAL = {
     "ext2": 0xEF53,
     "ext3": 0xEF53,
@@ -41,9 +41,9 @@ _LOCAL = {
     "drvfs": 0x53464846,
 }
 _LOCAL_NUMBERS = frozenset(_LOCAL.values())
-# For so many seconds at most, a client keeps what it knows of names: `acdirmax` of NFS.
+# The most seconds that a client keeps what it knows of names: `acdirmax` of NFS.
 _LAG = 60.0
-# The type is the first word of what `statfs` fills, which has fewer bytes than this.
+# More bytes than `statfs` fills. Their first word is the number of the type.
 _STATFS_BYTES = 256
 _statfs = ctypes.CDLL(None, use_errno=True).statfs
 _statfs.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
@@ -52,8 +52,8 @@ _statfs.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
 def name_lag(folder: str) -> float:
     """Return for how many seconds this host may not see a name that another host has put.
 
-    It is 0 on a file system of this host. A client of any other, as of NFS, Lustre, Ceph, SMB or
-    FUSE, may keep names, attributes, and that a name is absent. So may one of an unknown type.
+    It is 0 on a local file system. A client of any other, such as NFS, Lustre, Ceph, SMB or FUSE,
+    may keep names, their attributes and their absence. An unknown type counts as such a client.
 
     Raises:
         OSError: The folder cannot be looked at.
@@ -62,7 +62,11 @@ def name_lag(folder: str) -> float:
 
 
 def is_shared_type(kind: str) -> bool:
-    """Whether other hosts may use file systems of a type, as the list of mounts has it, too."""
+    """Whether other hosts may use a file system of this type too.
+
+    Args:
+        kind: The type in the list of mounts.
+    """
     return kind not in _LOCAL
 
 
@@ -80,9 +84,10 @@ def shared_type(folder: Path) -> str | None:
 
 
 def is_on_shared(real_path: str) -> bool:
-    """Whether other hosts may use the file system that holds a path without links, too.
+    """Whether other hosts may use the file system too that holds a path without links.
 
-    It is not asked, since it may hang. If the list of mounts cannot be read, nothing is shared.
+    This does not ask the file system itself, which may hang. If the list of mounts cannot be read,
+    the answer is False.
     """
     mount = _mount_at(f"{real_path}/")
     return mount is not None and is_shared_type(mount.kind)
@@ -101,10 +106,10 @@ class Mount(NamedTuple):
     """A mounted file system.
 
     Attributes:
-        folder: Where it is mounted, with a slash at the end.
-        kind: Its type, such as ``ext4`` or ``fuse.sshfs``.
+        folder: The folder that it is mounted on, with a slash at the end.
+        kind: The type, such as ``ext4`` or ``fuse.sshfs``.
         source: The disk, or the server and its folder.
-        options: All options that it is mounted with.
+        options: All mount options.
     """
 
     folder: str
@@ -114,7 +119,7 @@ class Mount(NamedTuple):
 
 
 def mounts() -> list[Mount]:
-    """Return all that is mounted, as the system lists it; nothing if it does not say."""
+    """Return the mounted file systems, as the system lists them; none if it has no list."""
     try:
         return _listed(Path("/proc/self/mountinfo").read_text())
     except OSError:
@@ -140,7 +145,7 @@ def _listed(mountinfo: str) -> list[Mount]:
     found = []
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
-        # A source may be empty.
+        # split(" ") and not split(): a source may be empty.
         fields, (kind, source, of_all) = left.split(), right.split(" ")[:3]
         folder = fields[4].replace("\\040", " ").rstrip("/") + "/"
         options = dict.fromkeys(f"{fields[5]},{of_all}".split(","))

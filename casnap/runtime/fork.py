@@ -1,7 +1,8 @@
-"""What a forked child must not inherit: held locks, threads, connections, open files, handlers.
+"""Undoing in a forked child what it must not inherit.
 
-All of it is listed here, and undone in the child before anything else runs there. Only
-``format/decoding.py``, which imports nothing of casnap, looks after itself.
+A child must not inherit held locks, threads, connections, open files and handlers. All modules list
+theirs here, and the child undoes them before anything else runs in it. Only ``format/decoding.py``,
+which imports nothing of casnap, does this by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from casnap.runtime.descriptors import Descriptor
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[[], object])
 
-# What is called in a child, in this order.
+# The functions that a child calls, in this order.
 _calls: list[Callable[[], object]] = []
 _locks: WeakSet[Any] = WeakSet()
 # Open files that are locked.
@@ -33,7 +34,11 @@ _signals: list[int] = []
 
 
 class _Masks(threading.local):
-    """The masks of a thread that forks: several, if the handler of another signal forks too."""
+    """The signal masks of a thread from before its forks.
+
+    A thread has several if it is interrupted in a fork by the handler of another signal, and that
+    handler forks too.
+    """
 
     def __init__(self) -> None:
         self.before: list[set[int]] = []
@@ -43,14 +48,14 @@ _masks = _Masks()
 
 
 class _Method:
-    """A method that ends with its object.
+    """A call of a method, until its object is gone.
 
-    No WeakMethod: at the exit of the process that prints an error.
+    A WeakMethod would print an error at the exit of the process.
     """
 
     def __init__(self, method: MethodType) -> None:
         self._function = method.__func__
-        calls = _calls  # at the exit of the process the name may be gone
+        calls = _calls  # at the exit of the process, the module's name may be gone
         self._owner = ref(method.__self__, lambda _: calls.remove(self))
 
     def __call__(self) -> None:
@@ -62,37 +67,40 @@ def in_child(call: F) -> F:
     """Have a function called in each forked child, before anything else runs there.
 
     Args:
-        call: The function. If it is a method, that ends with its object.
+        call: The function. A method is called as long as its object exists, and does not keep it.
     """
     _calls.append(_Method(call) if isinstance(call, MethodType) else call)
     return call
 
 
 def never_free(*objects: object) -> None:
-    """Keep objects of the parent in a child that must not even free them.
+    """Keep objects of the parent for ever, in a child that must not even free them.
 
-    That could wait for threads that the child has not, or change what it shares with the parent.
+    Freeing one could wait for threads that the child lacks, or change what both processes share.
     """
     for each in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 def new_lock() -> threading.Lock:
-    """Return a lock that is free in a forked child, also if a thread of the parent held it."""
+    """Return a lock that is free in a forked child, even if a thread of the parent held it."""
     lock = threading.Lock()
     _locks.add(lock)
     return lock
 
 
 def new_rlock() -> threading.RLock:
-    """Return such a lock that its thread can take again."""
+    """Return a lock like :func:`new_lock`, which the thread that holds it can take again."""
     lock = threading.RLock()
     _locks.add(lock)
     return lock
 
 
 def cached_property(make: Callable[[Any], T]) -> functools.cached_property[T]:
-    """Return a property that is made once. Before Python 3.12, all objects share its lock."""
+    """Return a property whose value is made once for each object.
+
+    Before Python 3.12 such a property has a lock, which a child finds free.
+    """
     made = functools.cached_property(make)
     if (lock := getattr(made, "lock", None)) is not None:
         _locks.add(lock)
@@ -120,15 +128,16 @@ class PerProcess(Generic[T]):
 
 @contextmanager
 def locked_file(file: Descriptor) -> Iterator[Callable[[], bool]]:
-    """Close a file at the end of a block, which frees its lock. A forked child closes it at once.
+    """Close a locked file at the end of a block, which frees its lock.
 
-    A lock lasts until the last process has closed the file.
+    A lock lasts until the last process has closed the file. So a forked child closes it at once.
 
     Args:
         file: The open file.
 
     Yields:
-        What returns whether this process has it open: not a child that was forked in the block.
+        A function that returns whether this process still has the file open. In a child that was
+        forked in the block it returns False.
     """
     try:
         _files.add(file)
@@ -136,28 +145,28 @@ def locked_file(file: Descriptor) -> Iterator[Callable[[], bool]]:
     finally:
         if file in _files:
             _files.remove(file)
-            # To close it is not enough: a child that is just being forked has it open too.
+            # Closing is not enough: a child that is just being forked has the file open too.
             with file as fd, suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def add_signal(number: int) -> None:
-    """Note a signal for which this process, but no child of it, has got a handler.
+    """Note a signal that this process handles, and its children do not.
 
-    While it forks, the signal waits. Else a child that is terminated at once would lose it to the
-    handler of its parent, which it still has.
+    The signal waits while this process forks. A new child still has its parent's handler for a
+    moment: if the child were terminated then, the handler would swallow the signal.
     """
     _signals.append(number)
 
 
 def remove_signal(number: int) -> None:
-    """Take back one :func:`add_signal`."""
+    """Undo one :func:`add_signal`."""
     _signals.remove(number)
 
 
 def _hold_signals() -> None:
     if _signals:
-        # Noted before they are blocked: a handler that comes then may raise an error.
+        # Note the mask before blocking: a handler that runs between the two may raise an error.
         _masks.before.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         signal.pthread_sigmask(signal.SIG_BLOCK, _signals)
 
@@ -169,7 +178,8 @@ def _let_signals_through() -> None:
 
 def _begin_in_child() -> None:
     with ExitStack() as stack:
-        # Backwards, since the last one is called first. An error of one does not stop the others.
+        # The stack calls the last callback first, so add them in reverse. It calls all of them,
+        # even if one raises an error.
         stack.callback(_let_signals_through)
         for call in reversed(_calls[:]):
             stack.callback(call)

@@ -1,4 +1,4 @@
-"""Locks that the processes of a host share: files that are locked, and waited for."""
+"""Locks that the processes of a host share. Each is a locked file; a process waits for it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,26 @@ _POLL = 0.002
 
 
 class BusyError(OSError):
-    """Another process holds a lock for too long."""
+    """Another process has held a lock for too long."""
 
     def __init__(self, message: str) -> None:
         super().__init__(errno.EWOULDBLOCK, message)
 
     def __str__(self) -> str:
-        """Return what happened, without the number."""
+        """Return the message without the errno."""
         return str(self.strerror)
 
 
 @contextmanager
 def locked(path: Path, patience: float) -> Iterator[None]:
-    """Hold a lock that the processes of this host share.
+    """Hold, for a block of code, a lock that the processes of this host share.
+
+    Args:
+        path: The file to lock; it is made if it does not exist.
+        patience: How many seconds to wait for the lock.
 
     Raises:
-        BusyError: Another process has held it for so many seconds.
+        BusyError: Another process holds the lock, and did not free it in that time.
     """
     file = opened(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     end = time.monotonic() + patience

@@ -1,4 +1,4 @@
-"""Names and modules that are imported when they are asked for: not every program needs them."""
+"""Names and modules that are imported at their first use, since not every program needs them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 
 def imported_later(package: dict[str, Any], modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` (PEP 562) of a package that imports some names at first use.
+    """Return a ``__getattr__`` (PEP 562) for a package, which imports names at their first use.
 
     Args:
-        package: Its globals, which keep what was imported.
-        modules: The module of each such name.
+        package: The globals of the package, which keep the imported names.
+        modules: The name → the module that defines it.
     """
 
     def get(name: str) -> Any:
@@ -26,15 +26,15 @@ def imported_later(package: dict[str, Any], modules: Mapping[str, str]) -> Calla
 
 
 class ModuleLater(ModuleType):
-    """A module that is imported when one of its names is asked for.
+    """A module that is imported at the first use of one of its names.
 
-    Signatures name classes by it, so that ``typing.get_type_hints`` finds what it would not find
-    among names that only type checkers import.
+    Signatures name classes by such a module. So ``typing.get_type_hints`` finds these classes; it
+    would not find a name that only type checkers import.
     """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            # Whoever looks at an object, whatever it is, asks for such a name.
+            # Tools that inspect any object ask for such names, and must not import the module.
             raise AttributeError(name)
         module = import_module(self.__name__)
         try:

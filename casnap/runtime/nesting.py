@@ -1,8 +1,8 @@
 """The check that a take does not begin within another call of casnap.
 
 A signal handler runs on the main thread, between any two steps of the program. If the main thread
-is in a call of casnap, it holds locks and buffers, and a take that waited for these would wait for
-ever. So would one in a ``state_dict()`` or a ``progress=``.
+is in a call of casnap, it holds locks and buffers. A take in the handler that waited for these
+would wait for ever. So would a take in a ``state_dict()`` or in a ``progress=``.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from types import FrameType
 
 from casnap.errors import CasnapError
 
-# What stands around the library and takes for the user; and what only waits, and holds nothing.
+# Rooms that call the library as a user does.
 _OUTSIDE = ("integrations", "cli", "testing", "preemption")
+# Modules and functions that only wait, and hold nothing.
 _WAITING = ("casnap.take.pending", "casnap.runtime.threads")
 _HOLD_NOTHING = {("casnap.pending", "wait"), ("casnap.serving.follower", "__exit__")}
 
 
 def refuse_nested_take(advice: str = "") -> None:
-    """Check that the caller's caller is not called, however indirectly, by casnap.
+    """Check that casnap has not called the caller's caller, however indirectly.
 
-    The stack tells: of a thread that works for casnap, it begins in casnap.
+    The stack of the thread shows it. The stack of a thread that casnap started begins in casnap.
 
     Args:
-        advice: What else the error says to do.
+        advice: More advice for the message.
 
     Raises:
-        CasnapError: It is.
+        CasnapError: Casnap has called it.
     """
     if _is_within_call(sys._getframe(1).f_back):
         raise CasnapError(
@@ -39,7 +40,7 @@ def refuse_nested_take(advice: str = "") -> None:
 
 
 def is_within_call() -> bool:
-    """Whether the caller's caller is called, however indirectly, by casnap."""
+    """Whether casnap has called the caller's caller, however indirectly."""
     return _is_within_call(sys._getframe(1).f_back)
 
 
@@ -52,7 +53,7 @@ def _is_within_call(frame: FrameType | None) -> bool:
 
 
 def _holds_something(frame: FrameType) -> bool:
-    """Whether a function is one of casnap that may hold what a take needs."""
+    """Whether a frame is of a function of casnap that may hold locks or buffers of a take."""
     module: str = frame.f_globals.get("__name__", "")
     package, _, submodule = module.partition(".")
     if package != "casnap" or submodule.startswith(_OUTSIDE) or module in _WAITING:

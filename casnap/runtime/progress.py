@@ -6,20 +6,21 @@ import threading
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""Called from time to time, from any thread: with the phase, how much is done, and the total."""
+"""Called from time to time, from any thread, with the phase, the amount done, and the total."""
 
 
 class ProgressCounter:
-    """Counts what is done, from any thread, and reports it.
+    """Counts the amount done, from any thread, and reports it.
 
     Args:
-        progress: Called with the phase, how much is done (at most the total), and the total.
-        phase: The phase.
-        total: How much there is to do.
+        progress: Called with the phase, the amount done (at most the total), and the total; None
+            reports nothing.
+        phase: The name of the phase, for users.
+        total: The amount to do.
 
     Attributes:
-        total: The same. It may be raised.
-        done: How much is done.
+        total: The amount to do. It may be raised.
+        done: The amount done so far.
     """
 
     def __init__(self, progress: Progress | None, phase: str, total: int = 0) -> None:
@@ -30,7 +31,7 @@ class ProgressCounter:
         self.done = 0
 
     def add(self, amount: int) -> None:
-        """Count what was done now."""
+        """Add to the amount done, and report it."""
         with self._lock:
             self.done += amount
             if self._progress is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def size(nbytes: float) -> str:
-    """Return a number of bytes in the decimal units that disks are sold in."""
+    """Return a number of bytes as text in decimal units, such as "1.5 GB"."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if nbytes < 999.95 or unit == "TB":
             break

@@ -1,4 +1,4 @@
-"""Threads that work together: the first error stops them all and is raised to the caller."""
+"""Threads that work together: the first error stops all of them, and the caller gets it."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def cores() -> int:
 
 
 class Worker(threading.Thread):
-    """A thread whose end can be waited for again after an interrupt.
+    """A thread that can be waited for again after an interrupt.
 
-    Before Python 3.13, after an interrupted ``join`` the thread counts as ended while it runs on.
+    Before Python 3.13 an interrupted ``join`` makes a thread count as ended while it runs on.
 
     Args:
-        work: What to do.
-        name: Its name.
-        in_background: Whether it must not hold up others, such as one that collects garbage; so do
-            the threads that such a thread makes.
+        work: The work of the thread.
+        name: The name of the thread.
+        in_background: Whether the thread must not hold up others: for example, it collects garbage.
+            The threads that it starts are in the background too.
     """
 
     def __init__(
         self, work: Callable[[], None], name: str = "casnap", *, in_background: bool = False
     ) -> None:
-        # Not a daemon, so the interpreter waits for its end.
+        # Not a daemon, so that the interpreter waits for the end of the thread.
         super().__init__(target=work, name=name, daemon=False)
         self.in_background = in_background or works_in_background()
         self._fate = threading.Lock()
@@ -55,10 +55,10 @@ class Worker(threading.Thread):
 
     @override
     def start(self) -> None:
-        """Start it.
+        """Start the thread.
 
         Raises:
-            UnavailableError: No thread can be started.
+            UnavailableError: The system starts no more threads.
         """
         try:
             super().start()
@@ -77,29 +77,36 @@ class Worker(threading.Thread):
 
     @property
     def ended(self) -> bool:
-        """Whether its work is not being done: no longer, not yet, or not in this forked child."""
+        """Whether the work is not being done now.
+
+        That is so after the end, before the start, and in a child that was forked since.
+        """
         return self._has_ended or not self.is_alive()
 
     def give_up(self) -> bool:
-        """Have it do no work, unless it has begun; return whether it will do none.
+        """Keep the thread from beginning its work; return False if it has begun.
 
-        For where its start was interrupted: then it may run at once, later or never.
+        Call this if the start was interrupted: the thread may then run at once, later or never.
         """
         return self._fate.acquire(blocking=False)
 
     def wait(self) -> None:
-        """Wait until it has ended. May be interrupted and repeated, also in a signal handler."""
+        """Wait for the end of the thread.
+
+        The call may be interrupted and repeated, in a signal handler too.
+        """
         while not self.ended:
             # Not an Event: a signal handler could find its lock held by its own thread.
             if self._running.acquire(timeout=1):
                 self._running.release()
-        # It says that it has ended a little before it has. Now an interrupted join does no harm.
+        # The thread says that its work is done a little before it ends. An interrupted join does no
+        # harm now.
         if self.is_alive():
             self.join()
 
 
 def works_in_background() -> bool:
-    """Whether this thread does work in the background, which must not hold up takes."""
+    """Whether this thread works in the background, and so must not hold up takes."""
     thread = threading.current_thread()
     return isinstance(thread, Worker) and thread.in_background
 
@@ -109,7 +116,7 @@ def python_gc_paused() -> Iterator[None]:
     """Pause Python's cycle collector, which would visit many new objects again and again."""
     running = gc.isenabled()
     try:
-        # Inside of the try: an interrupt before it would leave the collector off for good.
+        # Within the try: an interrupt between the two would leave the collector off for good.
         gc.disable()
         yield
     finally:
@@ -120,12 +127,16 @@ def python_gc_paused() -> Iterator[None]:
 class Crew:
     """A set of threads, joined at the end of a ``with`` block.
 
-    No executor: that refuses work once the interpreter begins to exit, and a pending take must
-    still finish then.
+    It is no executor: an executor refuses work once the interpreter begins to exit, and a pending
+    take must still finish then.
 
     Args:
-        limit: How many threads may do the same work at once; None for as many as that work wants.
-            Work that needs a core keeps to it; work that only waits need not.
+        limit: The most threads for one piece of work; None for no bound. Work that needs a core
+            keeps to this limit; work that only waits need not.
+
+    Attributes:
+        limit: The same.
+        error: The first error; None if no thread failed.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -136,23 +147,23 @@ class Crew:
 
     @property
     def failed(self) -> bool:
-        """Whether a thread failed, so that the others should stop."""
+        """Whether a thread has failed. The others should then stop."""
         return self.error is not None
 
     def fail(self, error: BaseException) -> None:
-        """Note an error. The first one is raised."""
+        """Note an error. :meth:`join` raises the first one."""
         with self._lock:
             self.error = self.error or error
 
     def limited(self, count: int) -> int:
-        """Return how many threads may do some work that wants ``count`` of them."""
+        """Return how many threads may do work that wants ``count`` threads."""
         return count if self.limit is None else min(count, self.limit)
 
     def start(self, work: Callable[[], None], count: int = 1) -> list[Worker]:
         """Run ``work`` on ``count`` new threads.
 
         Raises:
-            UnavailableError: So many cannot be started; those that were have ended.
+            UnavailableError: The system starts fewer threads. The threads of this call have ended.
         """
         started: list[Worker] = []
         for _ in range(count):
@@ -171,7 +182,7 @@ class Crew:
         return started
 
     def run(self, work: Callable[[], None], count: int = 1) -> None:
-        """Run ``work`` on ``count`` new threads, and wait for them."""
+        """Run ``work`` on ``count`` new threads, wait for them, and raise the first error."""
         self.join(self.start(work, count))
 
     def _guarded(self, work: Callable[[], None]) -> None:
@@ -181,9 +192,13 @@ class Crew:
             self.fail(e)
 
     def join(self, threads: Iterable[Worker] | None = None) -> None:
-        """Wait for all threads, or for some of them, and raise the first error.
+        """Wait for threads, then raise the first error.
 
-        An interrupt stops the threads, and is raised when they have ended.
+        An interrupt makes the crew fail, so that its threads stop. Once they have ended, the
+        interrupt is raised.
+
+        Args:
+            threads: The threads to wait for; None for all.
         """
         for thread in list(self._threads if threads is None else threads):
             waiting = True
@@ -215,14 +230,15 @@ class Crew:
 
 
 def run_shielded(work: Callable[[Crew], T], limit: int | None = None) -> T:
-    """Do some work on another thread, where no interrupt disturbs it, and return its result.
+    """Do work on another thread, where no interrupt disturbs it, and return its result.
 
-    Interrupts only come to the main thread. There they make the crew fail. Then the work stops and
-    cleans up, and the interrupt is raised.
+    Interrupts come to the main thread alone. There an interrupt makes the crew fail. The work then
+    stops and cleans up, and the interrupt is raised.
 
     Args:
-        work: The work, given a crew.
-        limit: That of the crew.
+        work: The work. It gets the crew, may start more threads in it, and should stop once the
+            crew has failed.
+        limit: The limit of the crew.
     """
     results: list[T] = []
     with Crew(limit) as crew:
@@ -231,7 +247,7 @@ def run_shielded(work: Callable[[Crew], T], limit: int | None = None) -> T:
 
 
 def run_both(work: Callable[[], T], other_work: Callable[[], U]) -> tuple[T, U]:
-    """Call one function in this thread, and another one on a thread meanwhile."""
+    """Call one function in this thread and another one on a new thread; return both results."""
     results: list[U] = []
     with Crew() as crew:
         started = crew.start(lambda: results.append(other_work()))
@@ -241,12 +257,13 @@ def run_both(work: Callable[[], T], other_work: Callable[[], U]) -> tuple[T, U]:
 
 
 def mapped(call: Callable[[T], U], items: Iterable[T], at_once: int) -> Iterator[tuple[T, U]]:
-    """Yield each item, in order, with what a function returns for it.
+    """Yield each item, in order, with the result of a function for it.
 
     Args:
-        call: The function; what it raises is raised here, and ends this.
+        call: The function. Its first error is raised, and ends the iteration.
         items: The items.
-        at_once: How many calls run at once, some of them ahead; 1 for none ahead.
+        at_once: How many calls run at once. With more than 1, calls run ahead of the items that
+            were yielded, by eight for each thread at most.
     """
     if at_once == 1:
         yield from ((item, call(item)) for item in items)
@@ -265,7 +282,7 @@ def mapped(call: Callable[[T], U], items: Iterable[T], at_once: int) -> Iterator
 
 
 class SharedItems(Generic[T]):
-    """An iterable that the threads of a crew share. It ends when one of them fails."""
+    """An iterable that the threads of a crew share. It ends early once the crew has failed."""
 
     def __init__(self, items: Iterable[T], crew: Crew) -> None:
         self._items = iter(items)

@@ -1,8 +1,9 @@
 """Running torch without the caller's modes.
 
 Some modes belong to a thread: inference mode, a default device, a mode that records or fakes
-operations. The caller's own code, such as a ``state_dict()``, runs in them. casnap's code must not:
-its tensors would be on another device, have no values, or be read-only for its other threads.
+operations. The caller's own code, such as a ``state_dict()``, runs in these modes. Casnap's code
+must not: its tensors would be on another device, have no values, or be read-only for its other
+threads.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def without_torch_modes() -> Iterator[None]:
-    """Leave the modes of this thread for a block of code, or for a function.
+    """Leave the modes of this thread for a block of code, or for a decorated function.
 
-    In it no graph is recorded, and new tensors are ordinary ones on the CPU.
+    There torch records no graph, and new tensors are ordinary tensors on the CPU.
     """
     with (
         torch._C.DisableTorchFunction(),
@@ -40,7 +41,7 @@ def _transforms_left() -> AbstractContextManager[object]:
 
 
 def fill(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """Copy into a tensor, from any thread; it may have been made in inference mode."""
+    """Copy ``source`` into ``target`` from any thread, even if a target of inference mode."""
     inference = target.is_inference()
     if inference == torch.is_inference_mode_enabled() and not torch.is_grad_enabled():
         target.copy_(

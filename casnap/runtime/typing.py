@@ -1,4 +1,4 @@
-"""Names of :mod:`typing` that only newer versions of Python have."""
+"""Names of :mod:`typing` that older versions of Python lack."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ else:
     T = typing.TypeVar("T")
 
     def override(method: T) -> T:
-        """Mark a method of a base class that this class implements; the base class documents it."""
+        """Mark a method that implements a method of a base class, which documents it."""
         return method
 
     def TypeVar(name: str, *, default: Any, **options: Any) -> typing.TypeVar:  # noqa: N802
-        """Return a type variable; only type checkers know defaults."""
+        """Return a type variable without its default, which only type checkers need."""
         return typing.TypeVar(name, **options)

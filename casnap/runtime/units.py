@@ -19,7 +19,7 @@ _MOST_SECONDS = timedelta.max.total_seconds()
 
 
 def parsed_size(text: str, thousand: int = 1000) -> int | None:
-    """Return a number of bytes: ``5GB`` is 5·10⁹, ``5GiB`` 5·2³⁰; None for what is none.
+    """Return the bytes of a text: ``5GB`` is 5·10⁹, ``5GiB`` is 5·2³⁰; None if it is no size.
 
     Args:
         text: The text.
@@ -33,7 +33,7 @@ def parsed_size(text: str, thousand: int = 1000) -> int | None:
 
 
 def parsed_time(text: str) -> float | None:
-    """Return the seconds of a time such as ``1.5h``, or of ``0``; None for what is none."""
+    """Return the seconds of a text such as ``1.5h`` or ``0``; None if it is no time."""
     match = _TIME.fullmatch(text)
     if match is None:
         return 0.0 if text == "0" else None
@@ -41,18 +41,18 @@ def parsed_time(text: str) -> float | None:
 
 
 def whole_number(value: object) -> int | None:
-    """Return the int that a value is, if only by another type, such as one of NumPy's; else None.
+    """Return a whole number of any type, such as NumPy's, as an int; None for other values.
 
-    A bool is none: who passes one means something else.
+    A bool is no number here: a caller who passes a bool means something else.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         return None
-    # NumPy registers its spans of time as integers, too; they are none.
+    # NumPy registers its timedelta as an Integral, too; it has no __index__.
     return int(value) if hasattr(value, "__index__") else None
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a number, of whatever type, and not a bool."""
+    """Whether a value is a real number of any type, but not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -60,12 +60,12 @@ def count_of(option: str, value: object, least: int = 1) -> int:
     """Return the value of an option that counts something.
 
     Args:
-        option: What it is for, for messages.
+        option: The name of the option, for messages.
         value: The value.
-        least: The least that it can be.
+        least: The least value that is allowed.
 
     Raises:
-        ValueError: It is not such a number.
+        ValueError: The value is not a whole number, or is less.
     """
     count = whole_number(value)
     if count is None or count < least:
@@ -74,21 +74,21 @@ def count_of(option: str, value: object, least: int = 1) -> int:
 
 
 def count_if_given(option: str, value: object, least: int = 1) -> int | None:
-    """Return what :func:`count_of` does; None for None."""
+    """Return None for None, and else the result of :func:`count_of`."""
     return None if value is None else count_of(option, value, least)
 
 
 def bytes_of(option: str, value: object, least: int = 1) -> int:
-    """Return a :data:`Size` that a user gave as a number of bytes.
+    """Return the bytes of a :data:`Size` that a user gave.
 
     Args:
-        option: What it is for, for messages.
+        option: The name of the option, for messages.
         value: The size.
-        least: The least that it can be.
+        least: The least number of bytes that is allowed.
 
     Raises:
-        TypeError: It is neither a number nor a text.
-        ValueError: It is another number, or the text is no size.
+        TypeError: The value is neither a number nor a text.
+        ValueError: The number is not whole or is less, or the text is no size.
     """
     size = parsed_size(value) if isinstance(value, str) else value
     nbytes = int(size) if isinstance(size, float) and size.is_integer() else whole_number(size)
@@ -102,16 +102,16 @@ def bytes_of(option: str, value: object, least: int = 1) -> int:
 
 
 def seconds_of(option: str, value: object, *, above_zero: bool = False) -> float:
-    """Return a :data:`Duration` that a user gave in seconds.
+    """Return the seconds of a :data:`Duration` that a user gave.
 
     Args:
-        option: What it is for, for messages.
+        option: The name of the option, for messages.
         value: The time.
-        above_zero: Whether it cannot be 0.
+        above_zero: Whether 0 is forbidden.
 
     Raises:
-        TypeError: It is neither a number, a text nor a timedelta.
-        ValueError: It is another number, or the text is no time.
+        TypeError: The value is neither a number, a text nor a timedelta.
+        ValueError: The number is negative, too large or forbidden, or the text is no time.
     """
     seconds: Any = value
     if isinstance(value, timedelta):
@@ -131,10 +131,10 @@ def seconds_of(option: str, value: object, *, above_zero: bool = False) -> float
 
 
 def bytes_if_given(option: str, value: object, least: int = 1) -> int | None:
-    """Return what :func:`bytes_of` does; None for None."""
+    """Return None for None, and else the result of :func:`bytes_of`."""
     return None if value is None else bytes_of(option, value, least)
 
 
 def seconds_if_given(option: str, value: object) -> float | None:
-    """Return what :func:`seconds_of` does; None for None."""
+    """Return None for None, and else the result of :func:`seconds_of`."""
     return None if value is None else seconds_of(option, value)
