@@ -1,4 +1,4 @@
 """Communication of ranks: collectives that carry errors, and the connections below them.
 
-Imports ``format`` and ``runtime``. Begin with ``comm.py``.
+This room imports ``format`` and ``runtime``. Begin with ``comm.py``.
 """

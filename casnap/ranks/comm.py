@@ -1,7 +1,7 @@
-"""Collectives of the ranks of one operation: they carry errors, and they have a deadline.
+"""Collectives of the ranks that do one operation. They carry errors, and have a deadline.
 
-A single process is a group of one. Several ranks are a :class:`casnap.ranks.group.Group`; an
-operation begins with :func:`casnap.ranks.joining.join`.
+:func:`casnap.ranks.joining.join` begins an operation. A process without other ranks gets a
+:class:`SingleProcess`; several ranks get a :class:`casnap.ranks.group.Group`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ DEFAULT_TIMEOUT = 600.0
 
 
 class Comm(ABC):
-    """The ranks that do one operation together; all call the same collectives in the same order.
+    """The ranks that do one operation together. All call the same collectives in the same order.
 
     Attributes:
-        rank: This rank, counted within the group.
+        rank: The number of this rank in the group.
         size: The number of ranks.
-        ranks: The ranks of the group, as numbered in the default process group.
-        operation: What the ranks do, for messages.
+        ranks: The numbers of the group's ranks in the default process group.
+        operation: The operation in words, for messages, such as "the take of 'step_1'".
         timeout: Seconds that one rank waits for another.
-        ended: Whether the operation has ended here, well or not.
-        hosts: A number for each rank, which ranks of one host have in common; 0 if it is not known.
+        ended: Whether the operation has ended on this rank, with or without an error.
+        hosts: The number of each rank's host; 0 if a host is not known.
     """
 
     rank: int
@@ -48,92 +48,95 @@ class Comm(ABC):
 
     @property
     def neighbours(self) -> int:
-        """How many of the ranks are on the host of this one, itself included."""
+        """How many ranks are on this rank's host, this rank included."""
         return self.hosts.count(self.hosts[self.rank])
 
     @property
     def largest_team(self) -> int:
-        """How many ranks' parts go by one rank; who sends much at once, sends so much less."""
+        """The most ranks whose parts one rank passes on. Divide by it what is sent at once."""
         return 1
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank has sent in this operation."""
+        """The messages and bytes that this rank has sent in this operation."""
         return Traffic()
 
-    # --- what each kind of communicator does its own way ---
+    # --- what each subclass implements ---
 
     @abstractmethod
     def all_to_all(
         self, parts: Sequence[Buffer], room: memoryview | None = None, *, is_proven: bool = False
     ) -> list[memoryview]:
-        """Send ``parts[i]`` to rank i; return what came from each. Sizes may differ, or be 0.
+        """Send ``parts[i]`` to rank i; return the part that each rank sent to this rank.
 
         Args:
-            parts: The same object may go to several ranks; it is sent once where that is possible.
-            room: Warm memory to receive into; used if everything that comes straight fits.
-            is_proven: The receiver verifies the content itself, so it needs no checksum.
+            parts: A part for each rank. Their lengths may differ, or be 0. An object that goes to
+                several ranks is sent once where that is possible.
+            room: Used memory to receive into. It is used if all parts fit that come straight from
+                their ranks.
+            is_proven: Whether the receiver verifies the content itself, so that the parts need no
+                checksum.
 
         Raises:
-            RankError: Another rank failed, died or missed the deadline; or what came from it is
-                not what it sent.
+            RankError: Another rank failed, died or missed the deadline; or a part was damaged on
+                its way.
         """
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """Tell all other ranks, at their next collective, that this rank has failed."""
+        """Tell all other ranks that this rank has failed. Their next collective raises an error."""
 
     @abstractmethod
     def leave(self) -> None:
-        """End the operation after the last collective; a later error stays on this rank."""
+        """End the operation after its last collective. A later error stays on this rank."""
 
     @abstractmethod
     def enter_phase(self, phase: str) -> None:
-        """Note what this rank does from now on, for the messages of others if it gets lost."""
+        """Note the phase that this rank begins. If this rank dies, other ranks name the phase."""
 
     def resume(self, error: BaseException) -> bool:
-        """Tell the other ranks of an error; go on with them if all that failed have such an error.
+        """Tell the other ranks of an error; go on if every rank's error is of the same type.
 
         Args:
-            error: The error of this rank, which it may have heard of from others.
+            error: The error of this rank, or the one that it got from another rank.
 
         Returns:
-            Whether the operation goes on, on all ranks; if not, it has ended.
+            Whether the operation goes on, on all ranks. Else it has ended.
         """
         return True
 
     def background(self, number: int) -> Comm:
-        """Return these ranks for the part of the operation that goes on in the background.
+        """Return the same ranks for the part of the operation that runs in the background.
 
-        It meets other operations in the background alone, so this one can end before that part
-        begins; its turn comes when those before it have ended.
+        Operations in the background have connections of their own, and run one after the other. So
+        this operation can end before its part in the background begins.
 
         Args:
-            number: What tells this operation from others of its kind, the same on all ranks. If one
-                rank skips an operation, it and the next one are not taken for one another.
+            number: A number of the operation, the same on all ranks. If a rank skips an operation,
+                the numbers show it.
         """
         return self
 
     def share(self, nbytes: int) -> SharedMemory:
-        """Share memory with the ranks of this host; a collective.
+        """Share memory with the ranks of this host. This is a collective.
 
-        It is kept for later calls of this operation, and of later ones. The content is only what
-        this operation wrote.
+        The memory is kept for later calls, of later operations too. So it may hold bytes of earlier
+        operations: read only what this operation wrote.
 
         Args:
-            nbytes: How many bytes each rank gives, the same on all ranks.
+            nbytes: How many bytes each rank gives; the same on all ranks.
         """
         return not_shared(nbytes, self.size)
 
     def await_end(self, rank: int) -> bool:
-        """Wait until another rank has left this operation, well or not; return whether it has."""
+        """Wait until another rank has left this operation; return False if it died before that."""
         return self.rank == rank
 
     def check_not_abandoned(self) -> None:
-        """Check that the other ranks have not given up on this one for being too slow.
+        """Check that the other ranks have not given up on this rank for being too slow.
 
         Raises:
-            RankError: They have. This rank gives up, too.
+            RankError: They have given up. The operation has ended here too.
         """
         return
 
@@ -144,12 +147,12 @@ class Comm(ABC):
         return self.all_to_all([part] * self.size)
 
     def gather(self, part: Buffer) -> list[memoryview]:
-        """Return the part of every rank on rank 0, nothing elsewhere."""
+        """Return the part of every rank on rank 0, and nothing on other ranks."""
         received = self.all_to_all([part, *[b""] * (self.size - 1)])
         return received if self.rank == 0 else []
 
     def scatter(self, parts: Sequence[Buffer] = ()) -> memoryview:
-        """Return the one of rank 0's parts that is for this rank."""
+        """Send ``parts[i]`` from rank 0 to rank i; return the part for this rank."""
         return self.all_to_all(parts if self.rank == 0 else [b""] * self.size)[0]
 
     def broadcast(self, part: Buffer = b"") -> memoryview:
@@ -159,9 +162,9 @@ class Comm(ABC):
     # --- messages: msgspec structs; a rank's message to itself is not encoded ---
 
     def exchange_messages(self, messages: Sequence[M], kind: type[M]) -> list[M]:
-        """Send ``messages[i]`` to rank i; return what came from each.
+        """Send ``messages[i]`` to rank i; return the message of each rank to this rank.
 
-        What is the same for several ranks is sent once where that is possible.
+        Equal messages to several ranks are sent once where that is possible.
         """
         known: dict[bytes, bytes] = {}
         encoded = (b"" if rank == self.rank else encode(m) for rank, m in enumerate(messages))
@@ -169,12 +172,12 @@ class Comm(ABC):
         return self._decoded(self.all_to_all(parts), messages[self.rank], kind)
 
     def gather_messages(self, message: M, kind: type[M]) -> list[M]:
-        """Return the message of every rank on rank 0, nothing elsewhere."""
+        """Return the message of every rank on rank 0, and nothing on other ranks."""
         received = self.gather(encode(message) if self.rank else b"")
         return self._decoded(received, message, kind)
 
     def broadcast_message(self, message: M | None, kind: type[M]) -> M:
-        """Return the message of rank 0; the other ranks need not give any."""
+        """Return the message of rank 0. The other ranks may pass None."""
         if self.rank == 0:
             assert message is not None
             self.broadcast(encode(message) if self.size > 1 else b"")
@@ -188,10 +191,15 @@ class Comm(ABC):
     # --- agreeing, and ending ---
 
     def check_same(self, name: str, on_this_rank: object, on_rank_0: object) -> None:
-        """Check that this rank was given the same as rank 0.
+        """Check that an argument is the same on this rank as on rank 0.
+
+        Args:
+            name: The name of the argument, for the message.
+            on_this_rank: The value here.
+            on_rank_0: The value there.
 
         Raises:
-            StateError: It was not.
+            StateError: The values differ.
         """
         if on_this_rank != on_rank_0:
             raise StateError(
@@ -201,7 +209,7 @@ class Comm(ABC):
 
     @contextmanager
     def reporting_errors(self) -> Iterator[None]:
-        """Run the beginning of an operation; an error in it is sent to all ranks and ends it."""
+        """Run the beginning of an operation. An error goes to all ranks, and ends it there too."""
         try:
             yield
         except BaseException as e:
@@ -217,7 +225,7 @@ class Comm(ABC):
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        """End the operation; an error is sent to the other ranks first."""
+        """End the operation. Before that, an error goes to the other ranks."""
         try:
             if error is not None:
                 self.fail(error)
@@ -226,7 +234,7 @@ class Comm(ABC):
 
 
 class SingleProcess(Comm):
-    """A group of one rank: it talks to itself, so nothing is sent."""
+    """A group of one rank. Nothing is sent."""
 
     rank, size, ranks = 0, 1, (0,)
 

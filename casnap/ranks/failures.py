@@ -1,4 +1,4 @@
-"""Why an operation of several ranks ended early: the ranks at fault, and their errors as text."""
+"""Failures of an operation of several ranks: the ranks at fault, and their errors as text."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ STORE_SILENT = (
 
 
 class ErrorText(msgspec.Struct, array_like=True, frozen=True):
-    """An error as other ranks are sent it.
+    """An error in the form in which a rank sends it to others.
 
     Attributes:
         kind: The name of its type.
         text: Its message.
-        reason: That of an UnavailableError.
+        reason: The reason of an UnavailableError.
     """
 
     kind: str
@@ -34,9 +34,9 @@ class Failure(msgspec.Struct, array_like=True):
     """Why an operation ended early.
 
     Attributes:
-        ranks: The ranks at fault, as far as that is known.
-        reason: What happened to them.
-        error: The error of that rank, if it raised one.
+        ranks: The ranks at fault; empty if they are not known.
+        reason: What happened to them, in words.
+        error: The error of the rank at fault, if it raised one.
     """
 
     ranks: tuple[int, ...]
@@ -45,10 +45,10 @@ class Failure(msgspec.Struct, array_like=True):
 
 
 class LinkFailedError(Exception):
-    """The ranks cannot be connected, or the store does not answer.
+    """The ranks cannot be connected, or the process group's store does not answer.
 
     Attributes:
-        failure: Which ranks are at fault, and why.
+        failure: The ranks at fault, and what happened.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -57,7 +57,7 @@ class LinkFailedError(Exception):
 
 
 def damage_text(senders: Sequence[int], receiver: int) -> str:
-    """Return what to say where bytes that some ranks sent are not those that came."""
+    """Return the message for bytes that were damaged on their way from other ranks."""
     return (
         f"what {rank_names(senders)} sent came damaged to rank {receiver}, so it was not used; a "
         "network card or some memory may be at fault"
@@ -65,10 +65,10 @@ def damage_text(senders: Sequence[int], receiver: int) -> str:
 
 
 def error_text(error: BaseException) -> ErrorText:
-    """Return an error as text for other ranks, whatever its class does."""
+    """Return an error as text for other ranks. It never raises, whatever the error's class does."""
     try:
         text = str(error)
-    except Exception as e:  # noqa: BLE001 - whatever it is, the others must hear of the error
+    except Exception as e:  # noqa: BLE001 - the other ranks must get the error in any case
         text = f"its text cannot be told ({type(e).__name__})"
     # A lone surrogate cannot be encoded.
     text = text.encode("utf-8", "backslashreplace").decode()
@@ -77,13 +77,14 @@ def error_text(error: BaseException) -> ErrorText:
 
 
 def error_of_ranks(operation: str, texts: dict[int, ErrorText]) -> CasnapError:
-    """Return the error to raise here for errors of other ranks.
+    """Return the error to raise on this rank for errors of other ranks.
 
-    It is of the same type and reason if that type is one of casnap's, else a RankError.
+    It is for the least rank that failed. It has the type and reason of that rank's error if the
+    type is casnap's; else it is a RankError.
 
     Args:
-        operation: What the ranks do, for the message.
-        texts: The error of each rank that failed.
+        operation: The operation in words, for the message.
+        texts: The error of each rank that failed, by rank.
     """
     rank = min(texts)
     text = texts[rank]

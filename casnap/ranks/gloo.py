@@ -1,8 +1,8 @@
-"""The gloo groups that ranks use. Only this module uses undocumented names of torch.
+"""The gloo groups that ranks use. Only this module of the room uses undocumented names of torch.
 
 ``dist.new_group`` would not do. It is a collective of the trainer's default group, it waits for a
 missing rank as long as that group does, and its collectives take no deadline of their own. A
-``ProcessGroupGloo`` that is made directly needs its members only, and each call has its deadline.
+``ProcessGroupGloo`` that is made directly needs only its members, and each call has its deadline.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from casnap.runtime.environment import gloo_interfaces
 
 
 def default_group() -> tuple[object, Any]:
-    """Return the default process group, and the store that its ranks met in."""
+    """Return the default process group, and the torch store in which its ranks met."""
     c10d = dist.distributed_c10d
     return c10d._get_default_group(), c10d._get_default_store()
 
@@ -27,8 +27,8 @@ def default_group() -> tuple[object, Any]:
 def _device() -> Any:
     """Return a device of gloo whose ranks connect when they first talk.
 
-    It is one device also where several interfaces are named: what breaks a connection breaks those
-    of one device alone.
+    It is one device even if the environment names several interfaces: a missed deadline breaks the
+    connections of one device alone.
     """
     kind: Any = dist.ProcessGroupGloo
     for interface in gloo_interfaces():
@@ -38,19 +38,19 @@ def _device() -> Any:
 
 # Seconds between two looks for an address.
 _LOOK = 0.005
-# What no rank stores.
+# A value that no rank stores.
 _NOTHING = "\x00"
-# What torch says of a method that a store in Python does not have.
+# Torch's message for a method that a store written in Python lacks.
 _NOT_IMPLEMENTED = "Not implemented"
 
 
 def value_in(store: Any, key: str) -> bytes | None:
-    """Return what a store has, or None; one question, which does not wait for it.
+    """Return the value of a key in a torch store, or None; it does not wait for the key.
 
-    Of a store that cannot compare and set, as one written in Python, it is two questions.
+    This is one request. A store that cannot compare and set, such as one in Python, needs two.
     """
     try:
-        # A key that is not there is not set by this, since its value is expected to be another one.
+        # This sets nothing: no key has the value that it expects.
         value = bytes(store.compare_set(key, _NOTHING, _NOTHING))
     except RuntimeError as e:
         if _NOT_IMPLEMENTED not in str(e):
@@ -60,7 +60,7 @@ def value_in(store: Any, key: str) -> bytes | None:
 
 
 def first_in(store: Any, key: str, value: bytes) -> bytes:
-    """Set a key unless it is there, and return what it has then.
+    """Set a key in a torch store unless it is set, and return its value then.
 
     In a store that cannot compare and set, two ranks may both be the first.
     """
@@ -75,9 +75,9 @@ def first_in(store: Any, key: str, value: bytes) -> bytes:
 
 
 class _Addresses(dist.Store):  # type: ignore[misc, name-defined]
-    """A store that gloo asks for addresses: of each it waits for one, then gets it.
+    """A torch store for the addresses of ranks.
 
-    Here both are one question.
+    gloo waits for each address, then gets it. This store makes both one request.
     """
 
     def __init__(self, store: Any) -> None:
@@ -107,7 +107,7 @@ class _Addresses(dist.Store):  # type: ignore[misc, name-defined]
 def new_group(
     store: Any, name: str, rank: int, size: int, seconds: float, *, connects_later: bool = False
 ) -> tuple[Any, object]:
-    """Connect this rank with the others of a new group; they meet in the store by a name.
+    """Make a gloo group. Its ranks find each other in the store by the name of the group.
 
     Args:
         store: The store of the default group.
@@ -115,10 +115,10 @@ def new_group(
         rank: This rank.
         size: The number of ranks.
         seconds: How long to wait for each other rank.
-        connects_later: Two ranks are connected when they first talk, instead of at once.
+        connects_later: Whether two ranks connect when they first talk, instead of at once.
 
     Returns:
-        The group, and what has to be kept as long as it is used.
+        The group, and an object to keep as long as the group is used.
     """
     kind: Any = dist.ProcessGroupGloo
     prefix = dist.distributed_c10d.PrefixStore
@@ -133,7 +133,7 @@ def new_group(
 
 
 def exchange_rows(pg: Any, mine: torch.Tensor, seconds: float) -> torch.Tensor:
-    """Send row i of a tensor to rank i; return the rows that the ranks sent here."""
+    """Send row i of a tensor to rank i; return the rows that the ranks sent to this rank."""
     theirs = torch.empty_like(mine)
     options = dist.AllToAllOptions()
     options.timeout = timedelta(seconds=seconds)
@@ -145,24 +145,24 @@ def break_connections(pg: Any, peers: Iterable[int]) -> None:
     """Break a group, so that every rank that waits in it fails at once.
 
     Dropping the group is not enough while an exception still refers to it. But one missed deadline
-    breaks all connections of a gloo group.
+    breaks all connections of a gloo group, so this misses one on purpose.
 
     Args:
         pg: The group.
-        peers: The ranks that this one is connected to.
+        peers: The ranks that this rank is connected to.
     """
     for peer in peers:
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         try:
             pg.recv([nothing], peer, 1).wait(timedelta(milliseconds=1))
         except RuntimeError as e:
-            # Else that connection was broken already, which breaks no other one.
+            # Any other error means that this connection was broken before; so try the next one.
             if "Timed out" in str(e):
                 return
 
 
 def as_tensor(part: bytes | bytearray | memoryview) -> torch.Tensor:
-    """Return bytes as a tensor."""
+    """Return bytes as a tensor of uint8. Writable bytes are not copied."""
     # Torch warns about read-only memory, though this memory is only read.
     writable = part if isinstance(part, memoryview) and not part.readonly else bytearray(part)
     return torch.frombuffer(writable, dtype=torch.uint8)

@@ -1,10 +1,10 @@
 """Several ranks that do one operation together, over a gloo group of casnap's own.
 
-They never talk on the trainer's group (:mod:`casnap.ranks.link`). Each collective begins with the
-number of bytes that follow. A rank that has failed sends its error instead, in any collective that
-the others are in: an error on one rank is raised on all, and the group stays in step. A rank that
-is killed or hangs breaks the group. The others learn that from gloo, find out which rank is at
-fault, and the next operation makes a new group.
+The ranks never talk on the trainer's group (:mod:`casnap.ranks.link`). Each collective begins with
+the number of bytes that follow. A rank that has failed sends its error instead, whatever collective
+the others are in. So all ranks raise the error of one, and the group stays in step. A rank that is
+killed or hangs breaks the group. The others notice it through gloo and find out which rank is at
+fault; the next operation makes a new group.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger("casnap")
 
-# Seconds in which all ranks come again that could not be connected: some notice it late.
+# Seconds that ranks which could not be connected get to come again: some notice it late.
 _AGAIN = 3 * PATIENCE
 
 
@@ -50,10 +50,11 @@ class Group(Comm):
     """Several ranks of a process group, for one operation.
 
     Args:
-        link: The connection between the ranks. An operation that still uses it ends first.
+        link: The connection between the ranks. If an operation still uses it, this waits for the
+            end of that operation.
         timeout: Seconds that one rank waits for another.
-        operation: What the ranks do, for messages.
-        number: What tells the operation from others of its kind, if all ranks know that.
+        operation: The operation in words, for messages.
+        number: A number of the operation, if all ranks know one.
     """
 
     def __init__(self, link: Link, timeout: float, operation: str, number: int = 0) -> None:
@@ -62,18 +63,18 @@ class Group(Comm):
         self.rank, self.size, self.ranks = link.rank, link.size, link.ranks
         self.timeout = timeout
         self.operation = operation
-        # Names may differ between ranks, which is for the operation to find out.
+        # Ranks may be given different names. The operation reports that itself, so leave them out.
         self._kind = crc32(f"{operation.partition(' of ')[0]} {number}".encode())
         self._phase = ""
         self._calls = 0
         carrier = self._carrier_before = link.carrier
         self._sent_before = (carrier.messages, carrier.nbytes) if carrier is not None else (0, 0)
-        # What all ranks have heard, if the ranks are in step all the same.
+        # The errors of ranks, which all ranks got while they were in step.
         self._errors: dict[int, ErrorText] = {}
         self.ended = False
 
     def __del__(self) -> None:
-        # An interrupt can lose this object; the link must be free again for the next operation.
+        # An interrupt can lose this object. The link must be free for the next operation.
         self.leave()
 
     @override
@@ -131,7 +132,7 @@ class Group(Comm):
     @override
     def share(self, nbytes: int) -> SharedMemory:
         if not self._calls:
-            self.all_gather(b"")  # until the ranks have met, none knows where the others are
+            self.all_gather(b"")  # before ranks meet, they do not know the hosts of each other
         shared = self._link.shared
         if shared is None or shared.nbytes < nbytes:
             shared = self._link.shared = self._newly_shared(nbytes)
@@ -141,7 +142,7 @@ class Group(Comm):
         memory: OwnMemory | None = None
         near = [self._link.is_near(rank) for rank in range(self.size)]
         if sum(near) > 1:
-            # A system may refuse it; then this rank sends by sockets.
+            # A system may refuse such memory. This rank then sends by sockets.
             with suppress(OSError):
                 memory = OwnMemory(nbytes)
         address = memory.address if memory is not None else Address()
@@ -151,7 +152,7 @@ class Group(Comm):
             mapped(address) if near[rank] and rank != self.rank else None
             for rank, address in enumerate(addresses)
         ]
-        # What each rank finds is of use only to those that are near it.
+        # Each rank tells the ranks near it whose memory it has found.
         finds = bytes(view is not None for view in theirs)
         rows = self.all_to_all([finds if n else b"" for n in near])
         if memory is not None:
@@ -163,12 +164,12 @@ class Group(Comm):
         return SharedMemory(nbytes, view, theirs, readers, by_all)
 
     def _forget_shared(self) -> None:
-        # It failed perhaps while memory was shared, and only some ranks came to the end of that.
-        # At the next operation all must share anew, or none.
+        # The failure may have come in the middle of sharing, which then only some ranks finished.
+        # So all ranks share anew in the next operation.
         self._link.shared = self._link.memory = None
 
     def _checksums(self, parts: Sequence[Buffer]) -> list[int]:
-        """Return a checksum for each part that goes to, or came from, another rank."""
+        """Return a checksum for each part that goes to another rank or came from one; else 0."""
         sums, sums_by_id = [0] * self.size, dict[int, int]()
         for rank, part in enumerate(parts):
             if rank == self.rank or not len(part):
@@ -180,7 +181,11 @@ class Group(Comm):
         return sums
 
     def _verify(self, received: Sequence[memoryview], expected: list[int]) -> None:
-        """Check that what came is what was sent."""
+        """Check the received parts against the checksums that their senders made.
+
+        Raises:
+            RankError: Some parts were damaged on their way.
+        """
         bad = [rank for rank, s in enumerate(self._checksums(received)) if s != expected[rank]]
         if bad:
             raise RankError(f"{self.operation}: {damage_text(bad, self.rank)}", tuple(bad))
@@ -191,7 +196,7 @@ class Group(Comm):
         if self.ended:
             return
         if self._calls:
-            # A rank that is busy for longer reads the error in the store instead.
+            # A rank that is busy for longer finds the error in the process group's store.
             self.timeout = min(self.timeout, PATIENCE)
         text = error_text(error)
         with suppress(CasnapError):  # this rank raises its own error in any case
@@ -234,14 +239,18 @@ class Group(Comm):
         sums: list[int],
         error: ErrorText | None = None,
     ) -> Incoming:
-        """Tell each rank a part, or that this rank failed; return what they tell.
+        """Exchange parts, or the news that this rank has failed.
 
-        A part may still be to come, by :meth:`_transfer`.
+        Returns:
+            The parts from all ranks. Some may be only announced, and come by :meth:`_transfer`.
+
+        Raises:
+            StateError: Some ranks are in another operation.
         """
         told = self._exchange(parts, sums, error)
         astray = [rank for rank, step in enumerate(told.steps) if step != told.steps[self.rank]]
         if astray:
-            # Every rank sees that, so all exchange the names of their operations.
+            # Every rank sees the mismatch, so all exchange the names of their operations.
             other = self._exchange_texts(self.operation.encode())[astray[0]].decode()
             self.ended = True
             raise StateError(
@@ -257,7 +266,7 @@ class Group(Comm):
         error: ErrorText | None = None,
     ) -> Incoming:
         self._calls += 1
-        # A rank that does another operation, or is at another call of it, has another step.
+        # Ranks that do another operation, or are at another of its calls, have another step.
         step = (self._kind << 24) + self._calls
         outgoing = Outgoing(step, parts, sums, error is not None)
 
@@ -286,7 +295,7 @@ class Group(Comm):
         }
 
     def _first_exchange(self, exchange: Callable[[float], T]) -> T:
-        """Exchange for the first time: in the group of the operation before, or in a new one."""
+        """Do the first exchange of the operation, in the last operation's group or in a new one."""
         until = time.monotonic() + self.timeout
         phase = self._phase or f"beginning {self.operation}"
         if self._link.carrier is not None:
@@ -306,7 +315,7 @@ class Group(Comm):
             except RuntimeError as e:
                 if not self._link.is_apart():
                     raise
-                # On a busy machine gloo may fail to connect ranks; all of them come again soon.
+                # On a busy machine gloo may fail to connect ranks. All of them then try again.
                 patience = limit = min(_AGAIN, until - time.monotonic())
                 if is_last or patience <= 0:
                     self._link.close()
@@ -317,7 +326,7 @@ class Group(Comm):
     def _transfer(
         self, parts: Sequence[Buffer], told: Incoming, room: memoryview | None = None
     ) -> list[memoryview]:
-        """Send and receive the parts that are still to come; return those of all ranks."""
+        """Send and receive the parts that were only announced; return the parts of all ranks."""
         coming = {rank: told.sizes[rank] for rank, part in enumerate(told.parts) if part is None}
         if room is None or sum(coming.values()) > len(room):
             rooms = {rank: memoryview(bytearray(nbytes)) for rank, nbytes in coming.items()}
@@ -342,11 +351,14 @@ class Group(Comm):
         return [rooms[rank] if part is None else part for rank, part in enumerate(told.parts)]
 
     def _communicate(self, talk: Callable[[], T], error: ErrorText | None = None) -> T:
-        """Talk to the other ranks; if that fails, find out which rank is at fault, and raise.
+        """Talk to the other ranks. If that fails, find out which rank is at fault.
 
         Args:
             talk: Sends and receives.
             error: The error that this rank is about to report, if it has one.
+
+        Raises:
+            RankError: The ranks could not talk. The error names the ranks at fault.
         """
         began = time.monotonic()
         try:

@@ -1,4 +1,4 @@
-"""How an operation begins: which ranks do it, and the link between them, which is kept."""
+"""The beginning of an operation: its ranks, and the link between them, which the process keeps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _links: dict[tuple[int, ...], Link] = {}
 
 @in_child
 def _leave_links() -> None:
-    # At its end gloo waits for its threads, which a child has not.
+    # When a gloo group ends, it waits for its threads, which a child lacks.
     never_free(*_links.values())
     _links.clear()
 
@@ -37,13 +37,15 @@ def join(pg: Any, timeout: float | None, operation: str) -> Comm:
     """Begin an operation that all ranks of a process group do together.
 
     Args:
-        pg: The process group; None for the world, or for this process alone where
-            ``torch.distributed`` is not initialised.
+        pg: The process group; None for the world. If ``torch.distributed`` is not initialised, the
+            world is this process alone.
         timeout: Seconds that one rank waits for another; None for ten minutes.
-        operation: What the ranks do, for messages: "the take of 'step_1'".
+        operation: The operation in words, for messages, such as "the take of 'step_1'".
 
     Raises:
-        StateError: This process is not in the group.
+        StateError: ``pg`` is no process group, or this process is not in it.
+        TypeError: The timeout is no time.
+        ValueError: The timeout is not above 0.
     """
     timeout = (
         DEFAULT_TIMEOUT if timeout is None else seconds_of("timeout", timeout, above_zero=True)
@@ -64,7 +66,13 @@ def join(pg: Any, timeout: float | None, operation: str) -> Comm:
 
 
 def join_ranks(ranks: tuple[int, ...], timeout: float | None, operation: str) -> Comm:
-    """Begin an operation of these ranks of the default process group, as :func:`join` does."""
+    """Begin an operation as :func:`join` does.
+
+    Args:
+        ranks: The ranks, as numbered in the default process group.
+        timeout: Seconds that one rank waits for another; None for ten minutes.
+        operation: The operation in words, for messages.
+    """
     if len(ranks) == 1:
         return SingleProcess()
     timeout = DEFAULT_TIMEOUT if timeout is None else timeout
@@ -72,12 +80,12 @@ def join_ranks(ranks: tuple[int, ...], timeout: float | None, operation: str) ->
 
 
 def _link_of(ranks: tuple[int, ...]) -> Link:
-    """Return the link of some ranks; made at their first operation."""
+    """Return the link between ranks, which their first operation makes."""
     home, store = gloo.default_group()
     for key in [key for key, link in _links.items() if link.home is not home]:
-        # Its default group was destroyed. If kept, its gloo group would keep two threads.
+        # The default group of this link was destroyed. Its gloo group would keep two threads.
         _links.pop(key, None)
     if ranks not in _links:
-        # Saves of DCP in the background may come here at once. They must share one link.
+        # Saves of DCP in the background may come here at the same time. They must share one link.
         _links.setdefault(ranks, Link(home, store, ranks, ranks.index(dist.get_rank())))
     return _links[ranks]

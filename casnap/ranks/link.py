@@ -1,10 +1,10 @@
 """The connection between the ranks of a process group, and which rank is at fault if it breaks.
 
 A :class:`Link` holds a gloo group of casnap's own. It serves one operation after the other. When
-the group breaks, the next operation makes a new one. The ranks meet through the store of the
-default process group, where each rank also notes what it does. A rank whose connection breaks
-records that in the store, and reads there which ranks are missing. Every wait here has a deadline,
-also that for an answer of the store.
+the group breaks, the next operation makes a new one. "The store" here is torch's key-value store of
+the default process group. The ranks meet through it, and each rank notes there what it does. A rank
+whose connection breaks records that in the store, and reads there which ranks are missing. Every
+wait here has a deadline, even the wait for an answer of the store.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ T = TypeVar("T")
 _log = logging.getLogger("casnap")
 
 PATIENCE = 10.0
-"""Seconds that the surviving ranks wait for each other's report before they name the dead ones."""
+"""Seconds that ranks wait for each other's report before they name the silent ones."""
 # The shortest and the longest pause between two looks at the store, in seconds.
 _POLL = (0.001, 0.05)
 # Seconds that other ranks get to record why they broke the connection.
@@ -48,13 +48,13 @@ _EXPLAIN_SECONDS = 1.0
 _STORE_SECONDS = 5.0
 # Seconds after which the ranks that have not come to an operation are named.
 _TELL_AFTER = 5.0
-# So many ranks look for the one at fault.
+# The most ranks that look for the rank at fault.
 _ASKING = 8
-# The bytes of a token that tell one arrival of a rank from another one.
+# The bytes of a token, which tells one arrival of a rank from another.
 _TOKEN = 4
-# The tokens of so many ranks stand together in the store.
+# How many ranks' tokens stand together in one value of the store.
 _TOGETHER = 64
-# The store of many ranks is asked less often: about so many looks a second, of all ranks.
+# About how many times a second all ranks together look at the store. Many ranks pause for longer.
 _LOOKS = 20_000
 _ALL_MUST_CALL = (
     "all ranks of the process group must make this call; for some of them alone, take(), "
@@ -63,11 +63,11 @@ _ALL_MUST_CALL = (
 
 
 class _Arrival(msgspec.Struct, array_like=True):
-    """The note of a rank that comes to a new group.
+    """A rank's note in the store that it has come to a new group.
 
     Attributes:
         process: The process of the rank.
-        token: A random token.
+        token: A random token, by which the rank recognises the group that counts it.
     """
 
     process: Process
@@ -75,11 +75,11 @@ class _Arrival(msgspec.Struct, array_like=True):
 
 
 class _At(msgspec.Struct, array_like=True):
-    """What a rank does.
+    """A rank's note in the store of what it does.
 
     Attributes:
         number: The number of its operation in the group.
-        phase: What it does in that.
+        phase: The phase of the operation, in words.
     """
 
     number: int
@@ -87,13 +87,13 @@ class _At(msgspec.Struct, array_like=True):
 
 
 class _Start(msgspec.Struct, array_like=True):
-    """What rank 0 writes when it ends its wait for the others: the new group begins, or failed.
+    """Rank 0's note that it has ended its wait for the others: the new group begins, or has failed.
 
     Attributes:
-        hosts: Numbers of the ranks' hosts, 0 where that is not known: each with how many ranks
-            follow each other there.
-        team_ranks: How many ranks make one team.
-        failure: Why there is no group, if some did not come.
+        hosts: The hosts in the order of the ranks: the number of a host (0 if it is not known), and
+            how many successive ranks are on it.
+        team_ranks: The most ranks of one team.
+        failure: Why there is no group, if some ranks did not come.
     """
 
     hosts: list[tuple[int, int]]
@@ -109,12 +109,13 @@ class Link:
         store: The store of the default group.
         ranks: The ranks of this group, as numbered in the default group.
         rank: This rank, as numbered in this group.
-        suffix: Tells links of the same ranks apart; empty for the one where operations begin.
+        suffix: Distinguishes links of the same ranks; "" for the link where operations begin.
 
     Attributes:
-        carrier: The connections; None if there are none yet, or this rank knows that they broke.
+        carrier: The connections; None before they are made, and once this rank knows that they
+            broke.
         shared: The memory that the ranks share, once they do; it goes with the group.
-        memory: What this rank gives of it.
+        memory: The part of it that this rank gives.
     """
 
     def __init__(
@@ -129,18 +130,18 @@ class Link:
         self.memory: OwnMemory | None = None
         self._store = store
         self._base = f"casnap/{digest_of(encode(ranks)).hex()[:16]}{suffix}"
-        # In the background a rank may well be behind the others: all have made the call.
+        # In the background a rank may well be late, though all have made the call: warn of none.
         self._tells = not suffix
         self._background: Link | None = None
         self._name = ""
-        # How many seconds a rank may take to connect, or to notice that it cannot.
+        # The seconds that a rank may take to connect, or to notice that it cannot.
         self._connecting = 0.0
-        # How many operations this group has served, and the name of the present one in the store.
+        # How many operations this group has served; the name of the present one in the store.
         self._number = 0
         self._operation = ""
         self._hosts = [0] * self.size
         self._own_host = 0
-        # Those of this host.
+        # The processes of the ranks on this host.
         self._processes: dict[int, Process] = {}
         self._turn = threading.Lock()
         self._holder: int | None = None
@@ -149,21 +150,25 @@ class Link:
         self._question.set_result(None)
 
     def background(self) -> Link:
-        """Return another link of the same ranks, for what goes on in the background."""
+        """Return another link of the same ranks, for operations in the background."""
         if self._background is None:
             self._background = Link(self.home, self._store, self.ranks, self.rank, "-background")
-            # So a death before all have met there is seen at once.
+            # With these, the new link sees at once that a rank of this host dies before all meet.
             self._background._processes, self._background._hosts = self._processes, self._hosts
             self._background._own_host = self._own_host
         return self._background
 
     def acquire(self, holder: int) -> None:
-        """Begin an operation, given its id; wait for an operation in the background to end."""
+        """Reserve the link for one operation; wait for an operation that still uses it.
+
+        Args:
+            holder: The id of the operation.
+        """
         self._turn.acquire()
         self._holder = holder
 
     def release(self, holder: int) -> None:
-        """End an operation; a second call does nothing."""
+        """Free the link at the end of an operation; a second call does nothing."""
         if self._holder == holder:
             self._note("ended", self._operation)
             self._holder = None
@@ -173,16 +178,16 @@ class Link:
         """Begin an operation in the group of the operation before.
 
         Args:
-            operation: What all ranks do. A rank that missed an operation cannot mistake this one
-                for it.
-            phase: What this rank does.
+            operation: The operation in words. Its hash is a part of its name in the store, so a
+                rank that missed an operation cannot mistake the next one for it.
+            phase: The first phase of this rank.
         """
         self._number += 1
         self._operation = f"{self._number} {digest_of(operation.encode()).hex()[:16]}"
         self.note_phase(phase)
 
     def note_phase(self, phase: str) -> None:
-        """Note in the store what this rank does, for other ranks to read."""
+        """Note in the store which phase this rank is in, for other ranks to read."""
         self._note("at", _At(self._number, phase))
 
     def _note(self, topic: str, value: object) -> None:
@@ -192,11 +197,11 @@ class Link:
 
     @contextmanager
     def telling_absent(self, operation: str, timeout: float) -> Iterator[None]:
-        """While a block waits for the ranks to begin an operation, name those that do not come."""
+        """Warn of absent ranks, while a block waits for all ranks to begin an operation."""
         timer = threading.Timer(_TELL_AFTER, self._tell_absent, (operation, timeout))
         timer.daemon = True
         if self._tells:
-            with suppress(RuntimeError):  # no thread can be started; it only tells
+            with suppress(RuntimeError):  # if no thread can be started, only the warning is lost
                 timer.start()
         try:
             yield
@@ -208,7 +213,7 @@ class Link:
     def _tell_absent(self, operation: str, timeout: float) -> None:
         def look(given_up: threading.Event) -> list[int]:
             if any(given_up.is_set() or self._has_begun(rank) for rank in range(self.rank)):
-                return []  # one of these tells it
+                return []  # a rank before this one has begun, and warns
             return [r for r in range(self.size) if not given_up.is_set() and not self._has_begun(r)]
 
         with suppress(RuntimeError, LinkFailedError):
@@ -216,7 +221,7 @@ class Link:
                 _tell(operation, absent, timeout)
 
     def _reminder(self, operation: str, timeout: float) -> Callable[[Iterable[int]], None]:
-        """Return a function that, once some seconds have passed, names absent ranks once."""
+        """Return a function to call with the absent ranks: after some seconds it warns, once."""
         tell_at = time.monotonic() + _TELL_AFTER if self._tells else math.inf
 
         def tell(absent: Iterable[int]) -> None:
@@ -228,7 +233,7 @@ class Link:
         return tell
 
     def _has_begun(self, rank: int) -> bool:
-        """Whether a rank has begun the operation that this one has begun."""
+        """Whether a rank has begun the operation that this rank is in."""
         at = self._get(f"{self._name}/at/{rank}", _At)
         return at is not None and at.number == self._number
 
@@ -236,11 +241,11 @@ class Link:
         self._store.set(key, encode(value))
 
     def _first(self, key: str, value: T) -> T:
-        """Set a key in the store unless another rank has; return what the first one has set."""
+        """Set a key in the store unless another rank has set it; return the first rank's value."""
         return decoder(type(value)).decode(gloo.first_in(self._store, key, encode(value)))
 
     def _get(self, key: str, kind: type[T]) -> T | None:
-        """Return the value of a key in the store; None if there is none. Does not wait for it."""
+        """Return the value of a key in the store, or None, without waiting for it."""
         value = gloo.value_in(self._store, key)
         return None if value is None else decoder(kind).decode(value)
 
@@ -248,7 +253,7 @@ class Link:
         return bool(self._store.check([key]))
 
     def _pauses(self, until: float, given_up: threading.Event) -> Iterator[None]:
-        """Yield again and again, with ever longer pauses, until the time is over."""
+        """Yield again and again, with ever longer pauses, until the time or the caller gives up."""
         pause, most = _POLL
         most = max(most, self.size / _LOOKS)
         while time.monotonic() < until and not given_up.is_set():
@@ -259,15 +264,15 @@ class Link:
     def _within(
         self, work: Callable[[threading.Event], T], seconds: float, reason: str = STORE_SILENT
     ) -> T:
-        """Do some work with the store on another thread, and wait for it for some seconds.
+        """Do work with the store on another thread, and wait for its result.
 
         Args:
-            work: It gets an event that is set once this call has stopped waiting.
+            work: The work. It gets an event that is set once this call has stopped waiting.
             seconds: How long to wait.
-            reason: Why it may not end in time.
+            reason: Why the work may not end in time, for the error.
 
         Raises:
-            LinkFailedError: The store does not answer.
+            LinkFailedError: The work did not end in time: the store does not answer.
         """
         given_up = threading.Event()
         answer: Future[T] = Future()
@@ -290,10 +295,10 @@ class Link:
         return answer.result()
 
     def _failure_of_silence(self, reason: str = STORE_SILENT) -> Failure:
-        """Return why the store may not answer: the dead ranks of this host, if there are any.
+        """Return why the store may not answer.
 
-        The store lies on the host of the world's rank 0. If that is another host, its ranks are
-        named.
+        The failure names the dead ranks of this host, if there are any. The store lies on the host
+        of the world's rank 0. If that is another host, the failure names the ranks on it.
         """
         if dead := self._dead_ranks():
             return Failure(tuple(dead), f"{rank_names(dead)} died")
@@ -307,7 +312,7 @@ class Link:
 
     @property
     def connected(self) -> Carrier:
-        """The connections, which an operation that has begun has made."""
+        """The connections. They exist once an operation has begun."""
         assert self.carrier is not None
         return self.carrier
 
@@ -316,7 +321,7 @@ class Link:
 
         Args:
             seconds: How long to wait for the other ranks from now on.
-            timeout: How long this rank has waited in the end, for messages.
+            timeout: How long this rank will have waited in all, for messages.
             operation: See :meth:`begin`.
             phase: See :meth:`begin`.
 
@@ -349,13 +354,13 @@ class Link:
                 f"{STORE_SILENT}",
             )
         except RuntimeError:
-            # Others may be connected to this one, and learn by this why that breaks off.
+            # Other ranks may be connected to this one. They read here why the connection breaks.
             with suppress(RuntimeError):
                 self._set(f"{self._name}/apart", "")
             raise
 
     def _of_this_host(self) -> dict[int, Process]:
-        """Return the processes of the ranks of this host."""
+        """Return the processes of the ranks on this host, by rank."""
         name, own = self._name, self._hosts[self.rank]
         near = [rank for rank, host in enumerate(self._hosts) if host == own != 0]
         arrivals = self._within(
@@ -382,7 +387,14 @@ class Link:
     def _gather_ranks(
         self, pauses: Iterable[None], operation: str, timeout: float, of_team: int
     ) -> tuple[str, _Start]:
-        """Wait, as rank 0, until all ranks have come to a new group; return name and start."""
+        """Make a new group, as rank 0, and wait until all ranks have come.
+
+        Returns:
+            The name of the group, and the note that it begins.
+
+        Raises:
+            LinkFailedError: Some ranks did not come.
+        """
         name = f"{self._base}/{os.urandom(8).hex()}"
         arrival = _Arrival(Process.current(), bytes(_TOKEN))
         self._set(f"{name}/came/0", arrival)
@@ -399,15 +411,15 @@ class Link:
         others = [self._arrival(name, rank) for rank in range(1, self.size)]
         absent = [rank for rank, arrived in enumerate(others, 1) if arrived is None]
         failure = _failure_to_come(absent, dead, timeout) if absent else None
-        # Each rank looks for its own token: a rank that finds the name of an older group in the
-        # store does not take that for this group.
+        # Each rank looks for its own token. So a rank that finds the name of an older group in the
+        # store does not take that group for this one.
         arrivals = [arrival, *others]
         self._own_host = arrival.process.host
         tokens = b"".join(a.token[:_TOKEN] if a else bytes(_TOKEN) for a in arrivals)
         for first in range(0, self.size, _TOGETHER):
             some = tokens[first * _TOKEN : (first + _TOGETHER) * _TOKEN]
             self._set(f"{name}/tokens/{first // _TOGETHER}", some)
-        # All ranks read the rest, so it is kept short.
+        # All ranks read the note, so it is kept short.
         numbers = {0: 0}
         hosts = [numbers.setdefault(a.process.host, len(numbers)) if a else 0 for a in arrivals]
         runs = [(host, len([*ranks])) for host, ranks in groupby(hosts)]
@@ -419,7 +431,7 @@ class Link:
         return name, start
 
     def _token_in(self, name: str) -> bytes:
-        """Return the beginning of the token by which this rank is known in a group."""
+        """Return the beginning of this rank's token, as a group has it."""
         tokens = self._get(f"{name}/tokens/{self.rank // _TOGETHER}", bytes) or b""
         at = self.rank % _TOGETHER * _TOKEN
         return tokens[at : at + _TOKEN]
@@ -430,7 +442,14 @@ class Link:
     def _come_to_rank_0(
         self, pauses: Iterable[None], operation: str, timeout: float
     ) -> tuple[str, _Start]:
-        """Come to the group that rank 0 makes; return name and start."""
+        """Come to the group that rank 0 makes, and wait until it begins.
+
+        Returns:
+            The name of the group, and the note that it begins.
+
+        Raises:
+            LinkFailedError: Rank 0 or other ranks did not come.
+        """
         arrival, name = _Arrival(Process.current(), os.urandom(8)), ""
         self._own_host = arrival.process.host
         leader: Process | None = None
@@ -438,7 +457,7 @@ class Link:
         tell = self._reminder(operation, timeout)
         for _ in pauses:
             newest = self._get(f"{self._base}/newest", str)
-            # Asked after that: rank 0 may have ended its wait, and begun the next one already.
+            # Look for this after the name: rank 0 may have ended a wait, and begun the next one.
             start = self._get(f"{name}/start", _Start) if name else None
             if start is not None and self._token_in(name) == arrival.token[:_TOKEN]:
                 if start.failure is not None:
@@ -450,7 +469,7 @@ class Link:
                 note = self._arrival(name, 0)
                 leader = note.process if note is not None else None
                 if leader is not None and leader.has_ended(arrival.process.host):
-                    leader = None  # this may be a group that processes before these have left
+                    leader = None  # earlier processes of these ranks may have left this group
                 continue
             dead = self._dead_ranks()
             if leader is not None and leader.has_ended(arrival.process.host):
@@ -458,9 +477,9 @@ class Link:
             if 0 in dead:
                 break
             if dead and name:
-                # Rank 0 may be on another host, and cannot see that they died.
+                # Rank 0 may be on another host, and then cannot see that these ranks died.
                 self._set(f"{name}/dead", dead)
-            # A group that has begun without this rank is an older one.
+            # A group that has begun without this rank is an older one: rank 0 has not come yet.
             tell([0] if not name or start is not None else [])
         absent = [rank for rank in range(1, self.size) if self._arrival(name, rank) is None]
         if 0 in dead or not name or not absent:
@@ -477,13 +496,13 @@ class Link:
             carrier.close()
 
     def broke_before(self) -> bool:
-        """Whether the connection broke in an earlier operation, which ended well on this rank.
+        """Whether the connection broke in an earlier operation, after this rank had ended that one.
 
-        Then all ranks come to a new group.
+        If so, all ranks come to a new group.
         """
 
         def look() -> bool | None:
-            # A failing rank writes "count" before "broke"; so this reads "broke" first.
+            # A failing rank writes "count" before "broke", so read "broke" before "count".
             broke = self._has(f"{self._name}/broke")
             if self._dead_ranks() or self._has(f"{self._name}/{self._operation}/count"):
                 return False
@@ -493,7 +512,7 @@ class Link:
         return self._await_answer(look, otherwise=True)
 
     def is_apart(self) -> bool:
-        """Whether some ranks could not be connected in this new group. Then all make another.
+        """Whether some ranks could not be connected in this new group, and all make another one.
 
         Raises:
             LinkFailedError: Some ranks hang, or have died.
@@ -508,10 +527,18 @@ class Link:
         )
 
     def _all_come_again(self, apart: str, given_up: threading.Event) -> bool:
-        """Wait until all ranks have noticed that some are not connected."""
+        """Wait until all ranks have noticed that some are not connected.
+
+        Args:
+            apart: The key in the store under which ranks note that.
+            given_up: Set once nobody waits for the answer.
+
+        Raises:
+            LinkFailedError: Some ranks have died, or noticed nothing in time.
+        """
 
         def hear_of_failure() -> None:
-            # All ranks give the same cause, also a slow rank that is named in it.
+            # All ranks give the same cause, even a slow rank that is named in it.
             if (failure := self._get(f"{apart}/cause", Failure)) is not None:
                 raise LinkFailedError(failure)
 
@@ -527,7 +554,8 @@ class Link:
                 raise failure_of(dead, "died")
             if self._store.add(f"{apart}/count", 0) >= self.size:
                 return True
-        # Each question is about all ranks: a few ranks ask, and the others hear from them.
+        # A rank asks the store about every rank. So only a few ranks ask, and the others wait for
+        # the cause that these record.
         if self._store.add(f"{apart}/asking", 1) > _ASKING:
             for _ in self._pauses(time.monotonic() + _EXPLAIN_SECONDS, given_up):
                 hear_of_failure()
@@ -537,7 +565,15 @@ class Link:
         return True
 
     def _await_answer(self, look: Callable[[], bool | None], *, otherwise: bool) -> bool:
-        """Return what a look at the store tells, which other ranks may be about to write."""
+        """Return the answer of a look at the store. Other ranks may still be about to write it.
+
+        Args:
+            look: Returns the answer, or None if the store does not have it yet.
+            otherwise: The answer if none comes in time.
+
+        Returns:
+            The answer; False if the store does not answer at all.
+        """
 
         def ask(given_up: threading.Event) -> bool:
             for _ in self._pauses(time.monotonic() + _EXPLAIN_SECONDS, given_up):
@@ -555,8 +591,8 @@ class Link:
 
         Args:
             error: The error of this rank, if it has one.
-            seconds: How many seconds this rank has heard nothing.
-            is_late: Whether that was its whole deadline.
+            seconds: How many seconds this rank has waited for others.
+            is_late: Whether it has waited to its deadline.
         """
         self.close()
         within = f"{seconds:.3g}"
@@ -573,7 +609,14 @@ class Link:
     def _cause(
         self, error: ErrorText | None, within: str, patience: float, given_up: threading.Event
     ) -> Failure:
-        """Report to the store that this rank has stopped; wait for the reports of the others."""
+        """Report to the store that this rank has stopped; return the cause that the ranks find.
+
+        Args:
+            error: The error of this rank, if it has one.
+            within: The seconds that this rank waited to its deadline, as text; "" if it did not.
+            patience: How many seconds to wait for the reports of other ranks.
+            given_up: Set once nobody waits for the answer.
+        """
         operation = f"{self._name}/{self._operation}"
         if error is not None:
             self._first(f"{operation}/cause", Failure((self.rank,), "", error))
@@ -584,28 +627,32 @@ class Link:
         self._set(f"{self._name}/broke", "")
         note_at = time.monotonic() + _EXPLAIN_SECONDS if within else math.inf
         for _ in self._pauses(time.monotonic() + patience, given_up):
-            # A rank that records a cause does so before it is counted.
+            # A rank that records a cause does so before it counts itself, so read in this order.
             complete = self._store.add(f"{operation}/count", 0) >= self.size
             if (failure := self._recorded_failure()) is not None:
-                # All ranks give the same cause, also a slow rank that is named in it.
+                # All ranks give the same cause, even a slow rank that is named in it.
                 return failure
             if complete or self._dead_ranks():
                 break
             if time.monotonic() >= note_at:
-                # A rank that stood still may go on, and report too.
+                # A rank that was stopped may go on later, and report too. Note now who is silent.
                 note_at = math.inf
                 if self._store.add(f"{operation}/noting", 1) <= _ASKING:
                     self._set(f"{operation}/silent", self._silent_ranks(operation, given_up))
         return self._failure_found_first(operation, given_up)
 
     def _failure_found_first(self, operation: str, given_up: threading.Event) -> Failure:
-        """Find out which ranks are silent, or hear it from those that do."""
+        """Return the failure that the first rank to find one has recorded, or record one.
+
+        It names the ranks that died, or have not reported to the store.
+        """
         if self._store.add(f"{operation}/asking", 1) > _ASKING:
-            # Each question is about all ranks: a few ranks ask, and the others hear from them.
+            # A rank asks the store about every rank. So only a few ranks ask, and the others wait
+            # for the cause that these record.
             for _ in self._pauses(time.monotonic() + _EXPLAIN_SECONDS, given_up):
                 if (told := self._recorded_failure()) is not None:
                     return told
-        # A rank that ended after its error looks dead, but has recorded the cause before.
+        # A rank whose process has ended after its error looks dead, but has recorded its cause.
         return self._first(f"{operation}/cause", self._failure_by_silence(operation, given_up))
 
     def _failure_by_silence(self, operation: str, given_up: threading.Event) -> Failure:
@@ -639,14 +686,18 @@ class Link:
         return self._get(f"{self._name}/{self._operation}/cause", Failure)
 
     def recorded_failure(self) -> Failure | None:
-        """Return why other ranks ended the operation that this rank is in, if they did."""
+        """Return why other ranks ended the operation of this rank; None if they did not."""
         try:
             return self._within(lambda _: self._recorded_failure(), _STORE_SECONDS)
         except (RuntimeError, LinkFailedError):
             return None
 
     def forget(self) -> int:
-        """Give the pages of memory for other ranks back, if no operation uses it."""
+        """Give back the pages of the memory that this rank shares, unless an operation uses it.
+
+        Returns:
+            How many bytes were given back.
+        """
         background_bytes = 0 if self._background is None else self._background.forget()
         if not self._turn.acquire(blocking=False):
             return background_bytes
@@ -657,11 +708,11 @@ class Link:
 
     @property
     def hosts(self) -> list[int]:
-        """A number of each rank's host and container; 0 where that is not known."""
+        """The number of each rank's host and container; 0 if it is not known."""
         return self._hosts
 
     def is_near(self, rank: int) -> bool:
-        """Whether another rank, or this one, is a process of this host and container."""
+        """Whether a rank's process is on this host, in this container."""
         return self._share_host(self.rank, rank)
 
     def _share_host(self, one: int, other: int) -> bool:
@@ -673,7 +724,12 @@ class Link:
         return [rank for rank, process in self._processes.items() if process.has_ended(own)]
 
     def await_end(self, rank: int, seconds: float) -> bool:
-        """Wait until another rank has left the operation of this one; False if it died first."""
+        """Wait until another rank has left this operation; return False if it died first.
+
+        Args:
+            rank: The other rank.
+            seconds: How long to wait; after that, the answer is False.
+        """
 
         def look(given_up: threading.Event) -> bool:
             for _ in self._pauses(time.monotonic() + seconds, given_up):
@@ -691,7 +747,13 @@ class Link:
 
 
 def _failure_to_come(missing_ranks: list[int], dead: list[int], timeout: float) -> Failure:
-    """Return the failure of ranks that did not come to a group, of which some have died."""
+    """Return the failure of a group that some ranks did not come to.
+
+    Args:
+        missing_ranks: The ranks that did not come.
+        dead: The ranks that have died.
+        timeout: How many seconds the others have waited.
+    """
     if set(missing_ranks) <= set(dead):
         return Failure(tuple(missing_ranks), f"{rank_names(missing_ranks)} died")
     event = f"did not come within {timeout:g} s; {_ALL_MUST_CALL}"
@@ -699,7 +761,7 @@ def _failure_to_come(missing_ranks: list[int], dead: list[int], timeout: float) 
 
 
 def _tell(operation: str, absent: list[int], timeout: float) -> None:
-    """Log which ranks have not come to an operation yet."""
+    """Warn which ranks have not come to an operation yet."""
     _log.warning(
         "%s waits for %s, not here after %g s: %s. It goes on when all are here, and fails after "
         "%g s",

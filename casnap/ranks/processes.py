@@ -1,4 +1,4 @@
-"""The processes of ranks, as others on their host can find them."""
+"""The processes of ranks. Another process on the same host can see whether one has ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from casnap.runtime.environment import boot_id
 
 
 class Process(NamedTuple):
-    """A process, as others on its host can find it; all 0 where that is not known."""
+    """A process, as other processes on its host can find it. All fields are 0 if it is not known.
+
+    Attributes:
+        host: A number of the host, its boot and its container.
+        pid: The process id.
+        start: When the process started, in clock ticks since the boot.
+    """
 
     host: int = 0
     pid: int = 0
@@ -24,13 +30,18 @@ class Process(NamedTuple):
         if not (boot := boot_id()):
             return cls()
         with suppress(OSError):
-            # A process id is valid within one boot of one machine, and one container.
+            # A process id means one process only within one boot of a machine and one container.
             host = digest_of(f"{boot}{Path('/proc/self/ns/pid').readlink()}".encode())
             return cls(int.from_bytes(host[:7], "big"), os.getpid(), int(_stat(os.getpid())[19]))
         return cls()
 
     def has_ended(self, host: int) -> bool:
-        """Whether the process has ended; False on another host, which cannot know."""
+        """Whether the process has ended.
+
+        Args:
+            host: The number of this process's host. From another host the answer is False, since
+                it cannot be known there.
+        """
         if not host or self.host != host:
             return False
         try:

@@ -1,9 +1,9 @@
-"""Memory of one rank that other ranks of its host read and write: bulk bytes need no sockets.
+"""Memory of one rank that other ranks of its host read and write: bulk bytes need no socket.
 
-The memory has a file descriptor but no name (``memfd_create``), so neither the size of /dev/shm nor
+The memory has a file descriptor but no path (``memfd_create``). So neither the size of /dev/shm nor
 its absence matters, and nothing is left behind however a process ends. Another process opens it as
-``/proc/<pid>/fd/<n>``. That link shows the random name that was given to the memory, which proves
-that it is the same one: not that of another host, or of another container of this host.
+``/proc/<pid>/fd/<n>``. That link shows the random name of the memory. The name proves that this is
+the memory that was meant, and not one of another host or container with the same numbers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from casnap.runtime.descriptors import Descriptor, opened
 
 
 class Address(msgspec.Struct, array_like=True, frozen=True):
-    """The address of some memory for other processes of a host; without a name, there is none.
+    """The address of shared memory, for other processes of the host. Without a name there is none.
 
     Attributes:
-        pid: The process that has it open.
-        descriptor: Its file descriptor there.
-        name: Its random name.
-        nbytes: Its length.
+        pid: The process that has the memory open.
+        descriptor: The file descriptor in that process.
+        name: The random name of the memory.
+        nbytes: The length of the memory.
     """
 
     pid: int = 0
@@ -41,17 +41,17 @@ class Address(msgspec.Struct, array_like=True, frozen=True):
 
 
 class OwnMemory:
-    """Memory that this process gives to other processes of its host to read and to write.
+    """Memory of this process that other processes of its host may read and write.
 
     Args:
-        nbytes: Its length.
+        nbytes: The length of the memory.
 
     Attributes:
-        address: Where others find it until :meth:`close_descriptor`.
+        address: Where other processes find the memory until :meth:`close_descriptor`.
         view: The memory.
 
     Raises:
-        OSError: There is none of this kind here.
+        OSError: This system has no such memory, or not enough.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -62,18 +62,18 @@ class OwnMemory:
         self._file = Descriptor(partial(os.memfd_create, name, flags))
         fd = self._file.fd
         os.ftruncate(fd, nbytes)
-        # Cut short, it would kill every process that reads it.
+        # If the memory were cut short, the system would kill every process that reads it.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self._map = mmap.mmap(fd, nbytes)
         self.address = Address(os.getpid(), fd, name, nbytes)
         self.view = memoryview(self._map)
 
     def close_descriptor(self) -> None:
-        """Let no further process find it; those that have mapped it still read it."""
+        """Let no further process find the memory. Processes that have mapped it keep it."""
         self._file.close()
 
     def forget(self) -> int:
-        """Give the pages back to the system; the content is lost. Return how many bytes."""
+        """Give the pages back to the system, so that the content is lost; return how many bytes."""
         with suppress(OSError, ValueError):
             self._map.madvise(mmap.MADV_REMOVE)
             return len(self._map)
@@ -81,19 +81,19 @@ class OwnMemory:
 
 
 def mapped(address: Address) -> memoryview | None:
-    """Return the memory of another process; None if it cannot be found from here."""
+    """Return the memory at an address of another process; None if this process cannot find it."""
     if not address.name or sys.platform != "linux":
         return None
     path = Path(f"/proc/{address.pid}/fd/{address.descriptor}")
     try:
-        # Looked at first: to open something else, such as a device, could have an effect.
+        # Look at the link first: opening another file, such as a device, could have an effect.
         if str(path.readlink()) != f"/memfd:{address.name} (deleted)":
             return None
         with opened(path, os.O_RDWR | os.O_CLOEXEC) as fd:
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if not sealed or os.fstat(fd).st_size != address.nbytes:
                 return None
-            # Also to be read, it must be writable: only then large copies release the GIL.
+            # It must be writable even to be read: only then large copies release the GIL.
             return memoryview(mmap.mmap(fd, address.nbytes))
     except (OSError, ValueError):
         return None
@@ -103,11 +103,11 @@ class SharedMemory(NamedTuple):
     """The memory that ranks share, as one of them sees it.
 
     Attributes:
-        nbytes: How much was asked for.
+        nbytes: How many bytes each rank was to give.
         own_memory: The memory of this rank; empty if no other rank can find it.
         theirs: The memory of each rank; None if this rank cannot find it.
-        readers: For each rank whether it can find that of this rank.
-        by_all: Whether every rank can find that of every other one.
+        readers: For each rank, whether it can find the memory of this rank.
+        by_all: Whether every rank can find the memory of every other rank.
     """
 
     nbytes: int
@@ -118,12 +118,14 @@ class SharedMemory(NamedTuple):
 
 
 def not_shared(nbytes: int, size: int) -> SharedMemory:
-    """Return what ranks share that share no memory."""
+    """Return the shared memory of ranks that share none."""
     return SharedMemory(nbytes, memoryview(b""), [None] * size, [False] * size)
 
 
 class Ring:
-    """Which runs of some memory are in use. Runs are freed in about the order they were taken in.
+    """Keeps account of the runs of a memory that are in use.
+
+    Runs are freed in about the order in which they were taken.
 
     Args:
         nbytes: The length of the memory.
@@ -136,13 +138,13 @@ class Ring:
         self._end = 0
 
     def take(self, nbytes: int) -> int | None:
-        """Return the start of a free run; None if none is long enough."""
-        start = 0  # of memory that is not in use, the same part again: its pages are there
+        """Take a free run of ``nbytes`` bytes; return its start, or None if none is long enough."""
+        start = 0  # an unused memory begins at 0 again, where its pages are already there
         if self._taken:
             start, oldest = self._end, self._taken[0]
             if start > oldest and start + nbytes > self._nbytes:
                 start = 0
-            # A run never ends where the first one begins: a full ring would look like an empty one.
+            # No run may end where the oldest begins: a full ring would look like an empty one.
             if start <= oldest <= start + nbytes:
                 return None
         if start + nbytes > self._nbytes:

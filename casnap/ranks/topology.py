@@ -1,8 +1,8 @@
-"""How what the ranks tell each other in one collective gets there.
+"""How the bytes of a collective get from rank to rank.
 
-A few ranks are all connected to each other (:class:`Mesh`). Many are divided into teams, each of
-one host, and one rank speaks for its team (:class:`Teams`). The connections of a rank then grow
-with its team, and those of a speaker with the number of teams.
+A few ranks are all connected to each other (:class:`Mesh`). Many ranks are divided into teams, each
+on one host, and one rank of a team speaks for it (:class:`Teams`). A member then has one
+connection. A speaker has one to each member of its team, and one to each other speaker.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ from casnap.runtime.typing import override
 Buffer = bytes | memoryview
 
 FAILED = -1
-"""The size that a rank announces that has failed."""
-# A message begins with the lengths of its two halves, checksums of both, and one of all that.
-# Halves that are short come along.
+"""The size that a rank announces once it has failed."""
+# The head of a message: the lengths of its two halves, the checksums of both, and one of the head.
+# Short halves come in the same message as the head.
 _HEAD = struct.Struct("<QQ8s8s")
 _HEAD_SUM = struct.Struct("<I")
 _HEAD_BYTES = 1024
-# Two halves of fewer bytes are copied into one message; a longer one is sent to all as it is.
+# Up to here, two halves are copied into one message. A longer half is sent without a copy, since it
+# may go to many ranks.
 _JOINED_BYTES = 64 << 10
-# Tags of the messages of gloo: those of a mesh have 0, and 1 breaks a connection.
+# Tags of gloo's messages. The messages of a mesh have 0; breaking a connection uses 1.
 _OF_HEAD, _OF_COMMON, _OF_SINGLE = 2, 3, 4
 _NOTHING = memoryview(b"")
 
 
 class Outgoing(NamedTuple):
-    """What one rank tells the others in a collective.
+    """The parts that a rank sends in a collective.
 
     Attributes:
-        step: Which call this is; a rank that is at another one has lost the others.
-        parts: What each rank is told. What several are told, being the same object, is sent once.
-        sums: A checksum of each part.
-        has_failed: This rank has failed, and tells nothing else.
+        step: The number of this call. A rank with another number is out of step.
+        parts: The part for each rank. An object that goes to several ranks is sent once.
+        sums: The checksum of each part.
+        has_failed: Whether this rank has failed, and sends nothing else.
     """
 
     step: int
@@ -60,13 +61,13 @@ class Outgoing(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """What a rank is told by each rank.
+    """The parts that a rank receives in a collective, in the order of the ranks that sent them.
 
     Attributes:
-        steps: Which call each rank is at.
-        sizes: How many bytes each tells this one; ``FAILED`` if it has failed.
-        sums: The checksum of these.
-        parts: The bytes; None where they are still to come, by :meth:`Carrier.transfer`.
+        steps: The number of the call that each rank is at.
+        sizes: The length of each rank's part; ``FAILED`` if the rank has failed.
+        sums: The checksum of each part.
+        parts: Each part; None if it was only announced, and comes by :meth:`Carrier.transfer`.
     """
 
     steps: list[int]
@@ -76,12 +77,12 @@ class Incoming(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What a rank has sent.
+    """How much a rank has sent.
 
     Attributes:
-        collectives: In how many collectives it took part.
+        collectives: How many collectives it took part in.
         messages: How many messages it sent.
-        nbytes: How many bytes these had.
+        nbytes: The bytes of these messages.
     """
 
     collectives: int = 0
@@ -90,15 +91,17 @@ class Traffic(NamedTuple):
 
 
 class Carrier(ABC):
-    """Connections of one rank with others.
+    """The connections of one rank with others.
 
     Attributes:
         pg: The gloo group.
-        kept: What gloo uses, but does not keep.
-        peers: The ranks that this one is connected to.
-        largest_team: How many ranks' parts go by one rank at most.
+        kept: An object that gloo uses without keeping it.
+        rank: This rank.
+        size: The number of ranks.
+        peers: The ranks that this rank is connected to.
+        largest_team: The most ranks whose parts one rank passes on.
         messages: How many messages this rank has sent.
-        nbytes: How many bytes these had.
+        nbytes: The bytes of these messages.
     """
 
     def __init__(self, pg: Any, rank: int, size: int) -> None:
@@ -111,30 +114,30 @@ class Carrier(ABC):
 
     @abstractmethod
     def exchange(self, outgoing: Outgoing, seconds: float) -> Incoming:
-        """Tell all ranks something, and hear what they tell; a collective.
+        """Send parts to all ranks, and receive or announce theirs. This is a collective.
 
         Args:
-            outgoing: What this rank tells.
-            seconds: How long to wait.
+            outgoing: The parts of this rank.
+            seconds: How long to wait for the others.
 
         Raises:
-            RuntimeError: A connection broke, or nothing came in time.
+            RuntimeError: A connection broke, or a rank did not answer in time.
         """
 
     @abstractmethod
     def connect(self, seconds: float) -> None:
-        """Connect this rank with its peers, if that was not done yet; a collective."""
+        """Connect this rank with its peers, unless gloo has done so. This is a collective."""
 
     @abstractmethod
     def transfer(
         self, parts: Mapping[int, torch.Tensor], rooms: Mapping[int, torch.Tensor], seconds: float
     ) -> None:
-        """Send and receive what the exchange has only announced.
+        """Send and receive the parts that the exchange has only announced.
 
         Args:
-            parts: The bytes for some ranks.
-            rooms: Where to put those of some ranks.
-            seconds: How long to wait for each.
+            parts: The part for each rank that gets one.
+            rooms: The memory for the part of each rank that sends one.
+            seconds: How long to wait for each part.
         """
 
     def close(self) -> None:
@@ -143,7 +146,10 @@ class Carrier(ABC):
 
 
 class Mesh(Carrier):
-    """All ranks are connected to each other: a few numbers for each, then the parts, straight."""
+    """The carrier of a few ranks: each is connected to every other.
+
+    An exchange announces the length of each part. The transfer then sends it straight to its rank.
+    """
 
     def __init__(self, pg: Any, rank: int, size: int) -> None:
         super().__init__(pg, rank, size)
@@ -170,7 +176,7 @@ class Mesh(Carrier):
     def transfer(
         self, parts: Mapping[int, torch.Tensor], rooms: Mapping[int, torch.Tensor], seconds: float
     ) -> None:
-        # Each rank begins with another one, so that they do not all talk to the same.
+        # Each rank begins with its next one, so that not all talk to the same rank.
         order = [(self.rank + i) % self.size for i in range(1, self.size)]
         works = [self.pg.recv([rooms[i]], i, 0) for i in reversed(order) if i in rooms]
         works += [self.pg.send([parts[i]], i, 0) for i in order if i in parts]
@@ -181,13 +187,13 @@ class Mesh(Carrier):
 
 
 class _Common(msgspec.Struct, array_like=True):
-    """What some ranks tell all others.
+    """The common half of a message: what the ranks of a team tell all other ranks.
 
     Attributes:
-        step: Which call most of them are at.
-        astray: The ranks that are at another one, and at which.
+        step: The number of the call that the speaker is at.
+        astray: The ranks that are at another call → its number.
         failed: The ranks that have failed.
-        told: The ranks that tell all something: rank, checksum, content.
+        told: The parts for all: the rank that sends it, its checksum, its content.
     """
 
     step: int
@@ -197,18 +203,19 @@ class _Common(msgspec.Struct, array_like=True):
 
 
 _Part: TypeAlias = tuple[int, int, int, bytearray]
-"""Who tells it, to whom, its checksum, and its content."""
+"""A part for one rank: the rank that sends it, the rank that gets it, its checksum, its content."""
 
 
 class Teams(Carrier):
-    """Teams of ranks, each with a speaker.
+    """The carrier of many ranks: teams, each with a speaker.
 
-    What one rank tells another goes to its speaker, to that of the other's team, and to the other.
+    A part goes from its sender to the speaker of the sender's team, from there to the speaker of
+    the receiver's team, and from there to the receiver.
 
     Args:
         pg: A gloo group, whose ranks connect when they first talk.
         rank: This rank.
-        teams: The ranks of each team; the first one speaks for it.
+        teams: The ranks of each team; the first one is its speaker.
     """
 
     def __init__(self, pg: Any, rank: int, teams: Sequence[Sequence[int]]) -> None:
@@ -241,14 +248,14 @@ class Teams(Carrier):
     def transfer(
         self, parts: Mapping[int, torch.Tensor], rooms: Mapping[int, torch.Tensor], seconds: float
     ) -> None:
-        pass  # all has come with the exchange
+        pass  # the exchange has brought all parts
 
     def _own(self, outgoing: Outgoing) -> tuple[_Common, list[_Part]]:
-        """Return what this rank tells all others, and what single ones."""
+        """Return the common half of this rank's message, and its parts for single ranks."""
         rank, parts, sums = self.rank, outgoing.parts, outgoing.sums
         if outgoing.has_failed:
             return _Common(outgoing.step, failed=[rank]), []
-        # What most are told goes to all. Who is told something else gets that in addition.
+        # The part that most ranks get goes to all. Ranks that get another part have it in addition.
         ((most, times),) = Counter(id(p) for r, p in enumerate(parts) if r != rank).most_common(1)
         common = _Common(outgoing.step)
         common_part: Buffer = _NOTHING
@@ -264,7 +271,16 @@ class Teams(Carrier):
         ]
 
     def _speak(self, common: _Common, parts: list[_Part], until: float) -> tuple[Buffer, Buffer]:
-        """Pass on what this team tells and is told; return what this rank is told."""
+        """Pass on the messages from and to this team, as its speaker.
+
+        Args:
+            common: The common half of this rank's message.
+            parts: The parts of this rank for single ranks.
+            until: When to give up, by the monotonic clock.
+
+        Returns:
+            The encoded common halves of all teams, and the encoded parts for this rank.
+        """
         for member, (encoded, parts_of_one) in self._swap({}, self._members, until).items():
             told_by_one = decoder(_Common).decode(encoded)
             if told_by_one.step != common.step:
@@ -296,7 +312,13 @@ class Teams(Carrier):
         return commons, encode(by_rank.get(self.rank, []))
 
     def _incoming(self, outgoing: Outgoing, commons: Buffer, single: Buffer) -> Incoming:
-        """Return what the ranks tell this one, given what its speaker passed on."""
+        """Return the parts that this rank receives.
+
+        Args:
+            outgoing: The parts of this rank.
+            commons: The encoded common halves of all teams, this team's first.
+            single: The encoded parts for this rank alone.
+        """
         size = self.size
         steps, sizes, sums = [0] * size, [0] * size, [0] * size
         parts: list[memoryview | None] = [_NOTHING] * size
@@ -321,7 +343,16 @@ class Teams(Carrier):
     def _swap(
         self, outgoing: Mapping[int, tuple[bytes, bytes]], sources: Iterable[int], until: float
     ) -> dict[int, tuple[Buffer, Buffer]]:
-        """Send two halves of a message to each of some ranks; return those of some ranks."""
+        """Send messages of two halves, and receive messages.
+
+        Args:
+            outgoing: The two halves for each rank that gets a message.
+            sources: The ranks to receive a message from.
+            until: When to give up, by the monotonic clock.
+
+        Returns:
+            The two halves of each source's message.
+        """
         heads = {source: self._begin_receiving(_HEAD_BYTES, source, _OF_HEAD) for source in sources}
         sums, tensors = dict[int, bytes](), dict[int, torch.Tensor]()
         for half in (half for halves in outgoing.values() for half in halves):
@@ -386,7 +417,15 @@ class Teams(Carrier):
         sums: tuple[bytes, bytes],
         tensors: dict[int, torch.Tensor],
     ) -> list[Any]:
-        """Begin to send two halves; of a half that goes to many, ``tensors`` has the tensor."""
+        """Begin to send a message of two halves; return the works to wait for.
+
+        Args:
+            target: The rank that gets the message.
+            common: The half that other ranks get too.
+            single: The half for this rank alone.
+            sums: The checksums of both.
+            tensors: Tensors of common halves by their ids, to make each tensor once.
+        """
         lengths = _HEAD.pack(len(common), len(single), *sums)
         head = lengths + _HEAD_SUM.pack(crc32(lengths))
         messages = [(head, _OF_HEAD), (common, _OF_COMMON), (single, _OF_SINGLE)]
@@ -411,7 +450,7 @@ class Teams(Carrier):
 
 
 def _grouped(parts: Iterable[_Part], key: Callable[[int], int]) -> dict[int, list[_Part]]:
-    """Return parts by a key of the rank to which each is told."""
+    """Return parts in groups, by a key of the rank that gets each."""
     groups: dict[int, list[_Part]] = {}
     for part in parts:
         groups.setdefault(key(part[1]), []).append(part)
@@ -424,13 +463,14 @@ def _wait(work: Any, until: float) -> None:
 
 
 def _teams(hosts: Sequence[int], most: int) -> list[list[int]]:
-    """Divide ranks into teams, in the order of their first ranks.
+    """Divide ranks into teams; return the teams in the order of their first ranks.
 
-    Ranks that are alone on their hosts, or whose host is not known, make teams with their like.
+    A team is on one host. Ranks that are alone on their hosts, or whose hosts are not known, make
+    teams together.
 
     Args:
-        hosts: A number for each rank's host; 0 where that is not known.
-        most: How many ranks make one team at most.
+        hosts: The number of each rank's host; 0 if it is not known.
+        most: The most ranks of one team.
     """
     by_host: dict[int, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -449,15 +489,16 @@ def carrier_of(
     hosts: Sequence[int],
     team_ranks: int,
 ) -> Carrier:
-    """Return the connections of one rank: to all others, or, of many ranks, to its team.
+    """Return the carrier of a rank: a mesh if one team has room for all ranks, else teams.
 
-    For few ranks one step is faster than three.
+    A part takes one step in a mesh, and three steps between teams.
 
     Args:
-        new_group: Makes the gloo group, whose ranks connect when they first talk, or at once.
+        new_group: Makes the gloo group, given whether its ranks connect only when they first talk.
+            Returns the group, and an object to keep as long as the group is used.
         rank: This rank.
-        hosts: A number for each rank's host; 0 where that is not known.
-        team_ranks: How many ranks make one team at most; so few are all connected to each other.
+        hosts: The number of each rank's host; 0 if it is not known.
+        team_ranks: The most ranks of one team.
     """
     if len(hosts) <= team_ranks:
         pg, kept = new_group(False)
