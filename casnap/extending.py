@@ -95,10 +95,6 @@ if TYPE_CHECKING:
     from casnap.format.records import Root as Root
     from casnap.format.records import Row as Row
     from casnap.format.region import Region as Region
-    from casnap.maintenance.diff import diff as diff
-    from casnap.maintenance.usage import DiskUsage as DiskUsage
-    from casnap.maintenance.usage import disk_usage as disk_usage
-    from casnap.maintenance.usage import usage as usage
     from casnap.ranks.comm import Comm as Comm
     from casnap.ranks.comm import SingleProcess as SingleProcess
     from casnap.ranks.joining import join as join
@@ -172,7 +168,6 @@ if TYPE_CHECKING:
     from casnap.storage import Contents as Contents
     from casnap.storage import Entries as Entries
     from casnap.storage import Fill as Fill
-    from casnap.storage import GcOptions as GcOptions
     from casnap.storage import MissingFoldersChange as MissingFoldersChange
     from casnap.storage import ReadOptions as ReadOptions
     from casnap.storage import Repository as Repository
@@ -183,7 +178,6 @@ if TYPE_CHECKING:
     from casnap.storage import advice_in as advice_in
     from casnap.storage import check_has_folders as check_has_folders
     from casnap.storage import check_no_foreign_checkpoint as check_no_foreign_checkpoint
-    from casnap.storage import collect as collect
     from casnap.storage import forget_unheld as forget_unheld
     from casnap.storage import link_advice as link_advice
     from casnap.storage import locate_snapshot as locate_snapshot
@@ -235,8 +229,6 @@ _NAMES = {
     "format.names": "MARKER NOTICE_HEAD component_of folder_of key_of plain_text",
     "format.records": "CONFIG_KEY Root Row",
     "format.region": "Region",
-    "maintenance.diff": "diff",
-    "maintenance.usage": "DiskUsage disk_usage usage",
     "ranks.comm": "Comm SingleProcess",
     "ranks.joining": "join join_ranks own_rank",
     "restore.loading": "Fetch Loading",
@@ -270,10 +262,9 @@ _NAMES = {
     ),
     "state.values": "decode_value encode_key encode_object",
     "storage": (
-        "GcOptions MissingFoldersChange check_has_folders collect "
-        "Contents Entries Fill ReadOptions Repository Table TagMove Want advice_at advice_in "
-        "check_no_foreign_checkpoint forget_unheld link_advice locate_snapshot locate_store "
-        "marked_commit move_of open_at published_row"
+        "Contents Entries Fill MissingFoldersChange ReadOptions Repository Table TagMove Want "
+        "advice_at advice_in check_has_folders check_no_foreign_checkpoint forget_unheld "
+        "link_advice locate_snapshot locate_store marked_commit move_of open_at published_row"
     ),
     "take.capture": "CapturedState DividedLeaves LiveState StateSource",
     "take.options": "TakeOptions",

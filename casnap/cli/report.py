@@ -23,10 +23,12 @@ from casnap.cli.output import (
     report_fields,
     say,
 )
-from casnap.report.facts import Facts, Run, SnapshotFacts, gather
+from casnap.maintenance.diff import diff
+from casnap.maintenance.usage import DiskUsage, disk_usage, usage
+from casnap.report.facts import Facts, Run, SnapshotFacts, Space, gather
 from casnap.report.page import HEAD, page
 from casnap.runtime.environment import local_path
-from casnap.storage import Repository
+from casnap.storage import GcOptions, Repository, collect
 from casnap.view import repository_of
 
 
@@ -61,23 +63,29 @@ def report(store: str | None, prefix: str | None, output: Path, last: int, as_js
         _check_replaceable(output)
     place = open_store(store)
     contents = [snapshot.contents for snapshot in snapshots_of(place, prefix)]
+    repository = repository_of(place)
     with progress_bars(lambda: place.requests) as progress:
-        facts = gather(repository_of(place), contents, last, progress)
+        usages = usage(contents, repository, progress)
+        # A dry run counts what is needed, and changes nothing.
+        live = collect(repository, GcOptions(grace=0, dry_run=True), progress).live_bytes
+        disk = disk_usage(repository)
+        space = Space(disk.nbytes, live, disk.saved_bytes)
+        facts = gather(repository, contents, usages, space, diff, last, progress)
     if as_json:
-        emit({**store_fields(place), **_document(repository_of(place), facts)}, place)
+        emit({**store_fields(place), **_document(repository, facts, disk)}, place)
         return
     _write(output, page(facts, time.time()))
     say(f"{output!s}: {amount(len(contents), 'snapshot')}")
     print_requests(place.requests)
 
 
-def _document(repository: Repository, facts: Facts) -> dict[str, Any]:
+def _document(repository: Repository, facts: Facts, disk: DiskUsage) -> dict[str, Any]:
     return {
         "chunk_size_bytes": facts.chunk_size,
         "snapshot_count": facts.snapshots,
         "logical_bytes": facts.logical_bytes,
-        **disk_fields(repository, facts.disk),
-        "live_bytes": facts.live_bytes,
+        **disk_fields(repository, disk),
+        "live_bytes": facts.space.live_bytes,
         "runs": list(map(_run_fields, facts.runs)),
         "more_run_count": facts.more_runs,
     }

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
+from casnap import Diff, Usage
 from casnap.errors import DamagedError
-from casnap.extending import (
-    ContainerEntry,
-    Contents,
-    DiskUsage,
-    GcOptions,
-    Progress,
-    Repository,
-    collect,
-    diff,
-    disk_usage,
-    folder_of,
-    usage,
-)
+from casnap.extending import ContainerEntry, Contents, Progress, Repository, folder_of
 
 _MOST_RUNS = 12
 """So many runs, those with the newest snapshots, are shown in full."""
@@ -100,6 +89,21 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Space:
+    """What a store takes up.
+
+    Attributes:
+        stored_bytes: All packs, and the index.
+        live_bytes: The part of these that the snapshots of the store need.
+        saved_bytes: How much larger the chunks would be without deltas and compression.
+    """
+
+    stored_bytes: int
+    live_bytes: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
 class Facts:
     """The facts of a report.
 
@@ -108,8 +112,7 @@ class Facts:
         chunk_size: The size of its chunks, in bytes.
         snapshots: How many snapshots were chosen.
         logical_bytes: The bytes of their states.
-        disk: What all packs and the index take up.
-        live_bytes: The part of these that the snapshots of the store need.
+        space: What the store takes up.
         runs: The runs that are shown, the one with the newest snapshot first.
         more_runs: How many runs are not shown.
     """
@@ -118,42 +121,48 @@ class Facts:
     chunk_size: int
     snapshots: int
     logical_bytes: int
-    disk: DiskUsage
-    live_bytes: int
+    space: Space
     runs: list[Run]
     more_runs: int
 
 
 def gather(
-    store: Repository, snapshots: Sequence[Contents], most: int, progress: Progress | None = None
+    store: Repository,
+    snapshots: Sequence[Contents],
+    usages: Sequence[Usage],
+    space: Space,
+    compare: Callable[[Contents, Contents], Diff],
+    most: int,
+    progress: Progress | None = None,
 ) -> Facts:
     """Gather what a report on some snapshots shows.
 
     Args:
         store: The store.
         snapshots: The snapshots, in the order of their commits.
+        usages: What each of them takes up.
+        space: What the whole store takes up.
+        compare: Returns what differs between two snapshots.
         most: How many snapshots of each run to compare with the one before.
         progress: Called as ``progress(phase, done, total)``.
 
     Raises:
         DamagedError: Something in the store cannot be read.
     """
-    usages = usage(list(snapshots), store, progress)
     by_folder: dict[str, list[tuple[Contents, SnapshotFacts]]] = {}
     for contents, use in zip(snapshots, usages, strict=True):
         facts = _facts_of(contents, use.stored_bytes, use.unique_bytes)
         by_folder.setdefault(folder_of(contents.name), []).append((contents, facts))
     newest = sorted(by_folder, key=lambda folder: -by_folder[folder][-1][0].row.seq)
-    runs = [_run(folder, by_folder[folder], most, progress) for folder in newest[:_MOST_RUNS]]
-    # A dry run counts what is needed, and changes nothing.
-    live = collect(store, GcOptions(grace=0, dry_run=True), progress).live_bytes
+    runs = [
+        _run(folder, by_folder[folder], compare, most, progress) for folder in newest[:_MOST_RUNS]
+    ]
     return Facts(
         uri=store.backend.uri,
         chunk_size=store.config.chunk_size,
         snapshots=len(snapshots),
         logical_bytes=sum(use.logical_bytes for use in usages),
-        disk=disk_usage(store),
-        live_bytes=live,
+        space=space,
         runs=runs,
         more_runs=len(newest) - len(runs),
     )
@@ -196,12 +205,13 @@ def _metrics(contents: Contents) -> dict[str, float]:
 def _run(
     folder: str,
     snapshots: list[tuple[Contents, SnapshotFacts]],
+    compare: Callable[[Contents, Contents], Diff],
     most: int,
     progress: Progress | None,
 ) -> Run:
     compared = [contents for contents, _ in snapshots[-most - 1 :]]
     sizes = _sizes(compared[-1])
-    changes = _changes(compared, sizes, progress)
+    changes = _changes(compared, compare, sizes, progress)
     return Run(folder, [facts for _, facts in snapshots], changes, sizes)
 
 
@@ -227,14 +237,17 @@ def _sizes(contents: Contents) -> dict[Path, int]:
 
 
 def _changes(
-    compared: Sequence[Contents], sizes: dict[Path, int], progress: Progress | None
+    compared: Sequence[Contents],
+    compare: Callable[[Contents, Contents], Diff],
+    sizes: dict[Path, int],
+    progress: Progress | None,
 ) -> Changes:
     columns: list[dict[Path, int]] = []
     for number, (before, after) in enumerate(pairwise(compared)):
         if progress is not None:
             progress("comparing snapshots", number, len(compared) - 1)
         columns.append(
-            _summed((_parts(c.path), c.changed_bytes) for c in diff(before, after).changes)
+            _summed((_parts(c.path), c.changed_bytes) for c in compare(before, after).changes)
         )
     changed = {
         parts for column in columns for parts, nbytes in column.items() if nbytes

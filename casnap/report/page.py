@@ -91,14 +91,15 @@ def _introduction(facts: Facts, now: float) -> str:
 
 
 def _cards(facts: Facts) -> Markup:
-    stored, garbage = facts.disk.nbytes, max(0, facts.disk.nbytes - facts.live_bytes)
+    stored = facts.space.stored_bytes
+    garbage = max(0, stored - facts.space.live_bytes)
     saved = facts.logical_bytes / stored if stored else 0.0
     figures = [
         (f"{facts.snapshots:,}", "snapshots"),
         (size(facts.logical_bytes), "in their states"),
         (size(stored), "on the disk"),
         (f"{saved:.1f} ×", "states to disk"),
-        (size(facts.disk.saved_bytes), "saved by deltas and compression"),
+        (size(facts.space.saved_bytes), "saved by deltas and compression"),
         (size(garbage), "garbage, and gaps in packs"),
     ]
     cards = (
