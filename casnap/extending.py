@@ -55,21 +55,13 @@ if TYPE_CHECKING:
     from casnap.files.export_output import ExportOutput as ExportOutput
     from casnap.files.export_output import check_local as check_local
     from casnap.files.export_output import check_outside as check_outside
-    from casnap.files.export_selection import StoredTensor as StoredTensor
-    from casnap.files.export_selection import equal_tensors as equal_tensors
-    from casnap.files.export_selection import named_tensors as named_tensors
-    from casnap.files.export_selection import part_of as part_of
-    from casnap.files.export_selection import shards_by_size as shards_by_size
-    from casnap.files.export_selection import without_tied as without_tied
-    from casnap.files.safetensors_header import DTYPES as DTYPES
+    from casnap.files.layout import FileLayout as FileLayout
+    from casnap.files.layout import PlacedChunk as PlacedChunk
+    from casnap.files.layout import PlacedTensor as PlacedTensor
+    from casnap.files.layout import PlannedFile as PlannedFile
     from casnap.files.safetensors_header import header_of as header_of
     from casnap.files.safetensors_header import itemsize_of as itemsize_of
     from casnap.files.safetensors_header import read_header as read_header
-    from casnap.files.small_files import FILES as FILES
-    from casnap.files.small_files import is_carried as is_carried
-    from casnap.files.to_safetensors import INDEX as INDEX
-    from casnap.files.to_safetensors import index_of as index_of
-    from casnap.files.to_safetensors import shard_names as shard_names
     from casnap.format.decoding import json_decoder as json_decoder
     from casnap.format.delta import apply_delta as apply_delta
     from casnap.format.delta import base_of as base_of
@@ -215,12 +207,8 @@ _NAMES = {
         "described first_keys with_keys"
     ),
     "files.export_output": "ExportOutput check_local check_outside",
-    "files.export_selection": (
-        "StoredTensor equal_tensors named_tensors part_of shards_by_size without_tied"
-    ),
-    "files.safetensors_header": "DTYPES header_of itemsize_of read_header",
-    "files.small_files": "FILES is_carried",
-    "files.to_safetensors": "INDEX index_of shard_names",
+    "files.layout": "FileLayout PlacedChunk PlacedTensor PlannedFile",
+    "files.safetensors_header": "header_of itemsize_of read_header",
     "format.decoding": "json_decoder",
     "format.delta": "apply_delta base_of changed_by",
     "format.digest": "DIGEST_SIZE Digest digest_of split_digests",

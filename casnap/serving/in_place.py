@@ -25,6 +25,8 @@ from casnap.extending import (
     Contents,
     Digest,
     ExportOutput,
+    PlacedChunk,
+    PlannedFile,
     Progress,
     apply_delta,
     base_of,
@@ -45,7 +47,6 @@ from casnap.extending import (
     write_cached,
 )
 from casnap.serving.folder import FILE_MODE, VERSION, ServedFolder
-from casnap.serving.layout import Cell, PlannedFile, plan
 from casnap.serving.options import PullOptions, PullReport
 from casnap.serving.version import (
     CHANGING,
@@ -197,7 +198,7 @@ def change(
         WithdrawnError: The snapshot is no more meant.
         OSError: It cannot be written.
     """
-    layout = plan(contents, options)
+    layout = options.layout_of(contents)
     report.equal = layout.equal
     with ExitStack() as stack:
         folder = stack.enter_context(folder_at(str(served.link), listed=True))
@@ -339,7 +340,7 @@ class _Kept(NamedTuple):
     """A chunk that is to be written: to which file, where, and it, or the delta that makes it."""
 
     fd: int
-    cell: Cell
+    cell: PlacedChunk
     content: bytes
     is_delta: bool
 
@@ -417,7 +418,7 @@ class _WriterInPlace(Writer):
             if self._kept_bytes > _MOST_KEPT:
                 self._flush()
 
-    def _holds(self, fd: int, cell: Cell, base: Digest) -> bool:
+    def _holds(self, fd: int, cell: PlacedChunk, base: Digest) -> bool:
         """Whether a chunk of the store lies at a place, so that a delta can be applied there."""
         name = self._names[fd]
         # In other files, it is only one of those that may lie there.

@@ -24,6 +24,7 @@ from casnap.extending import (
     Digest,
     Fill,
     Owners,
+    PlacedTensor,
     cached_property,
     cores,
     digest_of,
@@ -77,6 +78,20 @@ class VersionTensor(Struct, omit_defaults=True):
     start: int
     cast_from: str = ""
     cast_digest: str = ""
+
+    @staticmethod
+    def of(tensor: PlacedTensor, file: str) -> VersionTensor:
+        """Return what a version says of a tensor in a file."""
+        return VersionTensor(
+            tensor.path,
+            tensor.dtype,
+            tensor.entry.shape,
+            tensor.digest,
+            file,
+            tensor.start,
+            tensor.entry.dtype if tensor.cast else "",
+            digest_of(b"".join(tensor.cast_digests)).hex() if tensor.cast else "",
+        )
 
     def differs_from(self, other: VersionTensor) -> bool:
         """Whether another tensor has other bytes."""

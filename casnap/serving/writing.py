@@ -22,6 +22,10 @@ from casnap.extending import (
     Contents,
     Digest,
     ExportOutput,
+    FileLayout,
+    PlacedChunk,
+    PlacedTensor,
+    PlannedFile,
     Progress,
     ProgressCounter,
     ReadOptions,
@@ -32,7 +36,6 @@ from casnap.extending import (
     write_cached,
 )
 from casnap.serving.folder import FILE_MODE, ServedFolder
-from casnap.serving.layout import Cell, Layout, PlacedTensor, PlannedFile, plan
 from casnap.serving.options import PullOptions, PullReport
 from casnap.serving.patches import PATCHES, Differences, are_alike
 from casnap.serving.version import (
@@ -62,7 +65,7 @@ def write_version(
     Raises:
         OSError: It cannot be written; nothing is left of it.
     """
-    layout = plan(contents, options)
+    layout = options.layout_of(contents)
     report.equal = layout.equal
     folder = served.new_name(contents.name, contents.row.commit.hex())
     writer = Writer(contents, layout, options, old, report, progress)
@@ -78,7 +81,7 @@ class Piece(NamedTuple):
     name: str
     tensor: PlacedTensor
     number: int
-    cell: Cell
+    cell: PlacedChunk
 
 
 class Writer:
@@ -91,7 +94,7 @@ class Writer:
     def __init__(
         self,
         contents: Contents,
-        layout: Layout,
+        layout: FileLayout,
         options: PullOptions,
         old: Version | None,
         report: PullReport,
@@ -114,7 +117,9 @@ class Writer:
         if self._old is None:
             return ""
         record = self._old.record
-        tensors = {name: tensor.described(file.name) for name, tensor in file.tensors.items()}
+        tensors = {
+            name: VersionTensor.of(tensor, file.name) for name, tensor in file.tensors.items()
+        }
         for name, about in record.files.items():
             if about.digest == digest_of(file.header).hex() and self._old.is_intact(name):
                 before = {n: t for n, t in record.tensors.items() if t.file == name}
@@ -158,7 +163,7 @@ class Writer:
                 file.nbytes, len(file.header), digest_of(file.header).hex()
             )
             for name, tensor in file.tensors.items():
-                tensors[name] = tensor.described(file.name)
+                tensors[name] = VersionTensor.of(tensor, file.name)
                 chunks += [cell.digest for cell in tensor.cells] + tensor.cast_digests
         listed = b"".join(chunks)
         for name, raw in {**layout.others, CHUNKS: listed}.items():
@@ -187,7 +192,7 @@ class Writer:
     def _differences_from(self, old: Version) -> Differences | None:
         """Return what notes how the version differs; None if it has other tensors."""
         placed = {
-            name: (tensor, tensor.described(file.name))
+            name: (tensor, VersionTensor.of(tensor, file.name))
             for file in self._layout.files
             for name, tensor in file.tensors.items()
         }

@@ -1,4 +1,4 @@
-"""How a snapshot becomes a folder: which tensors go where in which files.
+"""Where the tensors of a snapshot lie in files of safetensors that are kept from one to the next.
 
 The layout depends only on the names, shapes and dtypes of the tensors, and on the options. So the
 same tensors of the next snapshot lie at the same places, and a file in which no tensor has changed
@@ -7,46 +7,33 @@ is the same file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from casnap.errors import DamagedError, EntryNotFoundError, FileFormatError
-from casnap.extending import (
-    DIGEST_SIZE,
-    DTYPES,
-    FILES,
-    INDEX,
-    INLINE_BYTES,
-    Contents,
-    Digest,
+from casnap.files.export_selection import (
     StoredTensor,
-    TensorEntry,
-    ValueEntry,
-    Want,
-    bytes_of,
-    cached_property,
-    digest_of,
     equal_tensors,
-    header_of,
-    index_of,
-    is_carried,
-    itemsize_of,
-    key_of,
     named_tensors,
     part_of,
-    shard_names,
     shards_by_size,
     without_tied,
 )
-from casnap.serving.options import FLOATS, PullOptions
-from casnap.serving.version import VersionTensor
+from casnap.files.safetensors_header import DTYPES, header_of, itemsize_of
+from casnap.files.small_files import FILES, is_carried
+from casnap.files.to_safetensors import INDEX, index_of, shard_names
+from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
+from casnap.format.entries import INLINE_BYTES, TensorEntry, ValueEntry
+from casnap.format.names import key_of
+from casnap.runtime.fork import cached_property
+from casnap.storage import Contents, Want
 
 # As PEFT names them; it knows no shards.
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-class Cell(NamedTuple):
-    """A chunk of a tensor in a file.
+class PlacedChunk(NamedTuple):
+    """A chunk of a tensor, and its place in a file.
 
     Attributes:
         digest: The digest of the chunk in the store.
@@ -87,7 +74,7 @@ class PlacedTensor:
         return "" if self.dtype == self.entry.dtype else f"{self.entry.dtype}>{self.dtype}"
 
     @cached_property
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[PlacedChunk]:
         """Its chunks. A small tensor, which the entry holds itself, has one.
 
         Raises:
@@ -102,7 +89,7 @@ class PlacedTensor:
         sizes, cells, at = (itemsize_of(self.entry.dtype), itemsize_of(self.dtype)), [], self.start
         for digest, raw_bytes in chunks:
             nbytes = raw_bytes // sizes[0] * sizes[1]
-            cells.append(Cell(digest, raw_bytes, at, nbytes))
+            cells.append(PlacedChunk(digest, raw_bytes, at, nbytes))
             at += nbytes
         return cells
 
@@ -111,22 +98,12 @@ class PlacedTensor:
         """The digest of the digests of its chunks."""
         return digest_of(b"".join(cell.digest for cell in self.cells)).hex()
 
-    def described(self, file: str) -> VersionTensor:
-        """Return what the version says of it."""
-        return VersionTensor(
-            self.path,
-            self.dtype,
-            self.entry.shape,
-            self.digest,
-            file,
-            self.start,
-            self.entry.dtype if self.cast else "",
-            digest_of(b"".join(self.cast_digests)).hex() if self.cast else "",
-        )
-
     @cached_property
     def cast_digests(self) -> list[Digest]:
-        """The digests of the chunks of a tensor that is cast, as they are set; else none."""
+        """The digests that the chunks of a cast tensor have in the file; none without a cast.
+
+        The writer of the file sets each, since the bytes are known only then.
+        """
         return [Digest(bytes(DIGEST_SIZE))] * len(self.cells) if self.cast else []
 
 
@@ -139,8 +116,8 @@ class PlannedFile(NamedTuple):
     nbytes: int
 
 
-class Layout(NamedTuple):
-    """The files of a version.
+class FileLayout(NamedTuple):
+    """The files that the tensors of a snapshot become.
 
     Attributes:
         files: Those of tensors.
@@ -156,64 +133,82 @@ class Layout(NamedTuple):
     equal: dict[str, str]
     left_out: list[str]
 
+    @classmethod
+    def of(
+        cls,
+        contents: Contents,
+        path: str | None,
+        *,
+        rename: Callable[[str], str],
+        dtype_of: Callable[[str], str],
+        tied: Sequence[str] = (),
+        max_shard_size: int | None = None,
+    ) -> FileLayout:
+        """Lay out the tensors at and below a path.
 
-def plan(contents: Contents, options: PullOptions) -> Layout:
-    """Lay out the files of a version.
+        Args:
+            contents: The snapshot.
+            path: The path; None for the whole snapshot.
+            rename: Returns the name that a tensor gets, from its keys joined by dots.
+            dtype_of: Returns the dtype that a tensor gets, from its own.
+            tied: Tensors to leave out, since another one has their bytes; by their new names.
+            max_shard_size: The most bytes of tensors in a file, if a tensor fits; None for any.
 
-    Raises:
-        EntryNotFoundError: There is nothing at the path, or several ranks have their own there.
-        FileFormatError: There are no tensors, or two would get one name.
-        DamagedError: Something is missing or damaged.
-    """
-    part = part_of(contents, options.path, only_tensors=True)
-    unnamed, left_out = named_tensors(part, DTYPES, contents.label)
-    tensors: dict[str, StoredTensor] = {}
-    renamed = options.renaming()
-    for old_name, tensor in unnamed.items():
-        name = renamed(old_name)
-        if name in tensors:
+        Raises:
+            EntryNotFoundError: There is nothing at the path, or several ranks have their own there.
+            FileFormatError: There are no tensors, or two would get one name.
+            DamagedError: Something is missing or damaged.
+        """
+        part = part_of(contents, path, only_tensors=True)
+        unnamed, left_out = named_tensors(part, DTYPES, contents.label)
+        tensors = _renamed(unnamed, rename, contents.label)
+        if not tensors:
             raise FileFormatError(
-                f"{contents.label}: rename= gives {tensors[name].path} and {tensor.path} the same "
-                f"name {name!r}"
+                f"{contents.label}: no tensor that safetensors can hold is at {path or 'any path'}"
             )
-        tensors[name] = tensor
-    if not tensors:
-        place = options.path or "any path"
-        raise FileFormatError(
-            f"{contents.label}: no tensor that safetensors can hold is at {place}"
-        )
-    tensors, tied = without_tied(tensors, options.tied, contents.label)
-    names = sorted(tensors)
-    dtypes = {name: _dtype(tensors[name].entry.dtype, options.dtype) for name in names}
-    sizes = {
-        name: entry.payload.nbytes // itemsize_of(entry.dtype) * itemsize_of(dtypes[name])
-        for name in names
-        for entry in (tensors[name].entry,)
-    }
-    others = _small_files(contents)
-    if _is_adapter(names, others):
-        groups, file_names = [names], [_ADAPTER]
-    else:
-        groups = shards_by_size(sizes, bytes_of("max_shard_size", options.max_shard_size))
-        file_names = shard_names(len(groups))
-    files = []
-    for file_name, group in zip(file_names, groups, strict=True):
-        described = {name: (dtypes[name], tensors[name].entry.shape) for name in group}
-        # Nothing of the snapshot: the header of an unchanged file must be the same.
-        head, starts, length = header_of(described, {"format": "pt"})
-        placed = {
-            name: PlacedTensor(contents, *tensors[name], dtypes[name], starts[name])
-            for name in group
+        tensors, aliases = without_tied(tensors, tied, contents.label)
+        names = sorted(tensors)
+        dtypes = {name: dtype_of(tensors[name].entry.dtype) for name in names}
+        sizes = {
+            name: entry.payload.nbytes // itemsize_of(entry.dtype) * itemsize_of(dtypes[name])
+            for name in names
+            for entry in (tensors[name].entry,)
         }
-        files.append(PlannedFile(file_name, head, placed, length))
-    if len(groups) > 1:
-        shards = {n: file.name for file in files for n in file.tensors}
-        others[INDEX] = index_of(shards, sum(sizes.values()))
-    return Layout(files, others, tied, equal_tensors(tensors, tied), left_out)
+        others = _small_files(contents)
+        if _is_adapter(names, others):
+            groups, file_names = [names], [_ADAPTER]
+        else:
+            groups = shards_by_size(sizes, max_shard_size)
+            file_names = shard_names(len(groups))
+        files = []
+        for file_name, group in zip(file_names, groups, strict=True):
+            described = {name: (dtypes[name], tensors[name].entry.shape) for name in group}
+            # Nothing of the snapshot: the header of an unchanged file must be the same.
+            head, starts, length = header_of(described, {"format": "pt"})
+            placed = {
+                name: PlacedTensor(contents, *tensors[name], dtypes[name], starts[name])
+                for name in group
+            }
+            files.append(PlannedFile(file_name, head, placed, length))
+        if len(groups) > 1:
+            shards = {n: file.name for file in files for n in file.tensors}
+            others[INDEX] = index_of(shards, sum(sizes.values()))
+        return cls(files, others, aliases, equal_tensors(tensors, aliases), left_out)
 
 
-def _dtype(dtype: str, wanted: str | None) -> str:
-    return wanted if wanted is not None and dtype in FLOATS else dtype
+def _renamed(
+    tensors: Mapping[str, StoredTensor], rename: Callable[[str], str], snapshot: str
+) -> dict[str, StoredTensor]:
+    renamed: dict[str, StoredTensor] = {}
+    for old_name, tensor in tensors.items():
+        name = rename(old_name)
+        if name in renamed:
+            raise FileFormatError(
+                f"{snapshot}: rename= gives {renamed[name].path} and {tensor.path} the same name "
+                f"{name!r}"
+            )
+        renamed[name] = tensor
+    return renamed
 
 
 def _is_adapter(names: Iterable[str], others: Mapping[str, bytes]) -> bool:
