@@ -24,7 +24,7 @@ from casnap.state.values import encode_key
 from casnap.storage import Contents
 
 # FSDP2's hook is there from the first forward on, and only shards the parameters again. The hook of
-# activation checkpointing adds its wrapper's prefix to names, which state dicts have without it.
+# activation checkpointing adds its wrapper's prefix to names; state dicts have names without it.
 _HARMLESS_HOOKS = (
     "torch.distributed.fsdp._fully_shard.",
     "torch.distributed.algorithms._checkpoint.",
@@ -34,10 +34,10 @@ _HARMLESS_HOOKS = (
 def compare(
     contents: Contents, state: KeyState, module: torch.nn.Module, report: RestoreReport
 ) -> KeyState:
-    """Report how a module differs from the snapshot; return its key with what must not be loaded.
+    """Report how a module differs from the snapshot; return its key without what does not fit.
 
-    Keys and values that a module changes while it loads are left to the module. Where it may allow
-    other names, only shapes are compared.
+    Names and values that a module may change while it loads are left to the module. Where it may
+    allow other names, only shapes are compared.
     """
     rewritten = _paths_of_children(state, module, _rewrites)
     unchecked = rewritten + _paths_of_children(state, module, _forgives)
@@ -65,8 +65,8 @@ def load_whole(state: KeyState, module: torch.nn.Module, values: dict[str, Any])
     of 4 bits. If these were restored in place, they are as they were taken.
 
     Raises:
-        MismatchError: The module does not load a value that its ``state_dict()`` gives, and has
-            another one than the snapshot.
+        MismatchError: The module does not load a value that its ``state_dict()`` gives, and its
+            live value is not the one in the snapshot.
     """
     try:
         module.load_state_dict(values)
@@ -75,9 +75,9 @@ def load_whole(state: KeyState, module: torch.nn.Module, values: dict[str, Any])
         given = [key for key in unexpected_keys if key in state.current]
         if not given:
             raise
-        # Only the items go: the versions of its modules are an attribute of the dict.
+        # Only items are removed: the versions of the modules are an attribute of the dict.
         not_loaded = {key: values.pop(key) for key in given}
-        # This raises an error if there is more that it does not load.
+        # This raises an error if there are more items that the module does not load.
         module.load_state_dict(values)
         current = module.state_dict()
         unlike = [k for k, value in not_loaded.items() if not _is_alike(current.get(k), value)]
@@ -98,7 +98,7 @@ def _is_alike(value: object, other: object) -> bool:
 def load_what_fits(
     state: KeyState, module: torch.nn.Module, values: dict[str, Any], report: RestoreReport
 ) -> None:
-    """Load into a module what it has in the same shape, and report the rest."""
+    """Load the values that fit a module's names and shapes; report the others."""
 
     def path_of(key: object) -> str:
         return f"{state.component}/{component_of(encode_key(key))}"
@@ -156,7 +156,7 @@ def _has_own_loader(module: torch.nn.Module) -> bool:
 
 
 def _other_shapes(state: KeyState) -> dict[str, str]:
-    """Return the tensors of a module that the snapshot has otherwise, in words, by path."""
+    """Return the tensors of a module that do not fit their entries, in words, by path."""
     shapes = {}
     components = live_components(state.current)
     for component, value in zip(components, state.current.values(), strict=True):
@@ -176,9 +176,9 @@ def _other_shapes(state: KeyState) -> dict[str, str]:
 
 
 def why_refused(contents: Contents, state: KeyState) -> list[str]:
-    """Return why a value cannot load what the snapshot has for it.
+    """Return why a value cannot load its state in the snapshot, in words; empty if it can.
 
-    Of loaders only those of torch and casnap are known. Any other says itself what it refuses.
+    Only the loaders of torch and casnap are known. Any other loader says itself what it refuses.
     """
     component, stateful, entries = state.component, state.stateful, state.entries
     loader = known_loader(stateful)
@@ -222,9 +222,9 @@ def _other_groups(
 
 
 def _other_keys(contents: Contents, state: KeyState) -> Iterator[str]:
-    """Yield the dicts that have numbers as keys here, and their texts in the snapshot.
+    """Yield, in words, the dicts that have numbers as keys here, and texts in the snapshot.
 
-    DCP's own files hold all keys as texts. A value may load them, and never find them.
+    DCP's own files hold all keys as texts. A value may load such a dict, and never find its keys.
     """
     loading, live_keys = Loading(contents), dict[str, set[Any]]()
     for path, mapping in state.mappings():

@@ -41,7 +41,7 @@ class Handle:
 
     @property
     def kind(self) -> str:
-        """What it is: ``parameter``, ``buffer``, ``tensor``, ``ndarray``, ``int``, ``dict``, ..."""
+        """The kind: ``parameter``, ``buffer``, ``tensor``, ``ndarray``, ``int``, ``dict``, ..."""
         return self._entry.kind
 
     @property
@@ -51,7 +51,7 @@ class Handle:
 
     @property
     def dtype(self) -> Any:
-        """The dtype, of torch or numpy; None for what is neither tensor nor array.
+        """The dtype, of torch or numpy; None for anything that is neither a tensor nor an array.
 
         Raises:
             UnsupportedTypeError: This torch does not know the dtype, or numpy is not installed.
@@ -64,7 +64,7 @@ class Handle:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of a tensor or value; of a container, those of everything below it."""
+        """The bytes of a tensor or value; for a container, the bytes of everything below it."""
         if not isinstance(self._entry, ContainerEntry):
             return self._entry.payload.nbytes
         with self._contents.reading():
@@ -79,11 +79,11 @@ class Handle:
 
     @property
     def is_sharded(self) -> bool | None:
-        """Whether ranks held different parts of it; None if the snapshot does not say.
+        """Whether ranks held different parts of the tensor; None if the snapshot does not say.
 
         A snapshot has the same chunks however a tensor was sharded, so that it can be restored
-        under any sharding. It says so only where there can have been no shards: one rank, or a
-        rank's own entry.
+        under any sharding. So it only says where there can have been no shards: in a take of one
+        rank, and in a rank's own entry.
         """
         is_whole = not self.is_global or self._contents.row.world_size == 1
         return False if is_whole or not isinstance(self._entry, TensorEntry) else None
@@ -92,7 +92,7 @@ class Handle:
         """Read a part of a tensor, or of an array.
 
         Raises:
-            MismatchError: It is not a tensor.
+            MismatchError: The entry is not a tensor.
             IndexError: The index does not fit the shape.
             TypeError: The index holds other things than ints, slices and ``...``.
             ValueError: A slice has a step below 1.
@@ -103,13 +103,13 @@ class Handle:
                 f"{self._contents.label}: {self.path} is not a tensor, so it takes no index; "
                 "use read()"
             )
-        if index is None:  # for read_tensor() that is no index
+        if index is None:  # read_tensor() takes None for no index
             raise TypeError("an index holds ints, slices and ..., not None; use read() for all")
         with self._contents.reading(), without_torch_modes():
             return read_tensor(self._contents, self.path, self._entry, None, None, index)
 
     def read(self, *, allow_pickle: bool = False) -> Any:
-        """Read all of it, as :meth:`casnap.Snapshot.read_object` does.
+        """Read the whole entry, as :meth:`casnap.Snapshot.read_object` does.
 
         Raises:
             DamagedError: Stored bytes are missing or damaged.
@@ -131,7 +131,7 @@ def handle_of(contents: Contents, path: str) -> Handle:
     """Return the handle on the entry of a path.
 
     Raises:
-        EntryNotFoundError: There is none, or several ranks have one each.
+        EntryNotFoundError: There is no entry, or several ranks have one each.
     """
     full, entry, entries = contents.entry(path)
     return Handle(contents, path, entry, entries.owner(full[len(full.partition("/")[0]) :]))

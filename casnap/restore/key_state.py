@@ -31,7 +31,7 @@ class KeyState:
         stateful: The value in the app state.
         current: Its state now.
         entries: The entries to read from the snapshot for this rank, by path.
-        known: What of the current state stands in for entries that the snapshot does not have.
+        known: Parts of the current state that stand in for entries that the snapshot lacks.
         rewritten: Prefixes of paths whose names or values the module may change while it loads.
         unchecked: Prefixes of paths whose names only the module itself can check.
         skipped: Paths that must not be loaded.
@@ -51,7 +51,7 @@ class KeyState:
         return _mappings(self.current, self.component)
 
     def without(self, paths: Collection[str]) -> KeyState:
-        """Return the key without the entries of some paths, and all below these."""
+        """Return the key without the entries of some paths and of everything below them."""
         if not paths:
             return self
         left_out = set(paths)
@@ -62,9 +62,9 @@ class KeyState:
 def packed_lists(
     contents: Contents, state: KeyState, paths: Iterable[str]
 ) -> dict[str, Sequence[Any]]:
-    """Return which of the lists at some paths are one value in the snapshot, since they are long.
+    """Return the lists at some paths that are stored as one value each, since they are long.
 
-    The entry of such a list does not tell its length, and its elements have none.
+    The entry of such a list does not tell its length, and its elements have no entries.
     """
     loading = Loading(contents)
     for path in paths:
@@ -108,7 +108,7 @@ def key_state(
         contents: The snapshot.
         key: The key.
         stateful: The value in the app state.
-        report: Is told if the snapshot lacks the key.
+        report: Gets the key if the snapshot lacks it.
         rank: This rank.
         kept_for_others: Gets the paths that only other ranks have, with these ranks.
 
@@ -138,8 +138,8 @@ def key_state(
 def _of_own_submodules(contents: Contents, state: KeyState, rank: int) -> KeyState | None:
     """Return the key with the entries of this module's own submodules; None if it is no pipeline.
 
-    It is one if each rank took other submodules, its stage of the pipeline. The pipeline may be cut
-    at other places now.
+    In a pipeline, each rank took other submodules: its stage. The pipeline may be cut at other
+    places now.
     """
     shared = contents.manifest.shared.get(state.component)
     if shared is None or contents.tree(shared).get("") is not None:
@@ -163,7 +163,8 @@ def _of_own_submodules(contents: Contents, state: KeyState, rank: int) -> KeySta
 def _versions_of_stages(contents: Contents, state: KeyState, rank: int) -> dict[str, Any]:
     """Return the versions of submodules that the stages of a pipeline have taken.
 
-    Its own rank is asked first: unless the pipeline is cut elsewhere now, that has them all.
+    The stage that this rank's number took comes first. It has all of them, unless the pipeline is
+    cut elsewhere now.
     """
     versions = dict[str, Any]()
     wanted = set(getattr(state.current, "_metadata", ()))
@@ -186,7 +187,7 @@ def _versions_of_stages(contents: Contents, state: KeyState, rank: int) -> dict[
 def _reached(
     contents: Contents, component: str, rank: int, entries: dict[str, Entry]
 ) -> dict[str, Entry]:
-    """Leave out global entries that only containers of other ranks hold."""
+    """Return the entries without global ones that only containers of other ranks hold."""
     digest = contents.manifest.ranks.get(str(rank), {}).get(component)
     own_entries = {} if digest is None else dict(contents.tree(digest).items())
     loading = Loading(contents)
@@ -194,7 +195,7 @@ def _reached(
         if isinstance(entry, ContainerEntry) and not unknown_in(entry):
             loading.add(component + inner, entry)
     elements = {
-        # No container that is whole has more elements than there are entries.
+        # A damaged count may be huge; a whole container has at most as many elements as entries.
         path: set(islice(container_builder(path, leaf.entry, leaf.content)[0], len(entries)))
         for path, leaf in loading.load().items()
         if isinstance(leaf.entry, ContainerEntry) and isinstance(leaf.content, bytes)
@@ -212,10 +213,10 @@ def _reached(
 def _kept_for_others(
     contents: Contents, component: str, rank: int, entries: Mapping[str, Entry]
 ) -> dict[str, list[int]]:
-    """Return the paths of a key that this rank, if the take had no such rank, cannot have.
+    """Return the paths of a key that this rank cannot have, since the take did not have this rank.
 
     Returns:
-        The ranks that can have each.
+        For each path, the ranks that can have it. Nothing if the take had this rank.
     """
     holders: dict[str, list[int]] = {}
     if rank < contents.row.world_size:
@@ -230,7 +231,7 @@ def _kept_for_others(
 
 
 def _of_everyone(state: KeyState, of_others: Collection[str]) -> KeyState | None:
-    """Return the key with its global entries; what other ranks have for themselves stays as it is.
+    """Return the key with its global entries; parts that only other ranks have stay as they are.
 
     Args:
         state: The key, with the global entries.
@@ -246,19 +247,19 @@ def _of_everyone(state: KeyState, of_others: Collection[str]) -> KeyState | None
             skipped.add(path)
             continue
         if path != state.component and path.rpartition("/")[0] not in state.entries:
-            continue  # the container that it is in is not global either
+            continue  # its container is not global either
         while path not in live and not _may_lack(state, path):
             path = path.rpartition("/")[0]
         if _is_of_module(state, path) or path not in live:
             skipped.add(path)
         elif path in state.entries:
-            unread.add(path)  # a container that cannot be put together without it
+            unread.add(path)  # this container cannot be put together without the part
     state = state.without(skipped | unread)
     if all(isinstance(entry, ContainerEntry) for entry in state.entries.values()):
         return None
     known = {path: value for path, value in live.items() if path not in state.entries}
     if known_loader(state.stateful) is None:
-        # An unknown loader may overwrite what it has before it reads what it is given.
+        # An unknown loader may overwrite its tensors before it reads the ones that it gets.
         known = {path: copied(value) for path, value in known.items()}
     return replace(state, known=known, skipped=frozenset(skipped))
 
@@ -271,7 +272,7 @@ def copied(value: Any) -> Any:
 
 
 def _may_lack(state: KeyState, path: str) -> bool:
-    """Whether a value loads a state without this part of it, and leaves that alone."""
+    """Whether a value can load a state that lacks this part, and then keeps its own part."""
     loader, (parent, _, _) = known_loader(state.stateful), path.rpartition("/")
     if loader is torch.optim.Optimizer:
         return parent == f"{state.component}/state"
@@ -281,5 +282,5 @@ def _may_lack(state: KeyState, path: str) -> bool:
 
 
 def _is_of_module(state: KeyState, path: str) -> bool:
-    """Whether a path is that of a parameter, buffer or extra state of a module."""
+    """Whether a path leads to a parameter, buffer or extra state of a module."""
     return isinstance(state.stateful, torch.nn.Module) and path.count("/") == 1

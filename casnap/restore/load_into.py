@@ -87,13 +87,13 @@ def load_into(
     synchronize(memory_of(places).values())
     for name, shards in places.items():
         filled_boxes = zip(shards.boxes, shards.tensors, strict=True)
-        # On the meta device there were no values.
+        # A tensor on the meta device has no values that could be kept.
         held = shards.tensors if reuse and not tensors[name].value.is_meta else ()
         loading.add(entries[name].path, entries[name].entry, filled_boxes, held=held)
     try:
         loading.load()
     finally:
-        # A sharded tensor counts its changes apart from its shards.
+        # torch counts writes to a sharded tensor apart from writes to its shards.
         torch.autograd.graph.increment_version([shards.value for shards in places.values()])
     if left:
         _log.warning(
@@ -129,15 +129,15 @@ def match(
     device: torch.device | str | None,
     report: RestoreReport,
 ) -> tuple[dict[str, Listed], dict[str, Shards]]:
-    """Return what is stored below a prefix, and the memory of what fits, by the names here.
+    """Return the entries below a prefix, and the memory of the tensors that fit, by the names here.
 
     Args:
         contents: The snapshot.
-        tensors: The live tensors.
-        prefix: As for :func:`load_into`, as are the next two.
-        rename: As there.
-        device: As there.
-        report: Gets what does not fit.
+        tensors: The live tensors, by name.
+        prefix: As for :func:`load_into`.
+        rename: As for :func:`load_into`.
+        device: As for :func:`load_into`.
+        report: Gets everything that does not fit.
     """
     entries = _entries_below(contents, prefix)
     if rename is not None:
@@ -167,7 +167,7 @@ def match(
 
 
 def _entries_below(contents: Contents, prefix: str) -> dict[str, Listed]:
-    """Return the tensors and values below a path, or of a submodule, by their names there."""
+    """Return the tensors and values below a path, or of a submodule, by their names below it."""
     prefix = prefix.rstrip("/")
     for start in (f"{prefix}/", prefix if prefix.endswith(".") else f"{prefix}."):
         by_name: dict[str, list[Listed]] = {}
@@ -191,12 +191,12 @@ def _entries_below(contents: Contents, prefix: str) -> dict[str, Listed]:
 
 # --- what the module has ------------------------------------------------------------------------
 
-# State dicts are without this part of the names of activation checkpointing.
+# Activation checkpointing adds this part to names; a state dict has the names without it.
 _CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."
 
 
 def _extra_states_of(module: torch.nn.Module) -> set[str]:
-    """Return the names of the extra state that ``set_extra_state()`` of a submodule loads."""
+    """Return the names of the extra state that submodules load by ``set_extra_state()``."""
     return {
         f"{path}.{_EXTRA_STATE}".replace(_CHECKPOINT_WRAPPER, "").removeprefix(".")
         for path, part in module.named_modules(remove_duplicate=False)
@@ -207,7 +207,7 @@ def _extra_states_of(module: torch.nn.Module) -> set[str]:
 def tensors_of(
     module: torch.nn.Module, *, persistent: bool = True
 ) -> Iterator[tuple[str, LiveTensor]]:
-    """Yield the parameters and persistent buffers, or else the other buffers, by name.
+    """Yield the parameters and persistent buffers by name, or only the buffers that do not persist.
 
     A parameter that FSDP2 has gathered for a forward is yielded gathered.
     """
@@ -228,7 +228,7 @@ def _places(
 ) -> dict[str, Shards]:
     """Return the memory to fill for each name that both sides have; report what cannot be filled.
 
-    For tensors on the meta device it is new memory, the same for tied ones.
+    Tensors on the meta device get new memory; tied ones get the same.
     """
     device_asked = None if device is None else torch.device(device)
     places: dict[str, Shards] = {}

@@ -1,4 +1,4 @@
-"""Whose ``load_state_dict`` a value has: what other loaders do with a state is not known."""
+"""Which class's ``load_state_dict`` a value has: only the loaders of torch and casnap are known."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _KNOWN: tuple[Any, ...] = (torch.nn.Module, torch.optim.Optimizer, StateDict, RN
 def known_loader(stateful: object) -> type | None:
     """Return the class of torch or casnap whose loader a value has; None for any other loader.
 
-    A subclass that overrides ``load_state_dict``, or an object that has one of its own, has
-    another. So does an optimizer with a hook that may change the state before it is loaded.
+    The answer is also None if a subclass overrides ``load_state_dict``, if the object has one of
+    its own, and if an optimizer has a hook that may change the state before it is loaded.
     """
     loader = getattr(getattr(stateful, "load_state_dict", None), "__func__", None)
     if getattr(stateful, "_optimizer_load_state_dict_pre_hooks", None):

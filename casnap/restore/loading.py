@@ -55,18 +55,19 @@ from casnap.storage import (
 
 Sink = Callable[[memoryview], None]
 Fetch = Callable[[Iterable[Want], ReadOptions], None]
-"""Has the contract of :meth:`casnap.storage.reading.repository.Repository.fetch`."""
+"""Reads chunks, as :meth:`casnap.storage.reading.repository.Repository.fetch` does."""
 FillTarget: TypeAlias = tuple[Region | Selection, torch.Tensor]
 """Which elements of an entry to read, and the tensor to fill with them."""
 
 
 class _Target(NamedTuple):
-    """What to fill.
+    """A tensor to fill, with some elements of an entry.
 
     Attributes:
-        box: Which elements of the entry.
+        box: Which elements.
         tensor: The tensor.
-        held: A tensor, perhaps the same one, that may have these elements already; None for none.
+        held: A tensor, perhaps the same one, that may have these elements already; None if there is
+            none.
     """
 
     box: Region | Selection
@@ -81,7 +82,7 @@ class _Item(NamedTuple):
         path: Its path.
         entry: The entry.
         content: The content of its leaf; None for no leaf.
-        targets: What to fill, of a tensor.
+        targets: The tensors to fill, if the entry is a tensor.
     """
 
     path: str
@@ -91,14 +92,14 @@ class _Item(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """How a cell is used.
+    """How the bytes of a cell come into memory.
 
     Attributes:
-        number: Its number.
-        nbytes: Its bytes.
-        nbytes_kept: How many of them are kept.
-        sink: What takes them.
-        target: The very memory that they fill, if they fill a run of memory whole.
+        number: The number of the cell.
+        nbytes: The bytes of the cell.
+        nbytes_kept: How many of these bytes are kept.
+        sink: Takes the bytes.
+        target: If the bytes fill a run of memory whole, that run: they may be read straight there.
     """
 
     number: int
@@ -135,7 +136,7 @@ class Loading:
         content: torch.Tensor | None = None,
         held: Iterable[torch.Tensor] = (),
     ) -> None:
-        """Add an entry, or parts of a tensor: only the cells that these need are read.
+        """Add an entry, or parts of a tensor: then only the cells that these parts need are read.
 
         Args:
             path: The entry's path.
@@ -152,7 +153,7 @@ class Loading:
             StateError: There is not enough memory.
         """
         if isinstance(entry, UnknownEntry) or unknown_in(entry):
-            # All of them are named in one error, before anything is read.
+            # One error names all unknown entries, before anything is read.
             self._unknown.append((path, entry))
             return
         if not isinstance(entry, TensorEntry):
@@ -177,16 +178,17 @@ class Loading:
     def load_values(
         self, fetch: Fetch | None = None, *, allow_pickle: bool | None = None
     ) -> dict[str, Any]:
-        """Read what is no tensor, and return it decoded, for :func:`casnap.state.flatten.inflate`.
+        """Read the values and containers; return them decoded, by path.
 
-        Then :meth:`load` reads the tensors. So no tensor is overwritten if a value cannot be read.
+        They are the ``known`` of :func:`casnap.state.flatten.inflate`. Then :meth:`load` reads the
+        tensors. So no tensor is overwritten if a value cannot be read.
 
         Args:
             fetch: As for :meth:`load`.
             allow_pickle: Whether to unpickle pickled values. Only for a trusted store.
 
         Raises:
-            DamagedError: Some chunks are missing or damaged, or one value is.
+            DamagedError: Some chunks are missing or damaged, or a value is damaged.
             UnsupportedTypeError: A value needs a class that is not imported, or ``allow_pickle``.
             UnsupportedFormatError: A newer version wrote a value.
         """
@@ -197,7 +199,7 @@ class Loading:
         return decode(leaves.values(), allow_pickle=allow_pickle)
 
     def load(self, budget: Size | None = None, fetch: Fetch | None = None) -> dict[str, Leaf]:
-        """Read everything, verified, and return it by path.
+        """Read everything, verified, and return the leaves by path.
 
         Args:
             budget: The most bytes of buffers to read with.
@@ -214,7 +216,7 @@ class Loading:
             with python_gc_paused():
                 fetch(self._wants(), ReadOptions(most, _preparation(self._tensors_to_fill())))
         finally:
-            # torch does not see what is read into memory: a backward of older values must fail.
+            # torch does not see these writes. A backward that needs older values must fail.
             torch.autograd.graph.increment_version(self._tensors_to_fill())
         synchronize_workers(self._tensors_to_fill())
         return {
@@ -262,7 +264,7 @@ class Loading:
                         yield self._candidate(want, target, cells.region(number))
 
     def _candidate(self, want: Want, target: _Target, cell: Region) -> Want | Candidate:
-        """Return a chunk with the part of a tensor that may have it; without, if it has less."""
+        """Return a chunk with the part of a tensor that may hold it whole; else the chunk alone."""
         box, tensor, held = target
         if held is None or not isinstance(box, Region) or cell.intersect(box) != cell:
             return want
@@ -299,7 +301,7 @@ class Loading:
 
 
 def _preparation(tensors: Iterable[torch.Tensor]) -> Callable[[Slot], object] | None:
-    """Return what to do once with each buffer that tensors are filled from."""
+    """Return a function that pins a buffer for tensors on a device; None if there are none."""
     device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
     return None if device is None else partial(pin, device=device)
 
@@ -318,7 +320,7 @@ def naming(contents: Contents, path: str) -> Iterator[None]:
 def _target(
     entry: TensorEntry, box: Region | Selection, tensor: torch.Tensor, held: torch.Tensor | None
 ) -> _Target:
-    """Return what to fill, with what may hold it, if the cells of that can be hashed."""
+    """Return a tensor to fill, with the one that may hold its elements, if that can be hashed."""
     target = as_copyable(tensor.detach())
     if held is None or is_wrapper(held) or not is_its_storage(held) or is_numpy(entry):
         return _Target(box, target, None)
@@ -328,17 +330,17 @@ def _target(
 
 
 def with_item_axis(entry: TensorEntry, carrier: torch.Tensor) -> torch.Tensor:
-    """Return a carrier in the shape of its entry. numpy's has one more axis: bytes of an item."""
+    """Return a carrier in its entry's shape. numpy's gets one more axis: the bytes of an item."""
     if is_numpy(entry):
         return carrier.reshape(*entry.shape, itemsize_of(entry))
     return as_copyable(carrier)
 
 
 def elements_of(entry: TensorEntry, raw: memoryview, region: Region) -> torch.Tensor:
-    """Return the bytes of a box of an entry as a tensor, as in :func:`with_item_axis`."""
+    """Return the bytes of a box of an entry as a tensor, shaped as by :func:`with_item_axis`."""
     dtype = carrier_dtype(entry)
-    # Small chunks lie anywhere in a pack, and torch crashes on unaligned elements. It warns of
-    # read-only bytes, as decompressed ones are.
+    # Small chunks lie anywhere in a pack, and torch crashes on unaligned elements. torch also warns
+    # of read-only bytes, such as decompressed ones.
     if raw.readonly or address_of(raw) % dtype.itemsize:
         raw = memoryview(bytearray(raw))
     shape = (*region.sizes, itemsize_of(entry)) if is_numpy(entry) else region.sizes

@@ -2,9 +2,9 @@
 
 torch loads moments of any shape. The next step then fails, or a fused kernel writes beyond them.
 
-Moments may well have other shapes than their parameters: counters, factors, projections, blocks of
-quantized ones. So one of another shape is refused only where it is known that it had the shape of a
-parameter, and that this is not its parameter's here.
+Some moments rightly have another shape than their parameter: counters, factors, projections, blocks
+of quantized moments. So a moment is refused only if its parameter has another shape in the
+snapshot, or if the moment is known to need another shape here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Taken(NamedTuple):
 
     Attributes:
         path: Its path.
-        shape: Its shape there.
+        shape: Its shape in the snapshot.
     """
 
     path: str
@@ -46,7 +46,7 @@ class Taken(NamedTuple):
 
 
 TakenParameters: TypeAlias = Mapping[int, Taken]
-"""By the ids of the live parameters."""
+"""The id of each live parameter → the parameter in the snapshot."""
 
 
 def taken_parameters(states: Iterable[KeyState]) -> TakenParameters:
@@ -75,12 +75,12 @@ def without_misfits(
         contents: The snapshot.
         state: The key of the optimizer, whose groups are as many and as large as in the snapshot.
         optimizer: The optimizer.
-        taken: The parameters, as far as modules of the app state have them.
+        taken: The parameters in the snapshot, as far as modules of the app state have them.
         report: Gets the moments.
 
     Returns:
-        The key without the state of each parameter that one of them belongs to: it is then as a
-        parameter that was never trained.
+        The key without the state of each parameter that has such a moment. The optimizer then takes
+        the parameter for one that was never trained.
     """
     moments: dict[str, dict[str, tuple[int, ...] | None]] = {}
     for path, entry in state.entries.items():
@@ -104,7 +104,7 @@ def _states(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the path of the state of each parameter, and the parameter that gets it.
 
-    Parameters have numbers or names in the snapshot; torch goes by their order in the groups.
+    The snapshot has numbers or names for parameters; torch goes by their order in the groups.
     """
     groups = [group["params"] for group in optimizer.param_groups]
     lists = [f"{state.component}/param_groups/{i}/params" for i in range(len(groups))]
@@ -132,14 +132,15 @@ def _why_unfit(
 ) -> str:
     """Return why a moment does not fit a parameter; empty if it fits, or nobody can tell.
 
-    It does not if a module has the parameter in another shape in the snapshot, or if this optimizer
-    has this moment in the parameter's shape, or makes it so.
+    It does not fit if a module in the snapshot has the parameter in another shape. It does not fit
+    either if its own shape is not the one that the optimizer's moment has here, or that torch gives
+    such a moment.
 
     Args:
         optimizer: The optimizer.
         parameter: The parameter.
         name: The name of the moment.
-        stored: Its shape in the snapshot; None for a sparse one.
+        stored: The moment's shape in the snapshot; None for a sparse one.
         taken: The parameter in the snapshot.
     """
     shape = tuple(parameter.shape)
@@ -181,9 +182,9 @@ def without_named_misfits(
 ) -> KeyState:
     """Report the moments that do not fit, in a state as ``get_optimizer_state_dict()`` makes it.
 
-    That has a moment under the name of its parameter, and makes those that are not there yet, so
-    the live state tells which moments have the shapes of their parameters. It is refused without
-    one of them.
+    Such a state names each moment by its parameter, and also has the moments that the optimizer has
+    not made yet. So the live state tells which moments have the shapes of their parameters. Its
+    loader refuses a state in which a moment is missing.
 
     Args:
         state: The key of a value whose loader is not known.
@@ -191,7 +192,7 @@ def without_named_misfits(
         report: Gets the moments.
 
     Returns:
-        The key where each parameter that such a moment belongs to keeps the state that it has.
+        The key, in which each parameter that has such a moment keeps its live state.
     """
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for module in modules:
@@ -216,9 +217,9 @@ def without_named_misfits(
 
 
 def _parameter_of(path: str) -> str:
-    """Return the name of the parameter that something in a state belongs to; empty if to none.
+    """Return the name of the parameter that a path in a state belongs to; empty if to none.
 
-    It is in ``state/<name>/<moment>``, or in the flattened form in ``state.<name>.<moment>``.
+    The path has ``state/<name>/<moment>``, or in the flattened form ``state.<name>.<moment>``.
     """
     keys = [key_of(component) for component in path.split("/")]
     if keys[-1].startswith("state."):

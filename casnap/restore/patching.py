@@ -1,7 +1,8 @@
 """Bringing live tensors from one snapshot to another: only the chunks that differ are read.
 
-A patch is staged first: all that differs is read and verified, into memory of its own. To apply it
-is then only a copy, so tensors never hold a mix of two snapshots while somebody reads them.
+A patch is staged first: every chunk that differs is read and verified, into memory of its own. To
+apply the patch is then only a copy, so tensors never hold a mix of two snapshots while somebody
+reads them.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ from casnap.storage import (
 class _Memory(NamedTuple):
     """Where the elements of a tensor are, and how often they were written.
 
-    torch does not count what is written through ``.data``, or to tensors of inference mode.
+    torch does not count writes through ``.data``, nor writes to tensors of inference mode.
 
     Attributes:
-        places: Address, dtype, device and layout; of a sharded tensor, those of each shard.
+        places: Address, dtype, device, shape and strides of each shard; a tensor that is not
+            sharded is one shard.
         storages: Weak references to the storages. Another storage at the same address differs.
-        versions: How often torch has written there.
+        versions: How often torch has written to the tensor, then to each shard.
     """
 
     places: tuple[tuple[object, ...], ...]
@@ -54,23 +56,23 @@ class _Memory(NamedTuple):
 
     @classmethod
     def of(cls, value: torch.Tensor, tensors: Iterable[torch.Tensor]) -> _Memory:
-        """Return the memory of a tensor, which consists of these."""
+        """Return the memory of a tensor, given its shards."""
         tensors = tuple(tensors)
         places = [(t.data_ptr(), t.dtype, t.device, t.shape, t.stride()) for t in tensors]
-        # A sharded tensor counts its changes apart from its shards.
+        # torch counts writes to a sharded tensor apart from writes to its shards.
         versions = [-1 if t.is_inference() else t._version for t in (value, *tensors)]
         storages = [StorageWeakRef(t.untyped_storage()) for t in tensors]  # type: ignore[no-untyped-call]
         return cls(tuple(places), tuple(storages), tuple(versions))
 
 
 class _Held(NamedTuple):
-    """What a tensor holds.
+    """The entry of a snapshot whose values a live tensor holds.
 
     Attributes:
-        entry: Its entry in the snapshot.
+        entry: The entry.
         digests: The digests of its chunks.
-        value: The tensor. If another one replaces it, nothing is known of that.
-        memory: Its memory. If somebody else writes there, nothing is known any more.
+        value: The tensor. If another tensor replaces it, nobody knows what that one holds.
+        memory: Its memory. If anybody else writes there, nobody knows what the tensor holds.
     """
 
     entry: TensorEntry
@@ -85,15 +87,15 @@ _Bases: TypeAlias = dict[bytes, tuple[torch.Tensor, tuple[slice, ...]]]
 
 @dataclass(frozen=True)
 class Patch:
-    """What brings the tensors to a snapshot.
+    """New values, verified and in memory, that bring live tensors to a snapshot.
 
     Attributes:
         contents: The snapshot.
         copies: Parts of live tensors, each with the new values.
-        values: The tensors that these are parts of.
-        held: What each tensor then holds, by its name.
-        upon: What each holds before that.
-        whole: The names of those that get all of their elements.
+        values: The tensors to which these parts belong.
+        held: What each tensor holds after the patch, by its name.
+        upon: What each tensor holds before the patch, by its name.
+        whole: The names of the tensors whose elements are all replaced.
     """
 
     contents: Contents
@@ -110,14 +112,14 @@ class Patch:
 
 
 class LiveWeights:
-    """Tensors that are brought from one snapshot to the next, in place.
+    """Live tensors that patches bring from one snapshot to the next, in place.
 
     Args:
-        target: A module: its parameters and persistent buffers; or a state dict of tensors.
-        prefix: Where they are in a snapshot, as for :meth:`casnap.Snapshot.load_into`.
-        rename: Their names here for those in the snapshot, likewise.
+        target: A module, for its parameters and persistent buffers; or a state dict of tensors.
+        prefix: Where the tensors are in a snapshot, as for :meth:`casnap.Snapshot.load_into`.
+        rename: The names here for names in the snapshot, as for :meth:`casnap.Snapshot.load_into`.
         strict: Whether it is an error if the snapshot or the target has a name that the other one
-            has not.
+            lacks.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class LiveWeights:
         strict: bool,
     ) -> None:
         self._target = target
-        # Noted now, since versions are staged while forwards gather what FSDP2 has sharded.
+        # Noted now: while a patch is staged, a forward may have gathered what FSDP2 has sharded.
         self._sharded = dict[str, LiveTensor]()
         if isinstance(target, torch.nn.Module):
             shard_again(target)
@@ -142,7 +144,7 @@ class LiveWeights:
 
     @without_torch_modes()
     def stage(self, contents: Contents) -> Patch:
-        """Read what the tensors lack of a snapshot, verified. They stay as they are.
+        """Read the chunks of a snapshot that the tensors lack, verified; leave the tensors alone.
 
         Raises:
             EntryNotFoundError: There is nothing below the prefix.
@@ -166,7 +168,7 @@ class LiveWeights:
             if not entry.payload.nbytes:
                 continue
             cells = contents.cells(path, entry)
-            # Of another shape or dtype, or short enough to stand in its entry, it is read whole.
+            # A tensor is read whole if its shape or dtype differs, or if its entry has its bytes.
             is_alike = before is not None and _form(before.entry) == _form(entry)
             old = before.digests if before is not None and is_alike else b""
             runs = list(_changed_runs(cells, old, held.digests))
@@ -190,7 +192,10 @@ class LiveWeights:
         return patch
 
     def fits(self, patch: Patch) -> bool:
-        """Whether the tensors still hold what the patch was staged upon."""
+        """Whether the tensors still hold the values that the patch was staged upon.
+
+        A tensor that the patch replaces whole may have been written to.
+        """
         if patch.upon is not self._held:
             return False
         live = self._live()
@@ -207,20 +212,23 @@ class LiveWeights:
 
     @without_torch_modes()
     def apply(self, patch: Patch) -> None:
-        """Copy what was staged into the tensors. It must fit them, and nobody else may use them."""
+        """Copy the new values into the tensors.
+
+        The patch must fit them, and nobody else may use the tensors until this returns.
+        """
         if isinstance(self._target, torch.nn.Module):
             shard_again(self._target)
         synchronize_devices(patch.values)
         for target, new in patch.copies:
             if is_its_memory(target):
-                # torch would share the copy among threads, which the forwards keep busy.
+                # torch would divide the copy among its threads, which the forwards keep busy.
                 buffers.copy(_bytes_of(target), _bytes_of(new))
             else:
                 fill(target, new, non_blocking=True)
         synchronize_devices(patch.values)
-        # A sharded tensor counts its changes apart from its shards.
+        # torch counts writes to a sharded tensor apart from writes to its shards.
         torch.autograd.graph.increment_version([v for v in patch.values if not v.is_inference()])
-        # What was written here counts too.
+        # The writes above count too, so the memory is noted anew.
         self._held = {
             name: held._replace(memory=_memory_of(name, held.value))
             for name, held in patch.held.items()
@@ -240,7 +248,7 @@ class LiveWeights:
     def _matched(
         self, contents: Contents
     ) -> tuple[dict[str, tuple[str, TensorEntry]], dict[str, Shards]]:
-        """Return path and entry of each tensor, and its memory, by its name here."""
+        """Return the path and entry of each tensor, and its memory, by its name here."""
         report = RestoreReport()
         listed, places = match(contents, self._live(), self._prefix, self._rename, None, report)
         if report.mismatched or (self._strict and report):
@@ -258,7 +266,7 @@ def _memory_of(name: str, value: torch.Tensor) -> _Memory:
 
 
 def _is_same(held: _Held, value: torch.Tensor, memory: _Memory) -> bool:
-    """Whether a tensor is the one that holds something, and nobody else has written there."""
+    """Whether a tensor is the one that was noted, and nobody else has written to its memory."""
     return held.value is value and held.memory == memory
 
 
@@ -278,7 +286,10 @@ def _digest(digests: bytes, number: int) -> bytes:
 
 
 def _changed_runs(cells: Grid, old: bytes, new: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the runs of cells that differ, each in one lead: the first, and one past the last."""
+    """Yield the runs of cells that differ, each its first cell, and one past its last cell.
+
+    The cells of a run are one box: they lie at the same place of the axes before ``cells.axis``.
+    """
     start = 0
     while start < cells.count:
         stop, end = start, min(cells.lead_stop(start), cells.count)
@@ -290,7 +301,7 @@ def _changed_runs(cells: Grid, old: bytes, new: bytes) -> Iterator[tuple[int, in
 
 
 def _parts(cells: Grid, runs: Iterable[tuple[int, int]], box: Region) -> Iterator[Region]:
-    """Yield what a box has of some runs of cells."""
+    """Yield the regions that a box has in common with runs of cells."""
     for start, stop in runs:
         common = cells.region(start, stop).intersect(box)
         if common is not None:
@@ -302,7 +313,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _memory_for(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """Return memory of the host for a part of a tensor; pinned, where a device copies from it."""
+    """Return host memory for the new values of a part of a tensor; pinned if a GPU copies them."""
     pinned = tensor.device.type == "cuda"
     return torch.empty(region.sizes, dtype=tensor.dtype, pin_memory=pinned)
 
@@ -317,7 +328,7 @@ def _note_bases(
     runs: Iterable[tuple[int, int]],
     live: tuple[Region, torch.Tensor],
 ) -> None:
-    """Note the chunks that a box of a tensor holds whole, of those that are to be replaced."""
+    """Note the chunks that a box of a tensor holds whole, and that are to be replaced."""
     box, tensor = live
     for start, stop in runs:
         for number in range(start, stop):
@@ -327,7 +338,7 @@ def _note_bases(
 
 
 def _load(contents: Contents, loading: Loading, bases: _Bases) -> None:
-    """Read all, by deltas upon what the tensors hold, where the store has such."""
+    """Read all chunks; where the store has deltas upon chunks that the tensors hold, by these."""
 
     def fill(digest: Digest, memory: memoryview) -> bool:
         tensor, part = bases[digest]
@@ -345,6 +356,6 @@ def _load(contents: Contents, loading: Loading, bases: _Bases) -> None:
     except DamagedError:
         if not bases:
             raise
-        # Somebody has changed the tensors, so no delta upon them gives the chunk.
+        # Somebody has changed the tensors, so deltas upon them give wrong chunks.
         bases.clear()
         loading.load()

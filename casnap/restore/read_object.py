@@ -54,7 +54,7 @@ def read_object(
         EntryNotFoundError: There is no such path, or it names several ranks' own entries.
         MismatchError: ``obj_out`` does not have the shape of what is read.
         DamagedError: A chunk is missing or damaged.
-        UnsupportedFormatError: A newer version wrote it, or something in it.
+        UnsupportedFormatError: A newer version wrote the entry, or one below it.
     """
     full, entry, entries = contents.entry(path)
     if isinstance(entry, TensorEntry) and (obj_out is not None or index is not None):
@@ -74,7 +74,7 @@ def read_objects(
     allow_pickle: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Read what some paths and globs name, in one pass.
+    """Read everything that some paths and globs name, in one pass; return it by path.
 
     Raises:
         EntryNotFoundError: A path names nothing, or several ranks' own entries.
@@ -88,7 +88,7 @@ def read_objects(
         if not matched:
             by_path[path] = ()
             plain_paths.append(path)
-    # In order, each leaf of the tree is decoded once.
+    # In this order, each leaf of the tree is decoded only once.
     for path in sorted(plain_paths):
         by_path[path] = _all_entries(*contents.entry(path))
     return _read_entries(
@@ -133,7 +133,7 @@ def read_tensor(
     budget: Size | None,
     index: Index | None,
 ) -> Any:
-    """Read a tensor into another one, or a part of it."""
+    """Read a tensor or a part of it: into ``obj_out``, or if that is None, into new memory."""
     if index is not None and entry.quantization is not None:
         by_path = {path: (("", entry),)}
         tensor: Any = _read_entries(contents, by_path, budget, allow_pickle=False)[path]

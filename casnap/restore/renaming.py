@@ -1,4 +1,4 @@
-"""Other names here than in the snapshot."""
+"""The option ``rename=``: names here that differ from the names in the snapshot."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Rename: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
 
 
 def renamed(snapshot: str, paths: Mapping[str, str], rename: Rename) -> dict[str, str]:
-    """Return the names of a snapshot, by their names here; those renamed to None are left out.
+    """Return the names in a snapshot by their names here; a name renamed to None is left out.
 
     Args:
         snapshot: The snapshot, for messages.
-        paths: Name → path, for messages.
+        paths: The names in the snapshot, each with its path, for messages.
         rename: The new names. A name that a mapping lacks stays.
 
     Raises:

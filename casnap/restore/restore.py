@@ -90,7 +90,7 @@ def restore(
     kept_for_others: dict[str, list[int]] = {}
     key_states = [
         key_state(contents, key, app_state[key], report, comm.rank, kept_for_others) for key in keys
-    ]  # read in the modes of the caller
+    ]  # each state_dict() is called in the torch modes of the caller
     for state in key_states:
         if state is not None:
             check_known(contents.label, state.entries.items())
@@ -140,7 +140,7 @@ def _advice(
     *,
     renames: bool,
 ) -> Iterator[str]:
-    """Yield what to do about a state that does not fit, given what could be restored of it."""
+    """Yield advice about a state that does not fit; ``states`` are the keys that can be read."""
     has = contents.keys()
     if renames or not has.issuperset(app_state):
         keys = ", ".join(sorted(has))
@@ -173,7 +173,7 @@ def _on_devices(
     for shards in targets.values():
         yield from shards.tensors
     for state in states:
-        # One without moments gets new ones, where its parameters are.
+        # An optimizer without moments gets new ones on the devices of its parameters.
         if isinstance(state.stateful, torch.optim.Optimizer):
             yield from (p for group in state.stateful.param_groups for p in group["params"])
 
@@ -220,7 +220,7 @@ def _without_conflicts(
 ) -> tuple[list[KeyState], dict[str, Shards]]:
     """Report tensors of modules that share memory, but are not the same in the snapshot.
 
-    Any other value gets a tensor for each name, and need not keep the tie.
+    A value that is no module gets a tensor for each name, and need not keep the tie.
     """
     entries = {
         path: entry
@@ -240,7 +240,7 @@ def _without_conflicts(
 
 @without_torch_modes()
 def _held(states: Iterable[KeyState]) -> dict[str, Shards]:
-    """Return the live tensors by path, also those whose loader gets new ones to fill."""
+    """Return all live tensors by path, also where a loader gets new tensors."""
     return {
         path: shards
         for state in states
@@ -265,7 +265,7 @@ def _what_failed(
     others: Iterable[KeyState],
     targets: Iterable[str],
 ) -> str:
-    """Return what to tell of an error of a ``load_state_dict``, and of what was written already."""
+    """Return the message for an error of a ``load_state_dict``, with what was written before it."""
     restored_keys = {path.partition("/")[0] for path in targets}
     loaded = ", ".join(key_of(s.component) for s in before)
     partly = ", ".join(
@@ -295,7 +295,7 @@ def _by_stored_keys(
 
 
 class _OwnKeys(msgspec.Struct, array_like=True):
-    """What one rank restores, and what it reads through.
+    """The message in which a rank says what it restores, and through which cache it reads.
 
     Attributes:
         keys: The keys of its app state, as components: a key need not be Unicode.
@@ -308,11 +308,12 @@ class _OwnKeys(msgspec.Struct, array_like=True):
 
 
 class _Agreement(msgspec.Struct, array_like=True):
-    """What all ranks go by: what rank 0 sends.
+    """The message in which rank 0 says how all ranks restore.
 
     Attributes:
         commit: The commit id of the snapshot.
-        manifest: The digest of its manifest: another rank may have opened it before it was thinned.
+        manifest: The digest of its manifest. A rank that opened the snapshot before it was thinned
+            has another one.
         read_once: The option of rank 0.
         has_one_cache: Whether all ranks see the store through one page cache.
         order: The components of the keys of all ranks, in the order in which all ranks load them.
@@ -332,7 +333,7 @@ def _agree(
 ) -> _Agreement:
     """Agree with the other ranks on what to restore, in which order, and how.
 
-    Reading and loading a state may itself be a collective, so the order must be the same.
+    A ``state_dict()`` or ``load_state_dict()`` may be a collective, so all ranks need one order.
     """
     backend = contents.store.backend
     one_asks = backend.costs.one_asks and comm.size > 1
@@ -363,10 +364,10 @@ def _agree(
 
 
 class _Missed(msgspec.Struct, array_like=True):
-    """What new ranks cannot have: path → the ranks that have it, and the new ranks.
+    """A message that says which paths new ranks cannot have.
 
     Attributes:
-        by_path: Both, by path.
+        by_path: Path → the ranks that have it, and the new ranks that cannot have it.
     """
 
     by_path: dict[str, tuple[list[int], list[int]]]
@@ -375,7 +376,9 @@ class _Missed(msgspec.Struct, array_like=True):
 def _missed_by_new_ranks(
     contents: Contents, kept_for_others: Mapping[str, list[int]], comm: Comm
 ) -> list[str]:
-    """Return on all ranks what the ranks that did not take part in the take cannot have.
+    """Return, on all ranks and in words, the paths that new ranks cannot have.
+
+    A rank is new if the take did not have it.
 
     Args:
         contents: The snapshot.
@@ -413,15 +416,16 @@ def _load(
     comm: Comm,
     agreed: _Agreement,
 ) -> tuple[dict[str, Any], dict[str, Leaf], int]:
-    """Read all entries, into their targets if they have some; together, unless that costs more.
+    """Read all entries, into targets where they have some; all ranks read together if that pays.
 
     Returns:
-        What is no tensor, decoded; the leaves of the tensors; and how many bytes of these were not
+        The values and containers, decoded; the leaves of the tensors; and how many bytes were not
         read, since tensors in ``held`` had them.
     """
     loading = Loading(contents, options.progress)
     memory = memory_of(targets)
-    # Filling one could overwrite a part of another, so these are read into new memory first.
+    # To fill a tensor of a group could overwrite a part of another one, so the groups are read into
+    # new memory first.
     groups = conflicts(memory, entries)
     grouped_paths = {path for group in groups for path, _ in group}
     for path in sorted(path for path in grouped_paths if targets[path].is_sharded):
@@ -441,7 +445,8 @@ def _load(
             loading.add(path, entry, pairs, shards.value, holders)
     fetch = None
     if options.read_once is not False:
-        # One page cache reads each byte once by itself, and passes it on faster than sockets do.
+        # If all ranks share a page cache, it reads each byte once anyway, and hands it on faster
+        # than sockets do.
         only_in_memory = options.read_once is None and agreed.has_one_cache
         fetch = partial(fetch_shared, comm, contents.store, only_in_memory=only_in_memory)
     known = loading.load_values(fetch, allow_pickle=options.allow_pickle)
@@ -450,19 +455,19 @@ def _load(
     leaves = loading.load(fetch=fetch)
     for group in groups:
         fillings = [(memory[part], leaves[part[0]].content) for part in group]
-        # If they disagree, their loaders get new tensors, and the live ones are theirs to fill.
+        # If the contents disagree, the loaders get new tensors, and fill the live ones themselves.
         if fill_shared_memory(fillings):
             leaves |= {part[0]: leaves[part[0]]._replace(content=memory[part]) for part in group}
     return known, leaves, loading.kept_bytes
 
 
 def _holders(entry: Entry, target: Shards | None, live: Shards | None) -> tuple[torch.Tensor, ...]:
-    """Return which live tensors may hold what is to be read, box by box; none if no box is alike.
+    """Return the live tensors that may hold what is read, one a box; none if the boxes differ.
 
     Args:
-        entry: The entry.
-        target: What is filled; None for new memory.
-        live: What is there now.
+        entry: The entry to read.
+        target: The tensor to fill; None for new memory.
+        live: The tensor that the app state has at this path.
     """
     if live is None or not isinstance(entry, TensorEntry):
         return ()

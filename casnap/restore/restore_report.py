@@ -1,4 +1,4 @@
-"""The report of a restore: what it left out, and what it had not to read."""
+"""The report of a restore: what it left out, and how many bytes it did not have to read."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ class RestoreReport:
     """What a restore left alone.
 
     Attributes:
-        missing: Paths of the state that the snapshot lacks. Where this world has ranks that the
-            take had not, also paths that only some ranks of the take had: all of them, in words, on
-            each rank.
+        missing: Paths of the state that the snapshot lacks. If this world has ranks that the take
+            did not have, paths that only some ranks of the take had are missing too. Each rank
+            lists all of these, in words.
         unexpected: Paths of the snapshot that the state lacks.
         mismatched: Paths whose shapes, sizes or kinds differ, in words. If a moment of an optimizer
             is among them, all of the state of its parameter was left out.
-        left_behind: Keys of ranks that this world does not have, with the ranks. Not an error.
+        left_behind: Keys of ranks that this world does not have, as ``rank/key``. Not an error.
         kept_bytes: With ``reuse=True``, how many bytes this rank did not read, since its tensors
             held them. A tied tensor counts under each of its names.
     """

@@ -1,4 +1,4 @@
-"""What tensors hold already: cells are hashed where they lie, and equal ones are not read."""
+"""Keep chunks that tensors hold already: hash cells where they lie, and do not read equal ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from casnap.runtime.threads import Crew, SharedItems, cores
 from casnap.state.devices import synchronize, synchronize_workers
 from casnap.storage import Want
 
-# What is hashed together: a device does so in few launches. What is not contiguous is copied for
-# that, which takes memory, so it counts as more.
+# How much is hashed together, so that a device needs few launches. A part that is not contiguous is
+# copied for that, which takes memory, so its bytes count several times.
 _WINDOW_BYTES, _WINDOW_CELLS, _FOR_A_COPY = 256 << 20, 1 << 14, 4
 _MOST_THREADS = 8
-# Less is hashed sooner than threads start.
+# One thread hashes less than this sooner than another one starts.
 _SHARE_BYTES = 1 << 20
 _numbers = random.SystemRandom()
 
@@ -28,8 +28,8 @@ class Candidate(NamedTuple):
 
     Attributes:
         want: The chunk.
-        part: The part of a tensor that has its very elements, if they are equal.
-        keep: Called if they are.
+        part: The part of a tensor that may hold the elements of the chunk.
+        keep: Called if it does hold them, instead of reading the chunk.
     """
 
     want: Want
@@ -41,10 +41,10 @@ def lacking(candidates: Iterable[Want | Candidate]) -> Iterator[Want]:
     """Yield the chunks that have to be read; keep the others.
 
     The parts are hashed on the calling thread's current stream of their device, or by threads of
-    the host. Until this comes to them they may be written to: they count as what they hold then.
+    the host. A part may still be written to until it is hashed.
 
     Args:
-        candidates: The chunks; those that no tensor can hold are wants.
+        candidates: The chunks; a chunk that no tensor can hold is a want.
 
     Raises:
         DeviceError: A device does not hash as it should.
@@ -63,14 +63,14 @@ def lacking(candidates: Iterable[Want | Candidate]) -> Iterator[Want]:
 
 
 def _lacking_of(window: Sequence[Candidate]) -> list[Want]:
-    """Return what has to be read; keep the others now, since what is read may change them."""
+    """Return the chunks to read; keep the others at once, since reads may change their parts."""
     wants = list[Want]()
     by_device: dict[torch.device, list[Candidate]] = {}
     for each in window:
         by_device.setdefault(each.part.device, []).append(each)
     for device, candidates in by_device.items():
         parts = [each.part for each in candidates]
-        # Threads may have begun to fill what is held here under another key.
+        # Threads may have begun to fill the same memory under another key.
         synchronize_workers(parts)
         digests = _by_host(parts) if device.type == "cpu" else _by_device(device, parts)
         pairs = list(zip(candidates, digests, strict=True))
@@ -80,7 +80,7 @@ def _lacking_of(window: Sequence[Candidate]) -> list[Want]:
             _audit(device, _numbers.choice(kept))
         for each in kept:
             each.keep()
-    # What is read now may be brought there on other streams than what was kept is copied on.
+    # The reads that follow may use other streams than the copies of kept parts: wait for these.
     synchronize(each.part for each in window)
     return wants
 
@@ -107,7 +107,7 @@ def _digest(part: torch.Tensor) -> Digest:
 
 
 def _by_device(device: torch.device, parts: Sequence[torch.Tensor]) -> list[Digest | None]:
-    """Return the digests; None for those that the device does not compute: they are read."""
+    """Return the digest of each part; None if the device does not compute it: then it is read."""
     from casnap.state.device_hash import CellRun, hasher_of  # which needs numpy
 
     digests: list[Digest | None] = [None] * len(parts)
@@ -132,10 +132,10 @@ def _by_device(device: torch.device, parts: Sequence[torch.Tensor]) -> list[Dige
 
 
 def _audit(device: torch.device, kept: Candidate) -> None:
-    """Have the host hash a cell that a device says it holds.
+    """Hash a part on the host that, by the device's digest, holds its chunk.
 
     Raises:
-        DeviceError: It holds something else.
+        DeviceError: The part holds other bytes.
     """
     from casnap.state.device_hash import distrusted
 

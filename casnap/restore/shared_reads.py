@@ -1,13 +1,13 @@
 """Shared reads: one rank reads each stored byte for all ranks that want it.
 
-Ranks of one host find it in memory that they share, where the rank that read it has proven it: that
-rank alone writes there. Others get it by sockets, and verify it again, as it may have changed on
-its way.
+The ranks of a host find a chunk in memory that they share. The rank that read the chunk has
+verified it there, and no other rank writes there. Ranks of other hosts get the chunk by sockets,
+and verify it again, since it may have changed on its way.
 
 Rank 0 gathers which runs of packs are wanted, and makes a schedule of windows
-(:mod:`casnap.restore.shared_schedule`). While the chunks of one window are passed on, those of the
-next are read. What only one rank wants is not passed on at all, so a restore to the sharding of the
-take passes on next to nothing.
+(:mod:`casnap.restore.shared_schedule`). While the chunks of one window are passed on, the chunks of
+the next one are read. A chunk that only one rank wants is not passed on at all, so a restore to the
+sharding of the take passes on next to nothing.
 """
 
 from __future__ import annotations
@@ -44,27 +44,28 @@ _log = logging.getLogger("casnap")
 _LEAST_WINDOW, _LARGEST_WINDOW = 64 << 20, 256 << 20
 _WINDOW_PER_RANK = 4 << 20
 _UNIT_BYTES = 16 << 20
-# What a chunk takes in a buffer besides its bytes: space before it, and entries of a few tables.
+# The bytes that a chunk takes in a buffer besides its own: space before it, and entries of tables.
 _EXTRA = 128
 # While one buffer is filled, another one is sent; and ranks may still read in a third one.
 _BUFFERS = 3
 # From this size on, several threads copy faster than one.
 _BULK_BYTES = 8 << 20
 # If several ranks want less than this in common, agreeing on the readers costs more than it saves.
-# How much it is, so many chunks tell, each by so many bytes of its digest.
+# A sample tells how much it is: up to _SAMPLES chunks, each by _SAMPLED bytes of its digest.
 _WORTH_SHARING, _SAMPLES, _SAMPLED = 96 << 20, 64, 8
 _REQUEST = Layout("<32sI")
-# How long an entry of a table is that says where chunks lie, and to what these are aligned.
+# The length of an entry in a table of chunks' positions, and the alignment of these chunks.
 _POINTER, _ALIGNED = 8, 64
 
 
 class _Copy(NamedTuple):
-    """Where a chunk for other ranks goes.
+    """A place for a chunk that other ranks want.
 
     Attributes:
-        target: Its memory.
-        position: Where that begins, in what the other ranks get.
-        entries: Tables, and entries of them, that say where it is once it is there.
+        target: The memory of the chunk.
+        position: Where this memory begins in the memory that the other ranks get.
+        entries: The entries that get the position once the chunk is there: each a table, and a
+            number in it.
     """
 
     target: memoryview
@@ -100,7 +101,7 @@ def fetch_shared(
         DamagedError: Some chunks have no whole place. All others were handed over. The error is
             raised on all ranks.
         UnsupportedFormatError: Some chunks are stored in a form that this version does not know.
-            It is raised likewise.
+            The error is raised on all ranks.
     """
     if comm.size == 1:
         store.fetch(wants, options)
@@ -123,13 +124,13 @@ def fetch_shared(
 def window_for(ranks: int) -> int:
     """Return about how many bytes a rank receives at once.
 
-    Small, since this memory is allocated for each call, but enough for many ranks to read at once.
+    It is small, since each call allocates this memory, but enough for many ranks to read at once.
     """
     return min(max(_LEAST_WINDOW, ranks * _WINDOW_PER_RANK), _LARGEST_WINDOW)
 
 
 class _SharedFetch:
-    """What one rank does in one fetch."""
+    """The part of one rank in a shared fetch."""
 
     def __init__(
         self, comm: Comm, store: Repository, wants: Iterable[Want], options: ReadOptions
@@ -141,13 +142,13 @@ class _SharedFetch:
         self._left: dict[Digest, list[Want]] = {}
         for want in wants:
             self._left.setdefault(want.digest, []).append(want)
-        # What this rank reads into for others, and which of them find it there.
+        # The buffers into which this rank reads for others, and which ranks can look into them.
         self._buffers: list[memoryview] = []
         self._shared = not_shared(0, comm.size)
         self._readers = self._shared.readers
 
     def fetch_the_rest(self) -> DamagedError | UnsupportedFormatError | None:
-        """Read the chunks that were not passed on: also damaged ones, and ones without a place."""
+        """Read the chunks that nobody passed on, such as damaged ones; return the error, if any."""
         try:
             self._store.fetch((w for wants in self._left.values() for w in wants), self._how)
         except (DamagedError, UnsupportedFormatError) as e:
@@ -155,7 +156,7 @@ class _SharedFetch:
         return None
 
     def run(self, window: int, only_in_memory: bool) -> None:
-        """Read the chunks that several ranks want, and meanwhile those that this rank alone wants.
+        """Read this rank's part of the chunks that several want, and the chunks it alone wants.
 
         Chunks that the index does not have are left for :meth:`fetch_the_rest`.
         """
@@ -164,15 +165,15 @@ class _SharedFetch:
         size, chunk_size = self._comm.size, self._store.config.chunk_size
         # Each rank reads an equal share of a window, so that what a rank receives fits.
         share, unit = max(window // size, chunk_size), _UNIT_BYTES
-        # Twice as much: several ranks may want different chunks of one unit. Most is not touched.
+        # Two shares: several ranks may want different chunks of one unit. Most stays untouched.
         self._shared = self._comm.share(_BUFFERS * (2 * share + self._room_for(PAGE)))
         if self._shared.by_all:
-            # Each rank has its part of this memory, in which all ranks find what it has read.
+            # Each rank has its part of this memory, in which all ranks find the chunks it has read.
             window = min(window, _LEAST_WINDOW)
             share = max(window // size, chunk_size)
             if not self._store.backend.costly_requests:
-                # Small units are shared out more evenly. From a server, long runs are asked for, or
-                # each rank would also get the units of others in between.
+                # Small units are shared out more evenly. A rank asks a server for long runs: with
+                # small units it would also get the units of other ranks in between.
                 unit = chunk_size
         if only_in_memory and not (self._shared.by_all and share * size <= 2 * window):
             return
@@ -205,7 +206,7 @@ class _SharedFetch:
     def _wanted_again(self) -> float:
         """Estimate how many bytes would be read again if each rank read all that it wants.
 
-        It is the same number on all ranks.
+        All ranks get the same number.
         """
         least = self._store.config.chunk_size // 2
         large = [digest for digest in self._left if self._nbytes(digest) >= least]
@@ -226,18 +227,18 @@ class _SharedFetch:
         )
 
     def _room_for(self, nbytes: int) -> int:
-        """Return the length of a buffer for chunks of so many bytes, as units count them."""
+        """Return the length of a buffer for chunks of ``nbytes`` bytes, as units count them."""
         return nbytes + _POINTER * self._comm.size
 
     def _make_buffers(self, requested: list[list[bytes]]) -> None:
-        """Make the buffers for what this rank reads for others; in shared memory, if it fits."""
+        """Make the buffers into which this rank reads for others; in shared memory, if they fit."""
         self._readers = self._shared.readers
         # A buffer is written to again only when all ranks have taken in the window after its own.
         self._buffers = [_buffer(self._shared.own_memory, i) for i in range(_BUFFERS)]
         if max(map(self._room, requested)) > len(self._buffers[0]):
             self._readers = [False] * self._comm.size
             most = max(map(self._room, requested))
-            # While one is filled, the other one is sent.
+            # While one buffer is filled, the other one is sent.
             self._buffers = [Slot(most).view for _ in requested[:2]]
 
     def _room(self, requested: list[bytes]) -> int:
@@ -246,7 +247,7 @@ class _SharedFetch:
         return self._room_for(_nbytes_of(local)) + sum(_nbytes_of([text]) for text in remote)
 
     def _texts(self, requested: list[bytes]) -> tuple[list[bytes], list[bytes]]:
-        """Return requests, each once: of ranks that see the memory of this one, and of others."""
+        """Return each request once: first of ranks that see this rank's memory, then of others."""
         each = [
             {t for t, reads in zip(requested, self._readers, strict=True) if t and reads == near}
             for near in (True, False)
@@ -271,7 +272,7 @@ class _SharedFetch:
     ) -> tuple[Schedule, bool]:
         """Agree on a schedule; return it, and whether all ranks want the same.
 
-        Of ranks that want the same units, one sends the list.
+        If several ranks want the same units, one of them sends the list.
         """
         units = [
             (pack, [(n, sum(self._nbytes(d) + _EXTRA for d in by_unit[pack, n])) for _, n in group])
@@ -416,9 +417,9 @@ class _SharedFetch:
     ) -> None:
         """Hand over the chunks that other ranks have read, in the order of the requests.
 
-        What lies in the memory of another rank of this host was proven there by that rank, which
-        alone writes to it. What was sent is verified here; a chunk that does not have its digest
-        is read again by this rank.
+        A chunk in the memory of another rank of this host was verified by that rank, which alone
+        writes there. A chunk that was sent is verified here. If it does not have its digest, this
+        rank reads it again.
         """
         chunks: list[tuple[Digest, memoryview, bool]] = []
         for reader, digests in enumerate(requests):
@@ -460,13 +461,13 @@ class _SharedFetch:
 
 
 def _buffer(shared: memoryview, number: int) -> memoryview:
-    """Return the part of the memory that a rank shares in which it keeps a window."""
+    """Return the part of a rank's shared memory in which the rank keeps a window."""
     room = len(shared) // _BUFFERS // PAGE * PAGE
     return shared[number % _BUFFERS * room :][:room]
 
 
 def _nbytes_of(texts: Iterable[bytes]) -> int:
-    """Return the most bytes of the answer to some requests: each chunk once, and tables."""
+    """Return the most bytes that the answer to requests has: each chunk once, and the tables."""
     chunks: set[tuple[bytes, int]] = {c for text in texts for c in unpacked(_REQUEST, text)}
     tables = sum(len(text) // _REQUEST.size * _POINTER for text in texts)
     return tables + sum(nbytes + _ALIGNED for _, nbytes in chunks)

@@ -18,12 +18,13 @@ from casnap.format.decoding import decoder
 from casnap.format.records import Place, encode
 
 Unit: TypeAlias = tuple[bytes, int]
-"""A pack, and a number of a run in it: runs are in the order of the pack."""
+"""A pack, and the number of a run in it. The numbers ascend along the pack."""
 Units: TypeAlias = list[tuple[bytes, list[tuple[int, int]]]]
 """For each pack, in order: the runs that are wanted, and how many bytes of each."""
 _Told: TypeAlias = list[tuple[bytes, int, Raw]]
-"""For each pack: how many bytes of it are wanted, and of which runs."""
-# No pack is so long; the number of a run must fit in 64 bits, whatever the index says.
+"""A request: for each pack, how many bytes of it are wanted, and the encoded runs."""
+# No pack is as long as this. An index may claim larger offsets, but the number of a run must fit in
+# 64 bits.
 _FAR = 1 << 56
 
 
@@ -44,7 +45,7 @@ def run_of(place: Place, nbytes: int, most: int) -> int:
 
 
 def request_of(units: Units) -> bytes:
-    """Return what a rank sends that wants some units."""
+    """Return the message by which a rank asks for units."""
     return encode([(pack, sum(nbytes for _, nbytes in runs), runs) for pack, runs in units])
 
 
@@ -78,8 +79,8 @@ def schedule_reads(
     """Assign the units that several ranks want to readers and windows.
 
     Args:
-        requests: Groups of ranks, each with the :func:`request_of` the units that all ranks of the
-            group want.
+        requests: Groups of ranks, each with the request that all ranks of the group make, as
+            :func:`request_of` returns it.
         size: The number of ranks.
         share: About how many bytes a rank reads for others in a window.
         window: About how many bytes a rank receives in a window.
@@ -111,10 +112,10 @@ def schedule_reads(
 def _wanted_units(
     requests: Sequence[tuple[list[int], bytes | memoryview]], load: list[int]
 ) -> dict[Unit, list[tuple[int, int]]]:
-    """Return which units each group wants, and how many bytes of them.
+    """Return the wanted units, each with the groups that want it, and how many bytes of it.
 
-    Of a pack that one rank alone wants, only the load of that rank grows: of many ranks that
-    restore shards, most packs are such.
+    A pack that one rank alone wants only adds to the load of that rank: its units are left out. If
+    many ranks restore shards, this is so for most packs.
     """
     told = [decoder(_Told).decode(text) for _, text in requests]
     alone: dict[bytes, int | None] = {}
@@ -150,13 +151,18 @@ class _Windows:
         self.count = 0
         self._read_for = max if in_memory else sum
         self._lists = readers
-        # For each reader, then for each list: its last window, the bytes in it, and the limit.
+        # For each reader, then for each group: its last window, the bytes in it, and the limit.
         self._last = [0] * (readers + lists)
         self._filled = [0] * (readers + lists)
         self._bounds = [share] * readers + [window] * lists
 
     def place(self, reader: int, lists: list[tuple[int, int]]) -> int:
-        """Return the window for a unit, given the lists that want it and their bytes."""
+        """Return the window for a unit, given its reader, and the groups that want it.
+
+        Args:
+            reader: The rank that reads the unit.
+            lists: The numbers of the groups, each with how many bytes of the unit it wants.
+        """
         last_window, fill, bounds = self._last, self._filled, self._bounds
         adds = [(self._lists + i, nbytes) for i, nbytes in lists]
         adds.append((reader, self._read_for([nbytes for _, nbytes in lists])))

@@ -28,7 +28,7 @@ def share_trees(comm: Comm, contents: Contents, keys: Iterable[str], caches: lis
         comm: The ranks; all call this.
         contents: The snapshot.
         keys: The first components of the paths to read.
-        caches: On rank 0: for each rank, what tells its cache from others.
+        caches: On rank 0: the identity of each rank's cache.
     """
     if comm.rank == 0:
         _send_trees(comm, contents, keys, [caches.index(cache) for cache in caches])
@@ -40,7 +40,7 @@ def share_trees(comm: Comm, contents: Contents, keys: Iterable[str], caches: lis
 def _send_trees(comm: Comm, contents: Contents, keys: Iterable[str], keepers: list[int]) -> None:
     window: list[tuple[set[int], bytes]] = []
     nbytes = 0
-    # Each rank that needs a damaged node says so itself.
+    # Each rank that needs a damaged node reads it itself, and raises the error.
     with suppress(DamagedError):
         for ranks, node in _nodes(contents, keys, comm.size):
             # Rank 0, and the ranks that share its cache, have the node already.
@@ -53,7 +53,7 @@ def _send_trees(comm: Comm, contents: Contents, keys: Iterable[str], keepers: li
                 window, nbytes = [], 0
     if window:
         comm.scatter(_parts(window, comm.size))
-    comm.scatter([b""] * comm.size)  # all nodes are kept
+    comm.scatter([b""] * comm.size)  # an empty part ends the loop of each rank
 
 
 def _parts(window: list[tuple[set[int], bytes]], size: int) -> list[bytes]:

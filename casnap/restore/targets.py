@@ -28,8 +28,8 @@ _EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 def targets_of(state: KeyState) -> dict[str, Shards]:
     """Return the tensors to fill from the snapshot, by path; others are made when they are read.
 
-    If the loader is known, they are the live tensors. Any other loader may overwrite its tensors
-    before it reads those that it is given, or compare the two, so it gets new ones.
+    If the loader of the value is known, its live tensors are filled. An unknown loader gets new
+    tensors: it may overwrite its own before it reads the new ones, or compare the two.
     """
     targets = fill_targets(state.current, state.component)
     moments: dict[str, Shards] = {}
@@ -47,7 +47,7 @@ def targets_of(state: KeyState) -> dict[str, Shards]:
 
 
 def _is_filled(state: KeyState, path: str, live: Shards) -> bool:
-    """Whether an entry is read into a tensor that is there, or is made like it."""
+    """Whether an entry is read into the live tensor, or into a new one that is made like it."""
     entry = state.entries[path]
     if _is_extra_state(state, path) and not live.is_sharded:
         return _is_plain(entry)
@@ -68,13 +68,13 @@ def _is_extra_state(state: KeyState, path: str) -> bool:
 
 
 def is_extra_state(path: str) -> bool:
-    """Whether a path of a module's state is that of what ``set_extra_state()`` loads."""
-    # Few paths have it anywhere, and a state may have many paths.
+    """Whether a path of a module's state is extra state, which ``set_extra_state()`` loads."""
+    # The first test alone rules out nearly all paths, of which a state may have many.
     return _EXTRA_STATE in path and path.split("/")[1].endswith(_EXTRA_STATE)
 
 
 def _new(path: str, entry: Entry, live: Shards, tied: dict[object, Shards]) -> Shards:
-    """Return a new tensor where a live one is; the same one for tied tensors."""
+    """Return a new tensor on the device of the live one; tied tensors get the same one."""
     assert isinstance(entry, TensorEntry)
     value = live.value
     if live.is_sharded:
@@ -176,7 +176,7 @@ def conflicts(
 
     Args:
         memory: The memory of all targets.
-        entries: The entry that each of them is to be filled with.
+        entries: The entry that each target is to be filled with, by path.
     """
 
     def content(part: tuple[str, int]) -> object:

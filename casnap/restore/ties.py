@@ -1,7 +1,7 @@
 """Tensors that share memory here, and have several values in the snapshot.
 
-Only one of the values could stay, and it would be that of whichever tensor is filled last. This
-happens where a model with tied weights meets a checkpoint in which they differ.
+Only one of the values could stay: the value of the tensor that is filled last. This happens where a
+model with tied weights meets a checkpoint in which they differ.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from casnap.storage import Contents
 def conflicting_ties(
     contents: Contents, targets: Mapping[str, Shards], entries: Mapping[str, Entry]
 ) -> list[list[str]]:
-    """Return the groups of targets that share memory, but cannot all hold what the snapshot has.
+    """Return the groups of targets that share memory, but cannot all hold their stored values.
 
-    Tied tensors with equal bytes are told by their digests. Views of each other are not, nor what
-    is cast: these are read, since their values may well agree.
+    Equal digests show that tied tensors agree. Views of each other, and tensors that are cast, may
+    agree although their digests differ, so their values are read and compared.
 
     Args:
         contents: The snapshot.
@@ -32,12 +32,12 @@ def conflicting_ties(
         entries: The entries, by path.
 
     Raises:
-        DamagedError: What has to be read is missing or damaged.
+        DamagedError: A value that has to be read is missing or damaged.
     """
     groups = []
     for group in conflicts(memory_of(targets), entries):
         paths = sorted({path for path, _ in group})
-        # Each rank holds other parts of a sharded tensor, but all have to decide alike.
+        # Each rank holds other parts of a sharded tensor, but all ranks have to decide alike.
         if any(targets[path].is_sharded for path in paths) or not _agree(
             contents, {path: targets[path].value for path in paths}, entries
         ):

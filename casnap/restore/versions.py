@@ -1,8 +1,9 @@
-"""The versions of modules that a loader is given with a state.
+"""The versions of modules, which a loader gets with a state.
 
-``state_dict()`` of a module notes the versions of its submodules beside its items, by their names,
-and ``load_state_dict`` looks them up by the names that they have there. A submodule whose version
-it does not find takes the items for those of its oldest version, and may change them.
+A module's ``state_dict()`` notes the version of each submodule by name, beside the items.
+``load_state_dict`` looks up each version by the name that the submodule has in the loading module.
+If a version is not there, the submodule takes its items for items of its oldest version, and may
+change them.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from casnap.storage import Contents
 
 
 def with_versions(state: KeyState, known: Known) -> dict[str, Reopened]:
-    """Return the dicts of a key whose loader looks for versions, built with those that it finds.
+    """Return the dicts of a key that have versions, by path; each is built with its versions.
 
-    They are the stored ones, by the names that the submodules have here. ``dcp.save`` stores none,
-    for example. Then they are those of the live state, as ``dcp.load`` gives them.
+    They are the stored versions, under the names that the submodules have here. If none are stored,
+    as by ``dcp.save``, they are the versions of the live state, which ``dcp.load`` uses too.
 
     Args:
         state: The key.
-        known: What was read, decoded.
+        known: The values and containers that were read, decoded.
     """
     versioned = {}
     for path, live in state.mappings():
@@ -41,15 +42,21 @@ def with_versions(state: KeyState, known: Known) -> dict[str, Reopened]:
 
 
 _COUNT = "num_batches_tracked"
-"""What BatchNorm has from its second version on, and adds to a state of its first."""
+"""A buffer that BatchNorm has since its second version, and adds to a state of its first."""
 
 
 def added_by_module(
     contents: Contents, state: KeyState, module: torch.nn.Module, missing: Iterable[str]
 ) -> set[str]:
-    """Return which paths that a key lacks its module adds, since it was of an older version.
+    """Return the missing paths that a module itself adds to a state of an older version.
 
-    Of the modules of torch that is BatchNorm. What others change is not known.
+    Among torch's modules only BatchNorm does so. It is not known what other modules change.
+
+    Args:
+        contents: The snapshot.
+        state: The key of the module.
+        module: The module.
+        missing: The paths of the module that the snapshot lacks.
     """
     counts = {path for path in missing if path.endswith(_COUNT)}
     entry = state.entries.get(state.component)
@@ -60,7 +67,7 @@ def added_by_module(
     container = decode(loading.load().values(), allow_pickle=False)[state.component]
     taken = container.build([None] * entry.count)
     if getattr(taken, "_metadata", None) is None:
-        return set()  # then it is given the versions that it has now
+        return set()  # the loader gets the live versions, and adds nothing
     versions = _by_live_names(taken, state.current)
     added = {
         f"{state.component}/{component_of(f'{name}.{_COUNT}'.removeprefix('.'))}"
@@ -84,9 +91,9 @@ def _versioned(stored: Reopened, live: Mapping[Any, Any]) -> Reopened:
 
 
 def _by_live_names(stored: Mapping[Any, Any], live: Mapping[Any, Any]) -> Mapping[str, Any]:
-    """Return the metadata of a stored dict by the names that the submodules have here.
+    """Return the metadata of a stored dict under the names that the submodules have here.
 
-    They keep their own names as well. A dict without metadata is given those of the live one.
+    The stored names stay as well. If the dict has no metadata, the live dict's are returned.
     """
     taken, current = getattr(stored, "_metadata", None), getattr(live, "_metadata", {})
     if taken is None or taken.keys() == current.keys():
@@ -95,7 +102,7 @@ def _by_live_names(stored: Mapping[Any, Any], live: Mapping[Any, Any]) -> Mappin
     for plain_name, names in _by_plain_name(current, live).items():
         if plain_name not in stored_names:
             continue
-        # The innermost is the module itself; those around it are wrappers, of either side.
+        # The last name is the module's own. The names before it are wrappers', of either side.
         sources = [None] * len(names) + stored_names[plain_name]
         for name, source in zip(reversed(names), reversed(sources), strict=False):
             by_live_name[name] = current[name] if source is None else taken[source]
@@ -103,7 +110,7 @@ def _by_live_names(stored: Mapping[Any, Any], live: Mapping[Any, Any]) -> Mappin
 
 
 def _by_plain_name(names: Iterable[str], keys: Iterable[Any]) -> dict[str, list[str]]:
-    """Return names by what they are without wrappers; the outermost comes first."""
+    """Return names by their plain names, without wrappers; an outer wrapper's name comes first."""
     plain_names = without_wrappers(names, keys)
     by_plain_name: dict[str, list[str]] = {}
     for name in sorted(plain_names, key=len):

@@ -1,4 +1,4 @@
-"""Names of a module that differ from those in a snapshot by what a wrapper adds."""
+"""Names of a module that differ from the names in a snapshot by a part that a wrapper adds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MAKERS = {"_orig_mod.": "torch.compile()", "module.": "DistributedDataParallel"
 
 
 def advice_on_wrappers(path: str, missing: Collection[str], unexpected: Collection[str]) -> str:
-    """Return what to do if names differ by what a wrapper adds; empty if they differ otherwise.
+    """Return advice if names differ by a part that a wrapper adds; empty if they differ otherwise.
 
     Args:
         path: Where the names are in the snapshot.
@@ -39,7 +39,7 @@ def _begins(added: str, names: Collection[str]) -> bool:
 
 
 def _added_to(names: Collection[str], longer: Collection[str]) -> str:
-    """Return what most of some names have more than others: a wrapper's part, or a beginning."""
+    """Return the part that most longer names have in addition: a wrapper's, or a beginning."""
     for added in _MAKERS:
         if _are_mostly(names, (_without(added, name) for name in longer)):
             return added
