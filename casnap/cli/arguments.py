@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, TypeVar
 
@@ -296,12 +296,12 @@ def identity_of(snapshot: Snapshot) -> dict[str, Any]:
     return identity(contents.store.backend, contents.name, snapshot.commit_id)
 
 
-def snapshot_fields(snapshot: Snapshot, owed: str) -> dict[str, Any]:
+def snapshot_fields(snapshot: Snapshot, lacking: Collection[str]) -> dict[str, Any]:
     """Return the row of a snapshot, for JSON.
 
     Args:
         snapshot: The snapshot.
-        owed: The commit id of the one whose publish the mirror of a tag lacks; "" for none.
+        lacking: The commit ids of those that the mirror is still to get, or a publish of them.
     """
     return {
         **identity_of(snapshot),
@@ -314,7 +314,7 @@ def snapshot_fields(snapshot: Snapshot, owed: str) -> dict[str, Any]:
         "seconds": snapshot.stats.seconds,
         "metadata": metadata_of(snapshot),
         "tags": list(snapshot.tags),
-        "unmirrored": snapshot.row.is_unmirrored or snapshot.commit_id == owed,
+        "unmirrored": snapshot.commit_id in lacking,
         "thinned": snapshot.row.is_thinned,
         "rewound": snapshot.row.is_rewound,
         "unknown_features": list(snapshot.row.unknown_features),

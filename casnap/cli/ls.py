@@ -32,10 +32,10 @@ def ls(store: str | None, prefix: str | None, wide: bool, as_json: bool) -> None
     place = open_store(store)
     snapshots = snapshots_of(place, prefix)
     if as_json:
-        from casnap.cli.mirror import owed_publish
+        from casnap.cli.mirror import commits_lacking
 
-        owed = owed_publish(place) if snapshots else ""
-        listed = [snapshot_fields(snapshot, owed) for snapshot in snapshots]
+        lacking = commits_lacking(place, snapshots)
+        listed = [snapshot_fields(snapshot, lacking) for snapshot in snapshots]
         emit({**store_fields(place), "snapshots": listed}, place)
         return
     if not snapshots:

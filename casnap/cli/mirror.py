@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import click
@@ -10,8 +11,9 @@ from casnap.cli.arguments import identity, open_whole_store, reading_options
 from casnap.cli.output import CommandError, amount, emit, json_time, moment, say, size, table
 from casnap.errors import MirrorError
 from casnap.format.records import Root
-from casnap.mirror.notes import lag_in, mirror_place, succeeded_in
+from casnap.mirror.notes import is_unmirrored, lag_in, mirror_place, succeeded_in
 from casnap.mirror.status import HostFiles, HostStatus
+from casnap.snapshot import Snapshot
 from casnap.store import Store
 from casnap.view import repository_of
 
@@ -89,7 +91,18 @@ def mirror(store: str | None, as_json: bool) -> None:
         say("no process of this host copies to it; a Store with this mirror= does")
 
 
-def owed_publish(store: Store) -> str:
+def commits_lacking(store: Store, snapshots: Sequence[Snapshot]) -> set[str]:
+    """Return the commit ids of snapshots that the mirror is to get, or a publish of them.
+
+    Args:
+        store: The store.
+        snapshots: Some of its snapshots.
+    """
+    lacking = {each.commit_id for each in snapshots if is_unmirrored(each.row)}
+    return lacking | {_owed_publish(store)} if snapshots else lacking
+
+
+def _owed_publish(store: Store) -> str:
     """Return the commit id of the snapshot whose publish the mirror of a tag lacks; "" for none.
 
     No note of its row says it.

@@ -50,10 +50,10 @@ def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> N
     """
     open_place = open_snapshot(snapshot)
     if path is None:
-        from casnap.cli.mirror import owed_publish
+        from casnap.cli.mirror import commits_lacking
 
         document = {
-            **snapshot_fields(open_place, owed_publish(open_place.store)),
+            **snapshot_fields(open_place, commits_lacking(open_place.store, [open_place])),
             "keys": list(_keys(open_place.contents)),
             "thinned_keys": list(open_place.thinned),
         }

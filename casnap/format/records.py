@@ -34,14 +34,14 @@ THINNED = "thinned"
 """The note of a snapshot that has lost some keys, which its manifest names."""
 REWOUND = "rewound"
 """The note of a snapshot that a rewind of its run has moved aside."""
-UNMIRRORED = "unmirrored"
-"""The note of a snapshot that must stay until another store has a copy of it."""
 ORIGIN = "from"
 """The note of a copy that keeps its order: the source store, and the number of the root there."""
 
-# Notes that hold a snapshot, each with its text for people. Every process must know them, even one
-# that never writes them.
-_AWAITED = {UNMIRRORED: "not mirrored yet"}
+HOLDING_NOTES = {"unmirrored": "not mirrored yet"}
+"""The notes that hold a snapshot until somebody removes them, each with its text for people.
+
+Every process must know them, even one that never loads the code that writes them.
+"""
 
 CommitId = Annotated[bytes, msgspec.Meta(min_length=ID_SIZE, max_length=ID_SIZE)]
 PackId = NewType("PackId", bytes)
@@ -191,14 +191,9 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
         return self.has_note(REWOUND)
 
     @property
-    def is_unmirrored(self) -> bool:
-        """Whether the mirror still lacks the snapshot, and is to get a copy."""
-        return self.has_note(UNMIRRORED)
-
-    @property
     def awaited(self) -> list[str]:
-        """The holds that end by themselves, such as "not mirrored yet", in words for people."""
-        return [reason for note, reason in _AWAITED.items() if self.has_note(note)]
+        """What the notes that hold the snapshot wait for, in words for people."""
+        return [reason for note, reason in HOLDING_NOTES.items() if self.has_note(note)]
 
     @property
     def holds(self) -> list[str]:

@@ -18,7 +18,7 @@ import msgspec
 
 from casnap.errors import MirrorError, StoreError
 from casnap.format.names import folder_of
-from casnap.format.records import ORIGIN, UNMIRRORED, Root, Row
+from casnap.format.records import ORIGIN, Root, Row
 from casnap.storage import (
     Repository,
     Table,
@@ -32,6 +32,8 @@ from casnap.storage import (
 )
 
 SETTING = "mirror"
+UNMIRRORED = "unmirrored"
+"""The note of a snapshot that the mirror is still to get: one of those that hold it here."""
 _SUCCEEDED = "succeeded"
 """The note of a snapshot that the mirror never gets: another store continues its run there."""
 _FOLLOWS, _LIFE = "follows", "life"
@@ -92,6 +94,11 @@ class Life(NamedTuple):
 
     began: int
     follows: int
+
+
+def is_unmirrored(row: Row) -> bool:
+    """Whether the mirror still lacks a snapshot, and is to get it."""
+    return row.has_note(UNMIRRORED)
 
 
 def is_succeeded(row: Row) -> bool:
@@ -227,7 +234,7 @@ def mark_mirrored(
             if row is None or row.commit != commit:
                 continue
             # What a tag is published on has no note.
-            if row.is_unmirrored or (moved and name in succeeded):
+            if is_unmirrored(row) or (moved and name in succeeded):
                 changed[name] = _noted(row, _SUCCEEDED if name in succeeded else None)
         return changed
 
@@ -277,7 +284,7 @@ def lag_in(root: Root, table: Table, tag: str, uri: str) -> Lag:
     Raises:
         MirrorError: The setting for the mirror cannot be understood.
     """
-    noted = [(name, row) for name, row in table.items_in() if row.is_unmirrored]
+    noted = [(name, row) for name, row in table.items_in() if is_unmirrored(row)]
     rows = dict(sorted(noted, key=lambda item: item[1].seq))
     if not tag:
         return Lag(rows)
@@ -392,11 +399,11 @@ def _folder_text(place: MirrorPlace) -> str:
 
 
 def _note_all(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
-    return {name: _noted(row, UNMIRRORED) for name, row in rows if not row.is_unmirrored}
+    return {name: _noted(row, UNMIRRORED) for name, row in rows if not is_unmirrored(row)}
 
 
 def _note_none(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
-    noted_rows = ((name, row) for name, row in rows if row.is_unmirrored or is_succeeded(row))
+    noted_rows = ((name, row) for name, row in rows if is_unmirrored(row) or is_succeeded(row))
     return {name: _noted(row, None) for name, row in noted_rows}
 
 

@@ -18,6 +18,7 @@ from casnap import Retention, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import InvalidNameError, MirrorError, SnapshotNotFoundError
 from casnap.mirror import mirror
+from casnap.mirror.notes import is_unmirrored
 from casnap.serving import Follower
 from casnap.storage.snapshots import published
 from tests.support.cli_calls import document, failure, invoke, process
@@ -90,7 +91,7 @@ def test_it_gets_what_is_published(tmp_path: Path) -> None:
     assert [move.name for move in copy.tag_moves("stable")] == ["step_5", "step_3", "step_1"]
     # What had the tag there before went with the next copy.
     assert names(copy) == ["step_3", "step_5"]
-    assert not any(store._view.row_of(name).is_unmirrored for name in names(store))
+    assert not any(is_unmirrored(store._view.row_of(name)) for name in names(store))
     # Another tag, and one that is only given, are not its business.
     store.publish("other", "step_4")
     store.tag("step_4", "best")
@@ -315,7 +316,7 @@ def test_a_rewind_is_followed(tmp_path: Path) -> None:
     assert aside.endswith("/step_2")
     assert copy.latest().name == "step_0"  # type: ignore[union-attr]
     assert_follows(store, copy, aside)
-    assert not any(s.row.is_unmirrored for s in store.snapshots())
+    assert not any(is_unmirrored(s.row) for s in store.snapshots())
     send(store, "step_0")
     assert_follows(store, copy, "step_0")
 
@@ -510,7 +511,7 @@ def test_it_is_another_promise_than_that_of_all_snapshots(
     # It is said also while the mirror is away.
     with there.during(DEAD), pytest.raises(MirrorError, match="asks for one that gets all"):
         mirrored(tmp_path / "here", there)
-    assert not any(s.row.is_unmirrored for s in store.snapshots())
+    assert not any(is_unmirrored(s.row) for s in store.snapshots())
     invoke("config", tmp_path / "here", "mirror=none")
     every = mirrored(tmp_path / "here", there)
     every.wait_mirrored(60)
@@ -557,7 +558,7 @@ def test_a_process_whose_mirror_was_forgotten(tmp_path: Path) -> None:
     store.publish("stable", "step_1")
     with pytest.raises(MirrorError, match=r"is the store \w+, which was at \S+elsewhere;"):
         store.wait_mirrored(60)
-    assert store["step_1"].row.is_unmirrored
+    assert is_unmirrored(store["step_1"].row)
 
 
 @pytest.mark.parametrize("tag", ["stable", "best", None])

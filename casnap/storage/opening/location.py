@@ -186,7 +186,7 @@ def _named(backend: Backend, name: str) -> Location:
             if not exists:
                 raise no_config_error(backend.uri)
     except PLACE_ERRORS:
-        # Who opens it is told; a mirror may come back.
+        # Who opens it is told; the place may come back.
         return Location(backend, name, None)
     return Location(backend, name, exists)
 

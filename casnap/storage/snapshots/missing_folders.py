@@ -1,4 +1,4 @@
-"""Snapshots whose folders were deleted, as trainers rotate their checkpoints.
+"""Snapshots whose folders were deleted by another program.
 
 A snapshot on a disk has a folder of its own, with a marker in it. A snapshot is missing if its
 folder is gone, and the marker of another snapshot of its run stands: so the run had markers.

@@ -30,9 +30,9 @@ class Retention:
     """Rules that say which snapshots to keep. A snapshot is kept if any rule keeps it.
 
     The rules apply to each *run* on its own: the snapshots of one folder, in the order of their
-    commits. Tagged snapshots are always kept, and so are those that a mirror still lacks. Those
-    that a run has gone back from (see :meth:`Store.rewind`) count as its oldest for ``keep_last``,
-    and ``keep_every`` and ``keep_best`` pass them over.
+    commits. Tagged snapshots are always kept, and so are those that another store is still to
+    get a copy of. Those that a run has gone back from (see :meth:`Store.rewind`) count as its
+    oldest for ``keep_last``, and ``keep_every`` and ``keep_best`` pass them over.
 
     Args:
         keep_last: How many of the newest snapshots to keep.
