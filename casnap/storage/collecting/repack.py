@@ -77,7 +77,7 @@ def repack(
         copied_to = _proven_elsewhere(store, view, needed.keys(), packs)
         to_copy = {Digest(d): is_node for d, is_node in needed.items() if d not in copied_to}
         if to_copy:
-            copied_to |= _copy(store, to_copy, report)
+            copied_to |= _copy(store, batch, to_copy, report)
         yield copied_to
 
 
@@ -114,7 +114,9 @@ def _can_stand_on(session: Session, digest: Digest, base: Digest) -> bool:
     return session.rely_on([base])[0] is not None
 
 
-def _copy(store: Repository, to_copy: dict[Digest, bool], report: Report) -> dict[bytes, PackId]:
+def _copy(
+    store: Repository, packs: Collection[PackId], to_copy: dict[Digest, bool], report: Report
+) -> dict[bytes, PackId]:
     sizes: list[int] = []
 
     def count(_digest: Digest, nbytes: int) -> None:
@@ -134,8 +136,12 @@ def _copy(store: Repository, to_copy: dict[Digest, bool], report: Report) -> dic
                 keeps_delta=partial(_can_stand_on, session),
             )
         except (DamagedError, UnsupportedFormatError) as e:
-            if isinstance(e, DamagedError) and store.newest() != session.base.root:
-                # Another collector has moved the chunks, so this one must mark again.
+            has_moved = (
+                not session.base.packs.issuperset(packs) or store.newest() != session.base.root
+            )
+            if isinstance(e, DamagedError) and has_moved:
+                # Another collector has moved the chunks since they were marked, or deleted them. So
+                # this one must mark again.
                 raise
             _log.warning("some of what a pack holds cannot be copied out of it, so it stays: %s", e)
         if sizes:

@@ -18,7 +18,7 @@ from casnap.storage.collecting.whole_marks import WholeMarks
 from casnap.storage.reading.repository import Repository
 from tests.support.copies import interrupted
 from tests.support.damaged import forget_cache
-from tests.support.faults import backend_faults, held, littered_store
+from tests.support.faults import backend_faults, elsewhere, held, littered_store
 from tests.support.garbage import assert_tidy
 
 pytestmark = pytest.mark.usefixtures("collected_by_hand")
@@ -184,6 +184,34 @@ def test_packs_whose_footers_cannot_be_read_stay(
     assert store["new"].read_object("s/w1")[0] == 5
     left = set(store._view.repository.view().packs) & old
     assert left == old if records_a_footer == 0 else left < old
+
+
+def test_what_another_collector_deleted_before_it_was_copied_is_no_damage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the copies are based on is newer than the root that was marked."""
+    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    counts = ReferenceCounts()
+    store.take({"s": chunks(0)}, "kept")
+    gc(store, counts)
+    store.take({"s": chunks(*range(1, 16))}, "whole")
+    store.take({"s": chunks(1)}, "part")
+    store.delete("whole")
+
+    def delete_and_collect() -> None:
+        other = Store(tmp_path / "store")
+        other.delete("part")
+        other.gc(grace=0)
+
+    with backend_faults(
+        0, elsewhere(delete_and_collect), names=["announced_bases"], after=True
+    ) as calls:
+        assert gc(store, counts, grace=0).repacked_packs == 0
+    assert calls.struck
+    assert "cannot be copied" not in caplog.text
+    assert store["kept"].read_object("s/w0")[0] == 0
+    assert store.check(data=True).ok
+    assert_tidy(tmp_path / "store")
 
 
 def test_many_are_sorted_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
