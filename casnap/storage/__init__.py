@@ -1,19 +1,19 @@
-"""The bytes side: a repository of chunks, trees and commits on any backend. Never imports torch.
+"""The bytes side: a repository of chunks, trees and commits on any backend, without torch.
 
-Its rooms, each above those before it:
+Its rooms, each above the ones before it:
 
-- ``commit_log``: the roots of a store, what they say of it, and put-if-absent, on which both rest.
+- ``commit_log``: the roots of a store, its settings and record, and put-if-absent.
 - ``packs``: files of many chunks, how they are written and read.
-- ``lookup``: in which packs a chunk lies: the index, and what this host and process remember.
-- ``reading``: a repository: nodes and chunks by digest, with the caches of this host.
+- ``lookup``: which pack has a chunk: the index, and the memory of this host and process.
+- ``reading``: the repository: nodes and chunks by digest, and the cache of chunks.
 - ``writing`` and ``opening``: new packs, segments and commits; finding, making and opening a store.
-- ``snapshots``: the table of snapshots, what each holds, and which of them stay.
-- ``collecting``: what no snapshot needs is found, condemned, and deleted after its grace.
+- ``snapshots``: the table of snapshots, the contents of each, and which of them stay.
+- ``collecting``: garbage is found, condemned, and deleted once its grace is over.
 
-What the rest of casnap needs of them stands below; import-linter lets nothing else through. Check,
-repair and usage look at what lies in the rooms: ``inspecting.py`` lists what they use besides.
+The rest of casnap uses only the names below; import-linter refuses any other. Check, repair and
+usage look into the rooms: ``inspecting.py`` lists the names that they use besides.
 
-Imports ``backends``, ``format`` and ``runtime``. Begin with ``reading/repository.py`` and
+The rooms import ``backends``, ``format`` and ``runtime``. Begin with ``reading/repository.py`` and
 ``writing/session.py``.
 """
 
@@ -111,8 +111,7 @@ if TYPE_CHECKING:
     from casnap.storage.writing.session import Session as Session
     from casnap.storage.writing.starting_over import again as again
 
-# Where each name is. A module is loaded when one of its names is asked for: a reader needs no
-# writer.
+# The module of each name. It is imported at the first use of a name: a reader needs no writer.
 _NAMES = {
     "collecting.automatic": (
         "AutomaticCollector automatic_collector collects_unasked grace_at waiting_until"

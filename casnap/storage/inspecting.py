@@ -1,7 +1,7 @@
-"""What check, repair and usage see of the rooms, besides the storage's face.
+"""The names of the rooms that check, repair and usage use besides the storage's face.
 
-They must know packs, segments and roots as they lie in the store, which nobody else needs. All of
-these names are for looking, but one: what a repair writes, it writes by :class:`Mending`.
+These verbs must know packs, segments and roots as they lie in the store; no other code needs that.
+All names are for looking, except one: a repair writes by :class:`Mending`.
 """
 
 from __future__ import annotations

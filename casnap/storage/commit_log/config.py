@@ -1,4 +1,4 @@
-"""Reading ``casnap.json``, the record that says what a store is."""
+"""Reading ``casnap.json``, the record of a store: its format, its id, its chunk size."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def no_config_error(uri: str) -> DamagedError:
 
 
 def object_error(uri: str) -> NotAStoreError:
-    """Return the error for a place that is an object itself."""
+    """Return the error for a URI of an object, where a folder should be."""
     return NotAStoreError(f"{uri} is an object; a store is a folder of them. Choose another")
 
 
@@ -60,7 +60,7 @@ def not_a_store_error(backend: Backend) -> NotAStoreError:
 
 def _config_bytes(backend: Backend) -> bytes:
     unread: BackendError | None = None
-    # Another process may have just made the store: it puts this record before any root.
+    # Try twice: another process may be making the store, and puts this record before any root.
     for is_first in (True, False):
         try:
             return backend.read(CONFIG_KEY, MAX_CONFIG_BYTES)
@@ -69,12 +69,12 @@ def _config_bytes(backend: Backend) -> bytes:
         except BackendError as e:
             unread = e
         if unread is not None and is_of_the_place(unread):
-            # Of a disk that fails here and not at the roots, this one object is damaged.
+            # If the disk fails at this object, but can list the roots, this object is damaged.
             cause = unread.__cause__
             is_damage = isinstance(cause, OSError) and cause.errno == errno.EIO
             if not (is_damage and backend.names("roots/0")):
                 raise unread
-        # What fails for the whole place, such as a wrong option, fails here too, and is raised.
+        # If the whole place fails, as with a wrong option, this listing fails too and raises.
         elif is_first and not backend.names("roots/0"):
             raise not_a_store_error(backend)
         elif is_first and unread is None:
@@ -87,7 +87,7 @@ def read_config(backend: Backend) -> StoreConfig:
 
     Raises:
         NotAStoreError: There is no store.
-        UnsupportedFormatError: A newer version of casnap made it, or one before 1.0.
+        UnsupportedFormatError: A newer version of casnap made the store, or one before 1.0.
         DamagedError: ``casnap.json`` is not such a record, or is missing though there are roots.
     """
     place = backend.where(CONFIG_KEY)
@@ -125,9 +125,9 @@ def config_content(config: StoreConfig) -> bytes:
 
 
 def config_in(root: Root) -> StoreConfig | None:
-    """Return the copy of ``casnap.json`` in a root; None if it makes no sense here.
+    """Return the copy of ``casnap.json`` in a root; None if this version cannot use it.
 
-    It spares a request on a remote store, and a repair makes a lost record anew from it.
+    The copy spares a request on a remote store, and a repair makes a lost record anew from it.
     """
     try:
         config = decode(encode(root.store), StoreConfig, CONFIG_KEY)

@@ -1,7 +1,7 @@
-"""Tests whether a place honours put-if-absent, which keeps writers apart, by racing puts.
+"""Tests, by racing puts, whether a place honours put-if-absent, which keeps writers apart.
 
-Some servers say that they know ``If-None-Match``, and ignore it. Then two writers at once put the
-same root, the second over the first, and a committed snapshot is lost.
+Some servers say that they know ``If-None-Match``, and ignore it. If two writers then put the same
+root, the second put overwrites the first, and a committed snapshot is lost.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _ALONE = (
     "or make sure that no other process takes, deletes, prunes, tags, repairs or collects there "
     "meanwhile, and pass --exclusive, or Store(..., exclusive=True)"
 )
-# How long a host believes what it found, in seconds.
+# How many seconds a host believes its last probe.
 _BELIEVED = 30 * 86400.0
-# The endpoints, each in a state, that this process knows to honour it.
+# Endpoints that this process knows to honour it, each in one state of its bucket's versioning.
 _proven_places: set[str] = set()
 
 
@@ -54,12 +54,12 @@ def no_put_if_absent_error(backend: Backend) -> StoreError:
 
 
 def check_put_if_absent(backend: Backend, config: StoreConfig) -> None:
-    """Check that other writers cannot harm this one, nor this one them.
+    """Check that this writer and others cannot harm each other.
 
     Args:
-        backend: Where the store lives.
-        config: Its record, which says what was found when the store was made. That may have been
-            at another endpoint, so this host finds out for itself before it first writes.
+        backend: The backend of the store.
+        config: The record of the store. It has the verdict of the probe when the store was made.
+            The endpoint may be another one now, so this host probes before it first writes.
 
     Raises:
         StoreError: The place does not honour put-if-absent, and the user does not vouch that there
@@ -72,9 +72,10 @@ def check_put_if_absent(backend: Backend, config: StoreConfig) -> None:
 
 
 def recheck_put_if_absent(backend: Backend) -> None:
-    """Check, right before a root is put, what :func:`check_put_if_absent` has checked.
+    """Check again, right before a root is put, as :func:`check_put_if_absent` does.
 
-    It costs nothing unless the last put told that the bucket begins, or ceases, to keep versions.
+    This costs nothing unless the last put showed that the bucket has begun, or ceased, to keep
+    versions.
 
     Raises:
         StoreError: The place does not honour put-if-absent as it is now.
@@ -84,9 +85,9 @@ def recheck_put_if_absent(backend: Backend) -> None:
 
 
 def put_if_absent_warnings(backend: Backend) -> list[str]:
-    """Return, in words, why writers may not be kept apart, as far as this host knows.
+    """Return warnings that writers may not be kept apart, as far as this host knows.
 
-    Nothing is put: this is for readers, too.
+    This puts nothing, so readers may call it.
     """
     if not backend.can_put_if_absent or not backend.versioning:
         return []
@@ -101,9 +102,9 @@ def put_if_absent_warnings(backend: Backend) -> list[str]:
 
 
 def honours_put_if_absent(backend: Backend) -> bool:
-    """Whether a place honours put-if-absent. A host asks each endpoint once a month.
+    """Whether a place honours put-if-absent. A host probes each endpoint once a month.
 
-    What it found holds for the state that the bucket was in, by whether it keeps versions.
+    A verdict holds as long as the bucket keeps versions, or does not, as it did then.
 
     Raises:
         PlaceError: The place cannot be written to.
@@ -118,13 +119,13 @@ def honours_put_if_absent(backend: Backend) -> bool:
             ):
                 return False
             _take_note(note)
-        # The puts may have told of another state: then that is looked at, too.
+        # The puts may have shown another state of the bucket, which is then probed too.
         _proven_places.add(place)
     return True
 
 
 def _place(backend: Backend) -> str:
-    """Return what a verdict is about; empty where none is needed."""
+    """Return the endpoint and state that a verdict is about; "" if no verdict is needed."""
     endpoint = backend.endpoint
     versioning = backend.versioning if endpoint else ""
     return f"{endpoint} versioning {versioning}" if versioning else endpoint
@@ -133,8 +134,13 @@ def _place(backend: Backend) -> str:
 def has_one_winner(backend: Backend, puts: int, threads: int) -> bool:
     """Put one fresh key several times; return whether exactly one put won, and is stored.
 
-    A race is only for servers that refuse a second put. Where all puts win, racing ones can leave a
-    server with more than one view of a folder: `rclone serve s3` then lists what was deleted.
+    Race only on servers that refuse a second put in turn. On a server where all puts win, a race
+    can confuse the listing of a folder: `rclone serve s3` then lists deleted objects.
+
+    Args:
+        backend: The place.
+        puts: How many times to put the key.
+        threads: How many threads put it at once.
     """
     key = f"tmp/{os.urandom(12).hex()}"
     won: list[bytes] = []
@@ -151,7 +157,7 @@ def has_one_winner(backend: Backend, puts: int, threads: int) -> bool:
             try:
                 crew.start(attempt, threads - 1)
             finally:
-                # Also after Ctrl-C: the crew waits for its threads.
+                # Even after Ctrl-C, since the crew waits for its threads.
                 start.set()
             attempt()
         return len(won) == 1 and backend.read(key) == won[0]
@@ -165,7 +171,7 @@ def _delete(backend: Backend, key: str) -> None:
     try:
         backend.delete(key)
     except PLACE_ERRORS as e:
-        # A collector that frees something deletes it, once it is an hour old.
+        # A collector that frees something deletes the key, once it is an hour old.
         _log.debug("%s/%s stays: %s", backend.uri, key, e)
 
 
@@ -175,7 +181,7 @@ def _note(endpoint: str) -> Path | None:
 
 
 def _is_fresh(note: Path | None) -> bool:
-    """Whether this host has probed lately: the server at an address may be replaced."""
+    """Whether a note of a probe is recent: the server at an address may be replaced."""
     try:
         return note is not None and abs(time.time() - note.stat().st_mtime) < _BELIEVED
     except OSError:

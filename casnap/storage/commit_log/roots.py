@@ -42,37 +42,38 @@ from casnap.version import __version__
 
 _log = logging.getLogger("casnap")
 FEATURES: frozenset[str] = frozenset()
-"""What this version knows, to read and to write."""
+"""The features of stores that this version can read and write."""
 WRITER = f"casnap {__version__}"
 MOST_ROOTS = 1 << 48
-"""Ids of packs and segments begin with the number of a root, in 6 bytes."""
-# Holds a copy of the newest root; no other is needed to read the store.
+"""Root numbers are less: ids of packs and segments begin with one, in 6 bytes."""
+# The folder with a copy of the newest root, which alone is needed to read the store.
 COPIES = "roots/copies"
 
 
 def newest_root(backend: Backend, cached: Root | None = None, *, stands: bool = False) -> Root:
     """Return the newest root.
 
-    Listings of a bucket may be stale, so numbers after the greatest listed one are probed. Roots
-    are never removed, so a gap means damage. If the newest root is damaged or lost, its copy is
-    read.
+    A listing of a bucket may be stale, so this probes the numbers after the greatest listed one.
+    Roots are never removed, so a gap means damage. If the newest root is damaged or lost, this
+    reads its copy.
 
     Args:
-        backend: Where the store lives.
-        cached: A root that was the newest one before. If it still stands (it does, unless the
-            store was rolled back), nothing is listed.
-        stands: Whether the caller has just seen that it stands.
+        backend: The backend of the store.
+        cached: A root that was the newest before. If it still stands, nothing is listed. It stands
+            unless the store was rolled back.
+        stands: Whether the caller has just seen that ``cached`` stands.
 
     Raises:
         NotAStoreError: There is no root.
-        DamagedError: Neither the newest root nor its copy can be read. An older one does not do.
-        UnsupportedFormatError: It has a feature that readers have to know.
+        DamagedError: Neither the newest root nor its copy can be read. An older root is no
+            substitute.
+        UnsupportedFormatError: The root has a read feature that this version lacks.
     """
     root, newer = _first_look(backend, cached, stands=stands)
     first_seq = root.seq
     while newer is not None:
         root = newer
-        # To list them is cheaper then than to read them all.
+        # So many newer roots are cheaper to list than to read one by one.
         if root.seq == first_seq + backend.costs.probes:
             root = max(root, last_listed(backend), key=lambda r: r.seq)
         newer = _after(backend, root)
@@ -84,9 +85,9 @@ def newest_root(backend: Backend, cached: Root | None = None, *, stands: bool = 
 
 
 def _first_look(backend: Backend, cached: Root | None, *, stands: bool) -> tuple[Root, Root | None]:
-    """Return a root that may be the newest, and the root after it, if there is one.
+    """Return a root that may be the newest, and the root after it, or None.
 
-    A remote root and the one after it are read at once.
+    On a remote store both are read at the same time.
     """
     if cached is not None and stands:
         return cached, _after(backend, cached)
@@ -102,18 +103,18 @@ def _first_look(backend: Backend, cached: Root | None, *, stands: bool) -> tuple
 
 
 def root_and_next(backend: Backend, seq: int) -> tuple[Root, Root | None]:
-    """Return a root that must be there, and the one after it, if there is one; both read at once.
+    """Return a root that must be there, and the root after it, or None. Both are read at once.
 
     Raises:
-        DamagedError: A root is damaged, or the first one is not there.
+        DamagedError: A root is damaged, or the first one is missing.
     """
     return run_both(partial(named_root, backend, seq), partial(_read_if_there, backend, seq + 1))
 
 
 def _after(backend: Backend, root: Root) -> Root | None:
     if backend.name_lag:
-        # A client that is asked for a root that is not there keeps that it is absent, and hides the
-        # one that another host then puts. It keeps nothing of a name that is not listed.
+        # Asked for an absent root by name, a client keeps that it is absent, and hides the root
+        # that another host then puts. A listing leaves no such trace.
         seq = _last_seq(backend)
         newer = named_root(backend, seq) if seq > root.seq else None
     else:
@@ -129,10 +130,15 @@ def _lacks(doing: str, features: Collection[str]) -> str:
 
 
 def check_writable(uri: str, features: Collection[str], doing: str = "write to") -> None:
-    """Check that this version may write to a store of some write features.
+    """Check that this version may write to a store.
+
+    Args:
+        uri: The URI of the store, for the message.
+        features: The write features of the store.
+        doing: What the caller wants to do, for the message.
 
     Raises:
-        UnsupportedFormatError: It does not know one.
+        UnsupportedFormatError: This version lacks a feature.
     """
     if unknown := set(features) - FEATURES:
         raise UnsupportedFormatError(_lacks(f"to {doing} {uri}", unknown))
@@ -142,15 +148,15 @@ def _stands(backend: Backend, root: Root) -> bool:
     try:
         return _read_if_there(backend, root.seq) == root
     except (DamagedError, BackendError):
-        # It may be an older root by now, which has no copy.
+        # The root is damaged. It may be an older root by now, which has no copy.
         return False
 
 
 def _rolled_back(backend: Backend, root: Root) -> Root | None:
-    """Return the lost root that came after the last one there, if there is a copy of it.
+    """Return the copy of a lost root that came after ``root``, the last one there; else None.
 
-    When a store is copied while it is written to, the copy may catch a root's copy, but not the
-    files that it names. Then it does not count.
+    If a store was copied while others wrote to it, the result may have a copy of a root, but not
+    the files that the root names. Such a copy does not count.
 
     Raises:
         DamagedError: A root was lost, and its copy is damaged.
@@ -161,7 +167,7 @@ def _rolled_back(backend: Backend, root: Root) -> Root | None:
     if seq <= root.seq:
         return None
     copy = _copy_of(backend, seq)
-    # The root may have been put between the two looks. A copy is put after its root.
+    # The root may have been put between the two looks, since a copy is put after its root.
     read = _read_if_there if isinstance(copy, Root) else _read_named
     root_there = read(backend, seq)
     if root_there is not None or copy is None:
@@ -177,11 +183,11 @@ def _rolled_back(backend: Backend, root: Root) -> Root | None:
 
 
 def last_listed(backend: Backend) -> Root:
-    """Return the newest root that is listed; where listings are stale, there may be newer ones.
+    """Return the newest listed root. If listings are stale, there may be newer roots.
 
     Raises:
         NotAStoreError: There is no root.
-        DamagedError: It cannot be read.
+        DamagedError: The root cannot be read.
     """
     return named_root(backend, _last_seq(backend))
 
@@ -200,7 +206,7 @@ def _last_seq(backend: Backend) -> int:
 
 
 def roots_before(backend: Backend, seq: int) -> Iterator[Root]:
-    """Yield the roots before a number that can be read, the newest first."""
+    """Yield the readable roots with smaller numbers, the newest first."""
     for folder in sorted(_numbers(backend, "roots"), reverse=True):
         for number in sorted(_numbers(backend, f"roots/{folder}"), reverse=True):
             root: Root | None = None
@@ -215,7 +221,7 @@ def named_root(backend: Backend, seq: int) -> Root:
     """Return a root that must be there: it is listed, or a put has found its number taken.
 
     Raises:
-        DamagedError: It is damaged, or not there.
+        DamagedError: The root is damaged or missing.
     """
     root = _read_named(backend, seq)
     if root is None:
@@ -227,18 +233,23 @@ def named_root(backend: Backend, seq: int) -> Root:
 
 
 def _read_named(backend: Backend, seq: int) -> Root | None:
-    """Return a root that must be there, or its copy if it is damaged; None if there is none."""
+    """Return a root that must be there, or its copy if it is damaged; None if it is missing."""
     root = _read_if_there(backend, seq)
     return _read_if_there(backend, seq) if root is None and _appears(backend, seq) else root
 
 
 def _appears(backend: Backend, seq: int) -> bool:
-    """Wait for a root that must be there; return whether it is. A store may have been removed."""
+    """Wait for a root that must be there; return False if the store has no roots any more."""
     return backend.appears(root_key(seq), partial(backend.names, "roots"))
 
 
 def _read_if_there(backend: Backend, seq: int) -> Root | None:
-    """Return a root, or its copy if it is damaged; None if there is none."""
+    """Return a root, or its copy if the root is damaged; None if there is no such root.
+
+    Raises:
+        DamagedError: Root and copy are damaged.
+        BackendError: The root cannot be read, nor its copy.
+    """
     try:
         return read_root(backend, seq)
     except FileNotFoundError:
@@ -251,7 +262,7 @@ def _read_if_there(backend: Backend, seq: int) -> Root | None:
 
 
 def _copy_of(backend: Backend, seq: int) -> Root | DamagedError | BackendError | None:
-    """Return the copy of a root, or why it cannot be read; None if there is none."""
+    """Return the copy of a root, or the error of reading it; None if there is no copy."""
     if not backend.keeps_copies:
         return None
     try:
@@ -267,7 +278,7 @@ def _copy_key(seq: int) -> str:
 
 
 def _keep_copy(backend: Backend, seq: int, content: bytes) -> None:
-    """Keep a copy of a root that was put, and remove older copies; ignore failures."""
+    """Put a copy of a root that was put, and remove older copies. Failures are ignored."""
     if not backend.keeps_copies:
         return
     try:
@@ -280,14 +291,14 @@ def _keep_copy(backend: Backend, seq: int, content: bytes) -> None:
         try:
             backend.keep_copy(_copy_key(older), None)
         except (CasnapError, OSError) as e:
-            # It is another user's, in a sticky folder.
+            # The copy may be another user's, in a sticky folder.
             _log.debug("%s: the copy of root %d stays: %s", backend.uri, older, e)
 
 
 def release_reserve(backend: Backend) -> None:
-    """Give a full disk the space back that the copy of the newest root holds for this.
+    """Free the space of the copy of the newest root, which is a reserve for a full disk.
 
-    Only what lets something go may use it. The next root has a copy again.
+    Only a commit that lets snapshots go may use the reserve. The next root gets a copy again.
     """
     if backend.keeps_copies:
         for number in _numbers(backend, COPIES):
@@ -295,7 +306,7 @@ def release_reserve(backend: Backend) -> None:
 
 
 def with_advice(error: StorageFullError, root: Root) -> StorageFullError:
-    """Return the error of a full disk on which not even what lets something go has space."""
+    """Return the error of a disk so full that not even letting snapshots go has room."""
     # The index may have to be written anew, with some 50 bytes for each chunk.
     nbytes = (1 << 20) + 64 * sum(ref.weight for ref in root.segments)
     return StorageFullError(
@@ -312,8 +323,8 @@ def read_root(backend: Backend, seq: int) -> Root:
     """Read one root.
 
     Raises:
-        FileNotFoundError: There is none of this number.
-        DamagedError: It is damaged.
+        FileNotFoundError: There is no root of this number.
+        DamagedError: The root is damaged.
     """
     return _read_either(backend, root_key(seq), seq)
 
@@ -326,7 +337,7 @@ def _read_either(backend: Backend, key: str, seq: int) -> Root:
     problem = _problem(root, seq)
     if problem:
         raise DamagedError(f"{name} {problem}")
-    # A writer would drop unknown fields, so they count as unknown write features.
+    # A writer would drop unknown fields, so their names count as write features.
     more = decode(body, dict[str, msgspec.Raw], name).keys() - set(Root.__struct_fields__)
     features = root.write_features
     return (
@@ -340,7 +351,7 @@ def sealed_root(root: Root) -> bytes:
 
 
 def _problem(root: Root, seq: int) -> str | None:
-    """Return what is impossible about a root, if anything."""
+    """Return why a root is impossible, in words that follow its name; None if it is not."""
     if root.seq != seq or seq >= MOST_ROOTS:
         return f"says that it is root {root.seq}"
     if any(
@@ -363,11 +374,17 @@ def _problem(root: Root, seq: int) -> str | None:
 
 
 def next_root(uri: str, root: Root, commit: bytes, **changes: Any) -> Root:
-    """Return the root after this one, with some fields changed.
+    """Return the root after ``root``, with some fields changed.
+
+    Args:
+        uri: The URI of the store, for messages.
+        root: The root before.
+        commit: The id of the new commit.
+        **changes: The changed fields.
 
     Raises:
-        UnsupportedFormatError: It has a feature that writers have to know.
-        StoreError: It has the last number that a root can have.
+        UnsupportedFormatError: The store has a write feature that this version lacks.
+        StoreError: ``root`` has the last number that a root can have.
     """
     check_writable(uri, root.write_features)
     if root.seq + 1 >= MOST_ROOTS:
@@ -382,19 +399,19 @@ def next_root(uri: str, root: Root, commit: bytes, **changes: Any) -> Root:
 
 
 def put_root(backend: Backend, root: Root) -> bool:
-    """Put a root, durably, if its number is free; return whether this very root now stands there.
+    """Put a root durably, if its number is free; return whether this very root stands there now.
 
-    If the number is taken, or the backend fails, the root with this number is read: after a lost
+    If the number is taken, or the backend fails, this reads the root of that number: after a lost
     answer it may be this one.
 
     Raises:
-        UnclearCommitError: It stands, or may, but it is not known whether it lasts.
-        StoreError: The place does not keep writers apart as it is now.
+        UnclearCommitError: The root may stand, but it is not known whether it does and lasts.
+        StoreError: The place does not honour put-if-absent now, or the root is too large.
     """
     from casnap.storage.commit_log.put_if_absent_probe import recheck_put_if_absent
 
     content = sealed_root(root)
-    # What was put before the root has told in which state the bucket is.
+    # The puts before this one have shown whether the bucket keeps versions.
     recheck_put_if_absent(backend)
     stands = _put_content(backend, root, content)
     if stands:
@@ -411,7 +428,7 @@ def _put_content(backend: Backend, root: Root, content: bytes) -> bool:
             "that `casnap check` says are hurt, or collect garbage with --grace 0"
         )
     if root.seq % 1000 == 0:
-        # The root before lies in another folder. It must not be lost if this one is not.
+        # The root before lies in another folder. A crash must not lose that one and keep this one.
         backend.sync(root_key(root.seq - 1))
     is_ours = _now_stands(backend, root, key, content)
     if is_ours:
@@ -424,9 +441,9 @@ def _now_stands(backend: Backend, root: Root, key: str, content: bytes) -> bool:
     try:
         if backend.put_if_absent(key, content):
             return True
-    except Exception as e:  # noqa: BLE001 - whatever it was, the root that stands there decides
+    except Exception as e:  # noqa: BLE001 - after any error, the root that stands there decides
         failure = e
-    # The number was free if the put has failed; else it is taken.
+    # After a failed put the number may be free; without a failure, it is taken.
     read = _read_named if failure is None else _read_if_there
     try:
         root_there = read(backend, root.seq)
@@ -437,17 +454,17 @@ def _now_stands(backend: Backend, root: Root, key: str, content: bytes) -> bool:
     if root_there is not None:
         return root_there.commit == root.commit
     if isinstance(failure, UnavailableError) and failure.reason == "unreachable":
-        # The server may still put what it has not answered.
+        # The server may still carry out the put that it has not answered.
         raise UnclearCommitError(f"{failure}; it is perhaps put", failure.reason) from failure
     raise failure or DamagedError(f"{backend.where(key)} is taken, but cannot be read")
 
 
 def _make_durable(backend: Backend, key: str) -> None:
-    """Make a new root durable, at the first try: success after a failure proves nothing."""
+    """Make a new root durable with one try: a success after a failure would prove nothing."""
     try:
         backend.sync()
     except (CasnapError, OSError) as e:
-        # Never StorageFullError, which would say that there is no root.
+        # Not StorageFullError, which would mean that there is no root.
         raise UnclearCommitError(
             f"{backend.where(key)} was put, but may be lost if the machine crashes: {e}. What is "
             "committed after it, such as the next take, makes it last"

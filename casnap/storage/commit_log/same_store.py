@@ -1,7 +1,7 @@
 """Whether a place still holds the store that was opened there.
 
-A folder can be moved away, and another store moved to its path. What was begun with the first store
-must then change nothing of the second.
+A folder can be moved away, and another store moved to its path. An operation that began with the
+first store must then change nothing in the second.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from casnap.storage.commit_log.roots import last_listed
 
 
 def id_in(root: Root) -> str | None:
-    """Return the id of the store that a root is of, as it says; None if it does not."""
+    """Return the id of the store, as a root has it; None if the root has none."""
     store_id = root.store.get("store_id")
     return store_id if isinstance(store_id, str) else None
 
@@ -22,12 +22,12 @@ def id_in(root: Root) -> str | None:
 def check_same_store(backend: Backend, store_id: str) -> None:
     """Check that a place holds the store of this id.
 
-    Its record or its roots may be damaged, or be another store's, which is for a repair to mend.
-    Both are not.
+    It does if its record or its newest root has the id. The other one may be damaged, or be another
+    store's: a repair can mend that.
 
     Raises:
-        StoreError: It holds another store.
-        UnavailableError: It cannot be read now.
+        StoreError: The place holds another store.
+        UnavailableError: The place cannot be read now.
     """
     ids = {_id_in_record(backend), _id_in_newest(backend)} - {None}
     if ids and store_id not in ids:

@@ -1,4 +1,4 @@
-"""The settings of a store. They stand in its root, so each commit keeps them."""
+"""The settings of a store. They stand in its root, and each commit keeps them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from casnap.runtime.units import Duration, seconds_of
 _CODEC, _GC = "codec", "gc"
 _GC_WORDS = ("auto", "off")
 CODECS = {"auto": Codec.RAW, "raw": Codec.RAW, "zstd": Codec.PLANES}
-"""The words for codecs, each with how takes store new chunks by it.
+"""The users' words for codecs, each with the codec by which takes store new chunks.
 
-``auto``: as they are, until `gc` makes what history keeps smaller.
+By ``auto`` takes store them as they are. Later, `gc` makes chunks smaller that only older snapshots
+need.
 """
 
 
 def new_settings(codec: str | None = None, gc: Duration | None = None) -> dict[str, Any]:
-    """Return settings as a root has them.
+    """Return checked settings, in the form in which a root has them.
 
     Args:
-        codec: How chunks are stored; None to leave that as it is.
-        gc: Whether garbage is collected unasked, and with which grace; None as before.
+        codec: The word for how chunks are stored; None leaves the setting as it is.
+        gc: "auto" or "off": whether processes collect garbage unasked. Or a time: the grace of such
+            collections. None leaves the setting as it is.
 
     Raises:
-        TypeError: ``gc`` is something else than a word or a time.
-        ValueError: There is no such codec, or ``gc`` is neither a word that is known nor a time.
+        TypeError: ``gc`` is neither a word nor a time.
+        ValueError: There is no such codec, no such word for ``gc``, or the time is impossible.
     """
     settings: dict[str, Any] = {}
     if codec is not None:
@@ -44,14 +46,14 @@ def new_settings(codec: str | None = None, gc: Duration | None = None) -> dict[s
 
 
 class Settings:
-    """What the settings of a store mean.
+    """The settings of a store, with their meaning.
 
     Args:
         root: A root of the store.
-        backend: Where it is.
+        backend: The backend of the store.
 
     Attributes:
-        values: The settings, with the defaults of those that were never set.
+        values: The settings. A setting that was never set has its default.
     """
 
     def __init__(self, root: Root, backend: Backend) -> None:
@@ -60,21 +62,21 @@ class Settings:
 
     @property
     def collects_unasked(self) -> bool:
-        """Whether processes that let snapshots go collect the store's garbage by themselves."""
+        """Whether a process that lets snapshots go collects the store's garbage unasked."""
         return bool(self.values[_GC] != "off")
 
     @property
     def grace(self) -> float | None:
-        """For how many seconds the store is set to keep what nobody needs; None if it is not."""
+        """How many seconds the store keeps garbage by its settings; None if they do not say."""
         value = self.values[_GC]
         return float(value) if _is_time(value) else None
 
     @property
     def codec(self) -> Codec:
-        """How takes store new chunks.
+        """The codec of new chunks.
 
         Raises:
-            UnsupportedFormatError: A newer casnap has set a codec that this one does not know.
+            UnsupportedFormatError: A newer casnap has set a codec that this one lacks.
         """
         name = self.values[_CODEC]
         codec = _codec_by(name)
@@ -89,25 +91,25 @@ class Settings:
 
     @property
     def is_auto(self) -> bool:
-        """Whether casnap chooses how the store's chunks are stored."""
+        """Whether casnap chooses the codecs of the store's chunks."""
         return bool(self.values[_CODEC] == "auto")
 
     @property
     def of_new_store(self) -> dict[str, Any]:
-        """The settings of a new store that is to hold the same."""
+        """The settings for a new store that is to hold the same snapshots."""
         codec = self.values[_CODEC]
         return new_settings(None if _codec_by(codec) is None else codec)
 
     @property
     def recodes(self) -> bool:
-        """Whether `gc` makes what history keeps smaller."""
+        """Whether `gc` makes chunks smaller that only older snapshots need."""
         if self.is_auto:
             return self._backend.costs.recodes
         return _codec_by(self.values[_CODEC]) not in (None, Codec.RAW)
 
 
 def _codec_by(word: object) -> Codec | None:
-    """Return the codec that a word means; None if a newer casnap has set it, or it is no word."""
+    """Return the codec that a word means; None for an unknown word, or no word at all."""
     return CODECS.get(word) if isinstance(word, str) else None
 
 

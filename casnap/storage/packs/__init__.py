@@ -1,5 +1,5 @@
 """Packs: immutable files of many chunks, how they are filled and how they are read.
 
-Imports no other room of ``storage``. Begin with ``pack_writer.py``, then
+This room imports no other room of ``storage``. Begin with ``pack_writer.py``, then
 ``chunk_reads.py``.
 """

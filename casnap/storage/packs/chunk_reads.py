@@ -22,36 +22,36 @@ if TYPE_CHECKING:
 _READ_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 20
 _SMALL_IN_ALL = 16 << 20
-# At least so many bytes of a file are read by one thread, which opens it once.
+# The least bytes of a file that one thread reads, with one opening.
 _IN_PLACE_BYTES = 8 << 20
-# A thread more for less than this makes reading no sooner.
+# One more thread for fewer bytes than this saves no time.
 _SHARE_BYTES = 4 << 20
-# Smaller chunks lie close together, so one read takes many of them.
+# Chunks of fewer bytes lie close together, so one read takes many of them.
 _LARGE_BYTES = 64 << 10
 _MAX_OFFSET = 1 << 62
 
 Sink = Callable[[memoryview], None]
-"""Called with the verified bytes of a chunk, from any thread. It must copy what it keeps."""
+"""Called with the verified bytes of a chunk, from any thread. It must copy the bytes it keeps."""
 Fill = Callable[[memoryview], bool]
-"""Fills memory with a chunk that the caller has; returns False if it has not as many bytes."""
+"""Fills memory with a chunk that the caller has; returns False if their lengths differ."""
 FindBase = Callable[[Digest], "Fill | None"]
-"""Returns what reads a chunk that the caller has; None for one that it has not."""
+"""Returns a function that reads a chunk which the caller has; None if the caller lacks it."""
 
 
 class Want(NamedTuple):
     """A chunk to read.
 
     Attributes:
-        digest: Its digest.
+        digest: The digest of the chunk.
         nbytes: Its raw length; -1 if it is not known.
-        sink: What takes its bytes.
-        path: The path that needs it.
-        target: Memory that may be read into before the bytes are proven. The sink then gets this
+        sink: Takes its bytes.
+        path: The path of the entry that needs it, for messages.
+        target: Memory that may be read into before the bytes are verified. The sink then gets this
             very object.
         is_node: Whether it is a node.
-        is_stored: Whether the sink takes the bytes as they are stored, which nothing proves.
-        as_delta: Called instead of the sink if the chunk is stored as a delta, with its stored
-            bytes, and the chunk, which was verified.
+        is_stored: Whether the sink takes the stored bytes, without verification.
+        as_delta: Called instead of the sink if the chunk is stored as a delta, with the stored
+            bytes and the verified chunk.
     """
 
     digest: Digest
@@ -68,16 +68,17 @@ class ReadOptions(NamedTuple):
     """How to read chunks.
 
     Attributes:
-        budget: The most bytes of buffers; at least one chunk is always read. None for no bound
-            but that of the pool.
-        prepare: Called with each buffer from the pool before it is used.
+        budget: The most bytes of buffers, though one chunk is always read. None: only the pool
+            bounds them.
+        prepare: Called with each buffer from the pool before its use.
         readers: The most threads, each with a buffer of the pool. Lower it if the sinks take
             buffers too. 0: the calling thread reads, into a buffer of its own.
-        keep: Called with what was whole: the pack, and runs of it, each with where it begins.
-        room: Returns room for a run of so many bytes and chunks; None for none. Large raw chunks
-            are read and kept there as they are, and then handed to their sinks; nodes are not.
-        base: Finds chunks that the caller has, for deltas upon them. Their bytes need not be
-            verified: the chunk that comes of them is.
+        keep: Called with a pack and verified runs of its bytes, each with its offset in the pack.
+        room: Returns room in a new pack, given the bytes and the number of chunks of a run; None if
+            there is none. Large raw chunks that are no nodes are read into it, kept there, and
+            handed to their sinks.
+        base: Finds chunks that the caller has, as bases of deltas. Their bytes need not be
+            verified: the chunk that results is.
     """
 
     budget: int | None = None
@@ -89,12 +90,12 @@ class ReadOptions(NamedTuple):
 
 
 DEFAULT_READ = ReadOptions()
-# For one chunk: the caller may hold buffers of the pool, and must not wait for another one.
+# For a single chunk: its caller may hold buffers of the pool, and must not wait for another.
 WITHOUT_POOL = ReadOptions(readers=0)
 
 
 Located: TypeAlias = tuple[Place, list[Want]]
-"""Where a chunk lies, and who wants it."""
+"""The place of a chunk, and the wants for it."""
 _Laid: TypeAlias = tuple[Place, list[Want], memoryview]
 
 
@@ -111,23 +112,28 @@ class Reason(Enum):
 
 
 class Failure(NamedTuple):
-    """Why a chunk cannot be read, with the words of the backend or the decoder, if any."""
+    """Why a chunk cannot be read.
+
+    Attributes:
+        reason: The reason.
+        detail: The message of the backend or the decoder, if there is one.
+    """
 
     reason: Reason
     detail: str = ""
 
     def __str__(self) -> str:
-        """Return it in words."""
+        """Return reason and detail in words."""
         return f"{self.reason.value}: {self.detail}" if self.detail else self.reason.value
 
 
 def unsupported(place: Place) -> Failure:
-    """Return why a chunk cannot be read that may be whole."""
+    """Return the failure for an unknown codec: the chunk may be whole."""
     return Failure(Reason.UNSUPPORTED, f"codec {place.codec}")
 
 
 class FailedRead(NamedTuple):
-    """A place where a chunk could not be read, the wants for that chunk, and why it failed."""
+    """A place where a chunk could not be read, the wants for the chunk, and the reason."""
 
     place: Place
     wants: list[Want]
@@ -135,7 +141,7 @@ class FailedRead(NamedTuple):
 
 
 def _readers(backend: Backend) -> int:
-    """Return how many threads read: some wait for the disk, or a server, while all cores verify."""
+    """Return how many threads read. Some wait for disk or server, while all cores verify."""
     return min(cores() + 2, SLOTS) if backend.has_page_cache else SLOTS
 
 
@@ -145,7 +151,17 @@ def read_places(
     places: list[Located],
     options: ReadOptions = DEFAULT_READ,
 ) -> list[FailedRead]:
-    """Read the chunks at these places; return the places that failed, and why."""
+    """Read chunks at places, and hand them to their sinks.
+
+    Args:
+        backend: The backend of the store.
+        chunk_size: The chunk size of the store.
+        places: The places, each with the wants for its chunk.
+        options: How to read.
+
+    Returns:
+        The places that failed, each with the reason.
+    """
     wanted_places, failures = [], []
     for place, wants in places:
         if place.codec not in KNOWN_CODECS:
@@ -157,7 +173,7 @@ def read_places(
     direct, joined = _split_direct(backend, wanted_places, options)
     read_direct = partial(_read_in_place, backend, direct, options)
     if direct and joined and backend.costly_requests and options.readers:
-        # A few small chunks would take a round trip more after the others, or before.
+        # Read both kinds at once: one after the other would take one more round trip.
         read_joined = partial(_read_joined, backend, chunk_size, joined, options)
         retried, bad = run_both(read_direct, read_joined)
         return failures + bad + _read_joined(backend, chunk_size, retried, options)
@@ -167,7 +183,7 @@ def read_places(
 def _read_joined(
     backend: Backend, chunk_size: int, wanted_places: list[Located], options: ReadOptions
 ) -> list[FailedRead]:
-    """Read chunks into buffers, neighbours together; return those that failed, and why."""
+    """Read chunks into buffers, neighbours together; return the reads that failed."""
     failures: list[FailedRead] = []
     total = sum(place.stored_size for place, _ in wanted_places)
     largest = max((place.stored_size for place, _ in wanted_places), default=0)
@@ -197,7 +213,7 @@ def _read_joined(
             if is_small:
                 read_into(memoryview(bytearray(most)))
                 return
-            # A thread that has ended keeps no slot, since other reads may wait for one.
+            # A thread frees its slot when it ends, since other reads may wait for one.
             with pool.lease() as slot:
                 if options.prepare is not None:
                     options.prepare(slot)
@@ -220,7 +236,7 @@ def _read_joined(
 def _split_direct(
     backend: Backend, wanted_places: list[Located], options: ReadOptions
 ) -> tuple[list[Located], list[Located]]:
-    """Return the chunks that are read straight into the memory that wants them, and the others."""
+    """Return the chunks to read straight into their final memory, and the others."""
     in_place: list[Located] = []
     others: list[Located] = []
     for place, wants in wanted_places:
@@ -234,11 +250,11 @@ def _split_direct(
 def _read_in_place(
     backend: Backend, in_place: list[Located], options: ReadOptions
 ) -> list[Located]:
-    """Read straight into the memory that wants the chunks, and prove them there.
+    """Read chunks straight into their final memory, and verify them there.
 
     Returns:
-        Those that failed: read again into a buffer, a chunk shows whether it is damaged, or the
-        memory was written to meanwhile.
+        The chunks that failed. The caller reads them again into a buffer. That shows whether the
+        chunk is damaged, or another thread wrote to its memory.
     """
     total = sum(place.stored_size for place, _ in in_place)
     if backend.costly_requests:
@@ -246,13 +262,13 @@ def _read_in_place(
     else:
         readers = min(_readers(backend), options.readers, total // _SHARE_BYTES)
         least = _IN_PLACE_BYTES if readers > 1 else SLOT_BYTES
-    # Of up to a whole pack: by several requests, or in the order of the file, which the kernel then
-    # reads ahead, in large pages.
+    # A run may have up to a whole pack. A server gets several requests for it. A file is read in
+    # its order, so that the kernel reads ahead, in large pages.
     most = min(SLOT_BYTES, max(least, total // SLOTS))
-    # A file is read chunk by chunk, so a run of it may have any gaps.
+    # A file is read chunk by chunk, so gaps in a run cost nothing.
     gap = most if backend.has_page_cache else backend.costs.gap
     if options.room is not None:
-        gap = PAGE  # what lies in a gap would be kept, in room for all
+        gap = PAGE  # the bytes of a gap would take up room in the new pack
     runs = list(coalesce(in_place, most + PAGE, gap))
     failures: list[Located] = []
     with Crew() as crew:
@@ -260,7 +276,7 @@ def _read_in_place(
 
         def work() -> None:
             for number, run in source:
-                # What lies behind a gap the kernel does not read ahead by itself.
+                # The kernel does not read ahead over a gap by itself.
                 for later in runs[number + bool(number) : number + 2]:
                     parts = list(data_extents(later, backend.costs.gap))
                     if len(parts) > 1:
@@ -275,12 +291,12 @@ def _read_in_place(
 
 
 def _target(wants: list[Want]) -> memoryview | None:
-    """Return the memory that a chunk can be read into."""
+    """Return the memory that a want has for a chunk; None if no want has any."""
     return next((want.target for want in wants if want.target is not None), None)
 
 
 def _fill_in_place(backend: Backend, run: PackRun, options: ReadOptions) -> list[Located]:
-    """Read a run of chunks into their places; return those that are not whole there."""
+    """Read a run of chunks into their final memory; return the chunks that are not whole there."""
     room = None
     if options.room is not None:
         room = options.room(run.stop - run.start, len(run.chunks))
@@ -295,10 +311,10 @@ def _fill_in_place(backend: Backend, run: PackRun, options: ReadOptions) -> list
             verified[number] = chunks[number]
 
     try:
-        # Hashed at once: while the core has it in its cache, or a server sends the others.
+        # Hash each chunk at once, while it is in the core's cache and a server sends the others.
         backend.filled(pack_key(run.pack), [(p.offset, t) for p, _, t in chunks], prove)
     except (FileNotFoundError, BackendError):
-        pass  # Read into a buffer, those that failed show why.
+        pass  # the caller reads the failed chunks again into a buffer, which shows the reason
     finally:
         options.keep(run.pack, [(place.offset, target) for place, _, target in verified.values()])
         if room is not None:
@@ -313,7 +329,7 @@ def _fill_in_place(backend: Backend, run: PackRun, options: ReadOptions) -> list
 
 
 def _lay_out(run: PackRun, room: Room | None) -> tuple[list[_Laid], list[Located]]:
-    """Return the chunks of a run with the memory that each is read into; and those without any."""
+    """Return the chunks of a run with the memory for each, and the chunks without memory."""
     laid: list[_Laid] = []
     without: list[Located] = []
     end = 0
@@ -325,7 +341,7 @@ def _lay_out(run: PackRun, room: Room | None) -> tuple[list[_Laid], list[Located
             laid.append((place, wants, target))
             end = begin + place.raw_size
         else:
-            # Reading it would change what was proven of the one before.
+            # It overlaps the chunk before: reading it would change verified bytes.
             without.append((place, wants))
     return laid, without
 
@@ -333,7 +349,7 @@ def _lay_out(run: PackRun, room: Room | None) -> tuple[list[_Laid], list[Located
 def _read_and_verify(
     backend: Backend, run: PackRun, buffer: memoryview, options: ReadOptions
 ) -> list[FailedRead]:
-    """Read a run into a buffer, and hand over its chunks; return those that failed, and why."""
+    """Read a run into a buffer, and hand over its chunks; return the reads that failed."""
     target = buffer[: whole_pages(run.stop - run.start)]
     try:
         [n] = backend.read_into(pack_key(run.pack), [(run.start, target)])
@@ -357,13 +373,13 @@ def _read_and_verify(
 
 
 def _is_plausible(place: Place, want: Want, chunk_size: int) -> bool:
-    """Whether a place fits the wanted length. Checked before memory is taken for it."""
+    """Whether a place fits the wanted length. Ask before taking memory for the chunk."""
     limit = chunk_size if want.nbytes >= 0 else MAX_NODE_BYTES
     return (want.nbytes in (-1, place.raw_size)) and is_possible(place, max(limit, 1 << 16))
 
 
 def _verify(want: Want, place: Place, stored_form: memoryview) -> memoryview | Failure:
-    """Return the raw bytes if they have the wanted digest, else why not."""
+    """Return the raw bytes if they have the wanted digest, and else the failure."""
     if len(stored_form) != place.stored_size:
         return Failure(Reason.CUT_OFF)
     if want.is_stored:
@@ -381,7 +397,14 @@ def _verify(want: Want, place: Place, stored_form: memoryview) -> memoryview | F
 
 @dataclass
 class PackRun:
-    """A run of bytes of a pack, and the chunks in it."""
+    """A run of bytes in a pack, and the chunks to read from it.
+
+    Attributes:
+        pack: The id of the pack.
+        start: The first byte; it begins a page.
+        stop: The byte after the last chunk.
+        chunks: The places in the run, each with its wants, in order.
+    """
 
     pack: bytes
     start: int
@@ -394,8 +417,8 @@ def coalesce(places: list[Located], most: int, gap: int) -> Iterator[PackRun]:
 
     Args:
         places: The places.
-        most: The bytes of a run at most, and a page.
-        gap: How many bytes between two places a run may have.
+        most: The most bytes of a run, from the page on that it begins with.
+        gap: The most bytes between two neighbours.
     """
     run: PackRun | None = None
     for place, wants in sorted(places, key=lambda each: (each[0].pack, each[0].offset)):
@@ -411,14 +434,19 @@ def coalesce(places: list[Located], most: int, gap: int) -> Iterator[PackRun]:
             continue
         if run is not None:
             yield run
-        # It begins on a page: a cache of chunks keeps whole pages.
+        # A run begins on a page, since a cache of chunks keeps whole pages.
         run = PackRun(place.pack, place.offset // PAGE * PAGE, stop, [(place, wants)])
     if run is not None:
         yield run
 
 
 def data_extents(run: PackRun, gap: int) -> Iterator[tuple[int, int]]:
-    """Yield where the chunks of a run lie, start and length, joined over gaps of so many bytes."""
+    """Yield start and length of the parts of a run that have chunks, joined over small gaps.
+
+    Args:
+        run: The run.
+        gap: The most bytes of a gap that is joined over.
+    """
     start = stop = run.start
     for place, _ in run.chunks:
         if place.offset - stop > gap:
@@ -429,6 +457,6 @@ def data_extents(run: PackRun, gap: int) -> Iterator[tuple[int, int]]:
 
 
 def is_possible(place: Place, limit: int = MAX_NODE_BYTES) -> bool:
-    """Whether a place makes sense; ask before taking memory for what lies there."""
+    """Whether a place is possible. Ask before taking memory for its chunk."""
     sizes_fit = 0 <= place.stored_size <= limit and 0 <= place.raw_size <= limit
     return sizes_fit and 0 <= place.offset < _MAX_OFFSET and len(place.pack) == ID_SIZE

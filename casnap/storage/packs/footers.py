@@ -1,4 +1,4 @@
-"""The footer of a pack: which chunks and nodes it holds, and where."""
+"""Reading the footer of a pack, which lists its chunks and nodes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ def read_footer(
     """Return the records in the footer of a pack.
 
     Args:
-        backend: Where the store lives.
+        backend: The backend of the store.
         pack: The pack.
-        size: Its length.
-        guess: How many bytes to expect; if that is right, one read is enough.
+        size: The length of the pack.
+        guess: The expected length of the footer. If it is no less than the true one, one read is
+            enough.
 
     Raises:
-        DamagedError: The footer is not what was written.
+        DamagedError: The footer is damaged.
         FileNotFoundError: There is no such pack.
     """
     tail = _tail(backend, pack, size, guess)

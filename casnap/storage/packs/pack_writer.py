@@ -33,33 +33,33 @@ from casnap.runtime.threads import Crew, Worker, mapped
 
 CHUNKS, NODES = b"p", b"t"
 _ALIGN_FROM = 64 << 10
-# More than one, so that the disk has work while another waits for its sync.
+# More than one thread, so that the disk has work while another thread waits for a sync.
 _WRITERS = 3
-# Chunks of so many stored bytes stand in their pack twice.
+# The most stored bytes of a chunk that stands in its pack twice.
 _SMALL_BYTES = 4096
-# A thread's first pack is a small one, so that the disk has work soon.
+# The first pack of a thread is a small one, so that the disk has work soon.
 _FIRST_BYTES = 12 << 20
 
-# To read a member of an enum takes as long as to copy a small chunk.
+# Reading a member of an enum takes as long as copying a small chunk.
 _RAW = Codec.RAW
 
 Raw: TypeAlias = memoryview | bytes
 SelectNew = Callable[[list[Digest], list[int]], list[bool]]
-"""Given the digests and lengths of some chunks, returns which of them are to be written."""
+"""Returns, for the digests and lengths of chunks, whether each chunk is to be written."""
 
 
 def new_id(base: int) -> bytes:
-    """Return a fresh id, made under root ``base``. No id is ever used twice."""
+    """Return a fresh id for a pack or segment that is made under root ``base``."""
     return base.to_bytes(6, "big") + os.urandom(10)
 
 
 class Room(NamedTuple):
-    """A part of a pack that is not written before it has been filled.
+    """Room in an open pack for chunks. The pack waits until the room is filled.
 
     Attributes:
-        view: Its memory.
-        keep: To be called once, in any case, with the chunks to keep: the digest of each
-            chunk, where it begins there, and its length.
+        view: The memory of the room.
+        keep: Must be called exactly once, whatever happens, with the chunks to keep: the digest of
+            each, its offset in the room, and its length.
     """
 
     view: memoryview
@@ -68,10 +68,18 @@ class Room(NamedTuple):
 
 @dataclass(eq=False)
 class _Pack:
-    """A pack in memory; ``waits`` counts what has to end before it is written.
+    """A pack in memory.
 
-    ``again`` is the room that small chunks need to stand there twice, of which ``counted`` records
-    were looked at.
+    Attributes:
+        id: The id of the pack.
+        slot: Its memory.
+        fill: How many bytes of it are filled.
+        records: The records of its chunks or nodes.
+        hints: Hints to write behind its nodes.
+        promised: How many more records the footer needs room for.
+        waits: How many fillers and rooms must end before the pack is written.
+        again: The room that small chunks need to stand in the pack twice.
+        counted: How many records ``again`` counts so far.
     """
 
     id: PackId
@@ -85,7 +93,7 @@ class _Pack:
     counted: int = 0
 
     def room_again(self) -> int:
-        """Return the room that the small chunks need a second time, records included."""
+        """Return the room that the small chunks need to stand twice, records included."""
         unseen = self.records[self.counted :]
         self.counted += len(unseen)
         self.again += sum(
@@ -95,27 +103,30 @@ class _Pack:
 
 
 class PackWriter:
-    """Writes full packs in the background. A pack of nodes holds each node twice.
+    """Writes full packs in the background.
 
-    A damaged node hurts all that is below it, perhaps in many snapshots, and all nodes together
-    take about a thousandth of the bytes. ZFS keeps its metadata in two places too. A pack of chunks
-    holds the small ones twice: the settings of an optimizer may be one chunk, without which no
-    snapshot of a run can be restored.
+    A pack of nodes holds each node twice. A damaged node hurts all entries below it, perhaps in
+    many snapshots, and all nodes together take about a thousandth of the bytes. ZFS keeps its
+    metadata in two places too. A pack of chunks holds its small chunks twice: the settings of an
+    optimizer may be one chunk, and without it no snapshot of a run can be restored.
 
     Args:
-        backend: Where to write.
+        backend: The backend of the store.
         base: The root number that ids begin with.
         folder: The last byte of ids, which names the folder of the packs.
         kind: ``CHUNKS`` or ``NODES``.
         pool: The pool of memory.
         crew: The crew of the background threads.
-        codec: How chunks are stored.
+        codec: The codec of chunks.
 
     Attributes:
+        pool: The pool of memory.
+        crew: The crew of the background threads.
+        codec: The codec of chunks.
         packs: The packs that were begun.
-        records: Where each chunk or node lies in the packs that were written.
-        lengths: How many bytes each of these has.
-        stored_bytes: Bytes of the chunks or nodes in full packs.
+        records: The records of the packs that were written.
+        lengths: The length of each pack that was written.
+        stored_bytes: The bytes of the chunks or nodes in full packs.
     """
 
     def __init__(
@@ -138,7 +149,8 @@ class PackWriter:
         self._lock = threading.Lock()
         self._full: queue.SimpleQueue[_Pack | None] = queue.SimpleQueue()
         self._writers: list[Worker] = []
-        # Each holds a slot of the pool. Those to a remote store only wait: the limit is not theirs.
+        # Each writing thread holds a slot of the pool. Threads that write to a remote store only
+        # wait, so the limit of the crew does not bind them.
         at_once = crew.limited(_WRITERS)
         if backend.costly_requests:
             at_once = min(backend.in_flight, SLOTS)
@@ -149,26 +161,29 @@ class PackWriter:
         self.stored_bytes = 0
 
     def filler(self) -> PackFiller:
-        """Return what one thread fills packs with."""
+        """Return a filler, with which one thread fills packs."""
         return PackFiller(self)
 
     def new_pack(self) -> PackId:
-        """Return a new id.
+        """Return a new id of a pack.
 
-        On a disk all packs of a take lie in one folder, which is synced once. An object store
-        spreads its work by the beginnings of names.
+        On a disk, all packs of a take lie in one folder, which is synced once. An object store
+        spreads its work over the names of folders.
         """
         ident = new_id(self._base)
         return PackId(ident[:-1] + self._folder if self._backend.syncs_folders else ident)
 
     def begin_wait(self, pack: _Pack) -> None:
-        """Have a pack not written before one more thing has ended."""
+        """Count one more filler or room that must end before a pack is written."""
         # Rooms of the same pack end on other threads.
         with self._lock:
             pack.waits += 1
 
     def end_wait(self, pack: _Pack) -> None:
-        """Write a pack in the background once nothing has to end before; give its slot back."""
+        """Count one filler or room that has ended; after the last one, the pack is written.
+
+        Then, or if the pack is empty, its slot goes back to the pool.
+        """
         with self._lock:
             pack.waits -= 1
             if pack.waits:
@@ -192,7 +207,7 @@ class PackWriter:
 
     def _write_or_fail(self, pack: _Pack) -> None:
         try:
-            # After a failure only give the slots back: a thread may wait for one.
+            # After a failure, only give the slot back: a thread may wait for one.
             if not self.crew.failed:
                 self._write(pack)
         except BaseException as e:  # noqa: BLE001 - the crew raises it
@@ -202,13 +217,13 @@ class PackWriter:
 
     @property
     def times(self) -> int:
-        """How often a pack holds each chunk or node."""
+        """How many times a pack holds each chunk or node, small chunks aside."""
         return 2 if self._kind == NODES else 1
 
     def _write(self, pack: _Pack) -> None:
         records = pack.records
-        # The footer follows the last chunk: by that, others know how long the pack has to be. Room
-        # at the end may not have been filled.
+        # The footer follows the last chunk: readers compute from it how long the pack has to be.
+        # Room at the end may not have been filled.
         fill = pack.fill = max(place.offset + place.stored_size for _, place in records)
         if self.times == 2 and _room(2, pack.fill, len(records), pack.slot) >= 0:
             fill, records = _append_second_copy(pack)
@@ -233,7 +248,7 @@ class PackWriter:
         self.crew.join(self._stop())
 
     def close(self) -> None:
-        """End the background threads, also after a failure."""
+        """End the background threads. This may be called after a failure too."""
         for writer in self._stop():
             writer.wait()
 
@@ -244,13 +259,16 @@ class PackWriter:
         return writers
 
     def move(self, base: int) -> dict[PackId, PackId]:
-        """Give all packs new ids, made under another root.
+        """Copy all packs to new ids, made under another root.
+
+        Args:
+            base: The number of that root.
 
         Returns:
             The new id of each pack.
 
         Raises:
-            FileNotFoundError: One is gone.
+            FileNotFoundError: A pack is gone.
         """
         self._base = base
         new_ids = {pack: self.new_pack() for pack in self.packs}
@@ -275,8 +293,9 @@ class PackWriter:
 class PackFiller:
     """Fills one pack after the other, from one thread.
 
-    It copies a chunk into the pack first and hashes it there, where no other thread can change it.
-    So every chunk has the digest that it is stored under. Known chunks give their room back.
+    It first copies a chunk into the pack, and hashes the copy, which no other thread can change. So
+    every chunk has the digest that it is stored under. A chunk that the store has gives its room
+    back.
     """
 
     def __init__(self, writer: PackWriter) -> None:
@@ -285,7 +304,15 @@ class PackFiller:
         self._first = True
 
     def add(self, raws: Sequence[Raw], select_new: SelectNew) -> list[Digest]:
-        """Copy chunks into the pack, hash them there, and keep the new ones."""
+        """Copy chunks into the pack, hash the copies, and keep the new chunks.
+
+        Args:
+            raws: The chunks.
+            select_new: Decides which chunks are new.
+
+        Returns:
+            The digest of each chunk.
+        """
         digests: list[Digest] = []
         for group in self._groups(raws):
             pack = self._open_pack
@@ -303,7 +330,7 @@ class PackFiller:
         """Keep chunks that the caller has hashed.
 
         Raises:
-            StateError: One has changed since.
+            StateError: A chunk has changed since.
         """
 
         def check(digests: list[Digest], _sizes: list[int]) -> list[bool]:
@@ -318,14 +345,22 @@ class PackFiller:
         self.add([raw for _, raw in chunks], check)
 
     def add_verified(self, digest: Digest, raw: Raw) -> None:
-        """Keep a chunk that was verified where it lies, in memory that no other thread writes."""
+        """Keep a verified chunk from memory that no other thread writes to."""
         for _ in self._groups([raw]):
             self._open_pack.records.append((digest, self._copy(raw)))
 
     def add_stored(
         self, digest: Digest, stored_form: Raw, nbytes: int, codec: Codec, base: Digest | None
     ) -> None:
-        """Keep a chunk of so many bytes in a form that was verified."""
+        """Keep a chunk in a stored form that was verified.
+
+        Args:
+            digest: The digest of the chunk.
+            stored_form: The stored bytes.
+            nbytes: The raw length of the chunk.
+            codec: The codec of the stored form.
+            base: The digest of the base if the form is a delta.
+        """
         for _ in self._groups([stored_form]):
             pack = self._open_pack
             offset = self._pad(len(stored_form))
@@ -334,18 +369,19 @@ class PackFiller:
             place = Place(pack.id, offset, len(stored_form), nbytes, codec)
             if base is not None:
                 place = DeltaPlace(pack.id, offset, len(stored_form), nbytes, codec, base)
-                # Its base stands in the footer too, in less room than a record has.
+                # The base stands in the footer too, in less room than a record takes.
                 pack.promised += 1
             pack.records.append((digest, place))
 
     def room(self, nbytes: int, count: int) -> Room | None:
-        """Return room for chunks that are to lie side by side, as they are, from a page on.
-
-        None if they are to be compressed, or if no pack holds them.
+        """Return room in a pack for raw chunks that lie side by side, from the start of a page.
 
         Args:
-            nbytes: How many bytes.
-            count: How many chunks, at most.
+            nbytes: The bytes of the room.
+            count: The most chunks in it.
+
+        Returns:
+            The room; None if chunks are to be compressed, or no pack has as much room.
         """
         if self._writer.codec != Codec.RAW:
             return None
@@ -369,21 +405,21 @@ class PackFiller:
         stop = 0
         try:
             for digest, begin, nbytes in sorted(chunks, key=lambda chunk: chunk[1]):
-                # What lies around is not proven.
+                # Bytes between the kept chunks are not verified, so zero them.
                 view[stop:begin] = bytes(max(0, begin - stop))
                 stop = max(stop, begin + nbytes)
                 place = Place(pack.id, start + begin, nbytes, nbytes, Codec.RAW)
                 pack.records.append((digest, place))
             view[stop:] = bytes(len(view) - stop)
         except BaseException as e:
-            # No memory, say. The slot is given back, and nothing written.
+            # Out of memory, for example. The slot is given back, and nothing is written.
             self._writer.crew.fail(e)
             raise
         finally:
             self._writer.end_wait(pack)
 
     def _groups(self, raws: Sequence[Raw]) -> Iterator[list[Raw]]:
-        """Yield runs of chunks that fit into the open pack; open another one where none fits."""
+        """Yield runs of chunks that fit into the open pack; open another pack if none fits."""
         group: list[Raw] = []
         need, room = 0, self._room_left()
         for raw in raws:
@@ -409,7 +445,11 @@ class PackFiller:
             yield group
 
     def _room_left(self, *, is_single: bool = False) -> int:
-        """Return how much can be added to the open pack, records included; below 0 for nothing."""
+        """Return the bytes that fit into the open pack, records included; -1 if it is full.
+
+        Args:
+            is_single: Whether the next node may stand once instead of twice.
+        """
         pack = self._pack
         if pack is None or (self._first and pack.fill > _FIRST_BYTES):
             return -1
@@ -432,7 +472,7 @@ class PackFiller:
         return self._pack
 
     def _pad(self, nbytes: int) -> int:
-        """Fill the open pack up to where a chunk of this length can begin; return where."""
+        """Pad the open pack to where a chunk of this length may begin; return that offset."""
         pack = self._open_pack
         start = _aligned(pack.fill, nbytes)
         if start > pack.fill:
@@ -453,7 +493,14 @@ class PackFiller:
     def _keep(
         self, start: int, digests: list[Digest], places: list[Place], is_chosen: list[bool]
     ) -> None:
-        """Keep the chosen ones of the chunks copied from ``start`` on; close the gaps."""
+        """Keep the chosen chunks of a group that was copied into the pack, and close the gaps.
+
+        Args:
+            start: Where the group begins in the pack.
+            digests: The digest of each chunk.
+            places: The place of each chunk.
+            is_chosen: Whether each chunk is kept.
+        """
         pack = self._open_pack
         if all(is_chosen):
             pack.records += zip(digests, places, strict=True)
@@ -478,11 +525,11 @@ class PackFiller:
 
     @property
     def filling(self) -> tuple[PackId, int] | None:
-        """The pack that is being filled, and how many bytes it has; None if there is none."""
+        """The open pack and the bytes in it; None if no pack is open."""
         return None if self._pack is None else (self._pack.id, self._pack.fill)
 
     def seal(self, hints: bytes = b"") -> None:
-        """Have the open pack written, with hints at its end; if it is empty, free its memory."""
+        """Have the open pack written, with hints at its end. An empty pack frees its memory."""
         pack, self._pack = self._pack, None
         if pack is not None:
             self._first = False
@@ -491,15 +538,26 @@ class PackFiller:
 
 
 def _room(times: int, fill: int, count: int, slot: Slot) -> int:
-    """Return how many bytes more fit, if the pack stores all ``times`` times; below 0 if none."""
+    """Return how many more bytes fit into a pack; below 0 if none do.
+
+    Args:
+        times: How many times the pack stores each chunk or node.
+        fill: The bytes that are filled.
+        count: How many records the footer needs.
+        slot: The memory of the pack.
+    """
     most = (len(slot.view) - PACK_TAIL_SIZE) // times
     return most - fill - count * FOOTER_RECORD_SIZE - PAGE
 
 
 def _append_second_copy(pack: _Pack) -> tuple[int, list[Record]]:
-    """Copy the content of a pack behind itself, on other pages; return the end and the records."""
+    """Copy the content of a pack behind itself, on other pages.
+
+    Returns:
+        The end of the copies, and all records.
+    """
     places = [place for _, place in pack.records]
-    # How far each copy has to be moved to lie on other pages than the first one.
+    # How far each copy must be moved to lie on other pages than the first one.
     distances = [whole_pages(p.offset + p.stored_size) - p.offset for p in places]
     start = max(pack.fill, *distances)
     if any(p.stored_size >= _ALIGN_FROM for p in places):
@@ -518,9 +576,12 @@ def _is_small(place: Place) -> bool:
 
 
 def _append_small_chunks(pack: _Pack) -> tuple[int, list[Record]]:
-    """Copy the small chunks of a pack behind all, on other pages; return end and records.
+    """Copy the small chunks of a pack behind its content, on other pages.
 
-    If others have taken the room for that, they stand there once.
+    If other chunks have taken the room for the copies, the small chunks stand in the pack once.
+
+    Returns:
+        The end of the copies, and all records.
     """
     small = [record for record in pack.records if _is_small(record[1])]
     nbytes = sum(place.stored_size for _, place in small)
@@ -540,7 +601,16 @@ def _append_small_chunks(pack: _Pack) -> tuple[int, list[Record]]:
 
 
 def _append_hints(pack: _Pack, fill: int, records: list[Record]) -> tuple[int, list[Record]]:
-    """Add the hints behind the nodes, once; return the end and the records."""
+    """Add the hints behind the nodes, once.
+
+    Args:
+        pack: The pack.
+        fill: The end of its nodes.
+        records: The records of its nodes.
+
+    Returns:
+        The end of the hints, and all records.
+    """
     nbytes = len(pack.hints)
     offset = _aligned(fill, nbytes)
     pack.slot.view[fill:offset] = bytes(offset - fill)
@@ -550,7 +620,12 @@ def _append_hints(pack: _Pack, fill: int, records: list[Record]) -> tuple[int, l
 
 
 def moved_place(place: Place, new_ids: dict[PackId, PackId]) -> Place:
-    """Return the place of a chunk whose pack has got a new id."""
+    """Return a place in a pack that was moved.
+
+    Args:
+        place: The place under the old id.
+        new_ids: The old id of each moved pack → its new id.
+    """
     return msgspec.structs.replace(place, pack=new_ids[PackId(place.pack)])
 
 
