@@ -135,11 +135,11 @@ def check(
         unsupported=survey.unsupported,
         history=history,
         root=survey.root.seq,
-        snapshots=survey.snapshots,
+        snapshots=survey.snapshots.count,
         packs=len(survey.index.packs),
         chunks=survey.index.distinct,
         stored_bytes=survey.index.stored_bytes,
-        read_bytes=survey.read_bytes,
+        read_bytes=survey.packs.read_bytes,
         sample=share,
         seed=seed,
         warnings=[*_bucket_warnings(backend), *put_if_absent_warnings(backend)],
@@ -153,8 +153,8 @@ def check(
 
 def _what_is_read(survey: Survey) -> list[str]:
     """Return a warning if the newest root is not what is read, since files of it are missing."""
-    has_index = all(damage.kind != "missing" for damage in survey.unreadable.values())
-    if has_index and not survey.table_is_lost:
+    has_index = all(damage.kind != "missing" for damage in survey.packs.unreadable.values())
+    if has_index and not survey.snapshots.table_is_lost:
         return []
     older = survey.store.as_of_whole_root()
     if older is None:
@@ -175,11 +175,11 @@ def _of_one(
         damages=[*damages, *(d for d in survey.damages if d.hurts or d.digest in digests)],
         unsupported=[d for d in survey.unsupported if d.hurts],
         root=survey.root.seq,
-        snapshots=survey.snapshots,
-        packs=len(survey.packs),
+        snapshots=survey.snapshots.count,
+        packs=len(survey.packs.chosen),
         chunks=len(digests),
-        stored_bytes=survey.stored_bytes,
-        read_bytes=survey.read_bytes,
+        stored_bytes=survey.packs.stored_bytes,
+        read_bytes=survey.packs.read_bytes,
         sample=share,
         seed=seed,
     )
@@ -214,7 +214,7 @@ def _count_orphans(backend: Backend, survey: Survey, report: CheckReport) -> Non
     keys = [segment_key(ident) for ident in files.segments - live_ids]
     report.orphan_segments = len(keys)
     # An unreadable segment may list any pack, so no pack is known to be left over then.
-    if not survey.unreadable:
+    if not survey.packs.unreadable:
         keys += [pack_key(ident) for ident in files.packs - live_ids]
     report.orphans, report.orphan_bytes = len(keys), files.size_of(keys)
     # Notes lie there too, and are no leftovers.

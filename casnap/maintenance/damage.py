@@ -67,6 +67,30 @@ KINDS = {
 # so where it lacks more, they are not.
 _MOST_UNLISTED = 1000
 
+
+class Findings:
+    """What a survey has found so far.
+
+    Attributes:
+        damages: What is wrong.
+        unsupported: What a newer version has to read.
+    """
+
+    def __init__(self) -> None:
+        self.damages: list[Damage] = []
+        self.unsupported: list[Damage] = []
+
+    def add(self, kind: str, key: str, message: str, digest: bytes = b"") -> Damage:
+        """Add a damage, and return it."""
+        self.damages.append(Damage(kind, key, message, digest.hex()))
+        return self.damages[-1]
+
+    def add_unsupported(self, message: str, key: str = "") -> Damage:
+        """Add what this version cannot judge, and return it."""
+        self.unsupported.append(Damage(UNSUPPORTED, key, message))
+        return self.unsupported[-1]
+
+
 READ_ERRORS = (FileNotFoundError, DamagedError, BackendError)
 """What is raised where an object of a store is damaged, or cannot be read as it is."""
 

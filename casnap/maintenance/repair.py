@@ -175,7 +175,7 @@ class _Repair:
 
     def _drop_rows(self) -> bool:
         """Remove the rows of the table whose names cannot be ones."""
-        names = self._survey.rejected_names
+        names = self._survey.snapshots.rejected
         return bool(names) and change_table(self._store, lambda *_: dict.fromkeys(names))
 
     def _refuse_unreadable(self) -> None:
@@ -199,7 +199,7 @@ class _Repair:
         """Put a root with the snapshots of the newest whole one, if the newest table is lost."""
         survey, whole, index = self._survey, self._whole_root, self._survey.index
         # A dry run does not know what the index would find again.
-        if whole is None or self._would_adopt or not survey.table_is_lost:
+        if whole is None or self._would_adopt or not survey.snapshots.table_is_lost:
             return False
         if self.report.dry_run:
             self.report.remaining = []
@@ -213,7 +213,7 @@ class _Repair:
     def _adopt(self) -> bool:
         """List packs again that no readable segment lists and that hold something lost."""
         survey = self._survey
-        if not survey.unreadable and not survey.lost:
+        if not survey.packs.unreadable and not survey.trees.lost:
             return False
         packs = {pack: records for pack, records in self._orphans() if records}
         if not packs:
@@ -221,8 +221,8 @@ class _Repair:
         if self.report.dry_run:
             self._would_adopt = {digest for records in packs.values() for digest, _ in records}
         else:
-            self._mending.adopt(packs, survey.unreadable)
-            self.report.dropped_segments += len(survey.unreadable)
+            self._mending.adopt(packs, survey.packs.unreadable)
+            self.report.dropped_segments += len(survey.packs.unreadable)
         self.report.adopted_packs += len(packs)
         return True
 
@@ -234,8 +234,8 @@ class _Repair:
             pack = PackId(ident)
             footer = self._footer(pack)
             useful = {d for d, _ in footer if not survey.whole_places(d)}
-            if not survey.unreadable:
-                useful &= survey.lost
+            if not survey.packs.unreadable:
+                useful &= survey.trees.lost
             if not useful:
                 continue
             bad = set()
@@ -255,7 +255,7 @@ class _Repair:
         except FileNotFoundError:  # collected meanwhile
             return []
         except (DamagedError, BackendError) as e:
-            if self._survey.unreadable:
+            if self._survey.packs.unreadable:
                 self._skip(f"{pack_key(pack)} is in no segment: {e}")
             return []
         return [(d, p) for d, p in footer if can_lie_at(p) and p.offset + p.stored_size <= size]
@@ -265,12 +265,12 @@ class _Repair:
     def _mend(self) -> bool:
         """Put a root without what is damaged; return whether to survey the store again."""
         survey, root = self._survey, self._survey.root
-        damaged = frozenset(survey.hurt_packs)
+        damaged = frozenset(survey.packs.hurt)
         if not self._save(damaged):
             return True
         self._heal()
         lost_digests = self._lost_digests() - self._copied
-        released = survey.rescued | damaged
+        released = survey.trees.rescued | damaged
         condemned = {p: c for p, c in root.condemned.items() if p not in released}
         lost = b"".join(sorted(lost_digests))
         if self.report.dry_run:
@@ -278,10 +278,12 @@ class _Repair:
             self._count(damaged)
             return False
         has_saved = self._mending.has_saved
-        news = has_saved or damaged or survey.unreadable or root.seq in self._must_replace
+        news = has_saved or damaged or survey.packs.unreadable or root.seq in self._must_replace
         if not news and (root.condemned, root.lost) == (condemned, lost):
             return False
-        if self._mending.replace(root, damaged, survey.unreadable, condemned=condemned, lost=lost):
+        if self._mending.replace(
+            root, damaged, survey.packs.unreadable, condemned=condemned, lost=lost
+        ):
             self._count(damaged)
         if not self._mending.has_saved:
             self._drop_saved()
@@ -290,26 +292,28 @@ class _Repair:
     def _report_dry_run(self, digests: set[Digest]) -> None:
         """Report what would remain: what is lost, or may be, if not all needs are known."""
         survey = self._survey
-        damages = [d for digest in survey.lost & digests for d in survey.damages_of(digest)]
-        if survey.trees_incomplete:
+        damages = [
+            d for digest in survey.trees.lost & digests for d in survey.trees.damages_of(digest)
+        ]
+        if survey.trees.is_incomplete:
             packs = [d for d in survey.damages if d.object.startswith("packs/")]
             damages += [d for d in packs if d.digest or d.kind in ("missing", "cut off")]
         self.report.remaining = list(dict.fromkeys(damages))
 
     def _count(self, damaged: frozenset[PackId]) -> None:
         report, survey = self.report, self._survey
-        report.dropped_segments += len(survey.unreadable)
+        report.dropped_segments += len(survey.packs.unreadable)
         report.replaced_packs += len(damaged)
-        report.rescued_packs += len(survey.rescued - damaged)
+        report.rescued_packs += len(survey.trees.rescued - damaged)
         report.saved_chunks += len(self._copied - self._healed)
         report.healed_chunks += len(self._healed)
 
     def _lost_digests(self) -> set[Digest]:
         survey = self._survey
-        digests = set(survey.lost)
-        if survey.trees_incomplete:
+        digests = set(survey.trees.lost)
+        if survey.trees.is_incomplete:
             # The digests below a lost node are not known, so those that were lost stay lost.
-            digests.update(d for d in survey.known_lost if not survey.whole_places(d))
+            digests.update(d for d in survey.trees.known_lost if not survey.whole_places(d))
         return digests
 
     def _save(self, damaged: frozenset[PackId]) -> bool:
@@ -356,7 +360,7 @@ class _Repair:
             return
         survey = self._survey
         if not self._mending.has_saved:
-            records = (r for pack in survey.hurt_packs for r in survey.index.of_pack(pack))
+            records = (r for pack in survey.packs.hurt for r in survey.index.of_pack(pack))
             self._mending.begin(survey.root, (place for _, place in records))
         self._mending.save(digest, raw, is_node=survey.needed.get(digest) == -1)
 

@@ -1,0 +1,353 @@
+"""Surveying trees: which nodes and chunks they need, and what the lack of each hurts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from casnap.errors import DamagedError, UnsupportedFormatError
+from casnap.format.delta import MOST_LINKS
+from casnap.format.digest import Digest, split_digests
+from casnap.format.entries import (
+    INLINE_BYTES,
+    Entry,
+    KnownEntry,
+    TensorEntry,
+    UnknownEntry,
+    entry_tree,
+    unknown_in,
+)
+from casnap.format.records import DeltaPlace, PackId, Place, Root, pack_key
+from casnap.format.tree import Branch, Child, Tree
+from casnap.maintenance.damage import Damage, Findings
+from casnap.maintenance.pack_checks import is_known
+from casnap.maintenance.pack_survey import PackSurvey
+from casnap.maintenance.uncached_store import UncachedStore
+from casnap.storage import Contents, Entries, Repository, Want
+from casnap.storage.inspecting import Failure, bases_at, preferred
+
+if TYPE_CHECKING:
+    from casnap.maintenance.entry_checks import Read
+
+T = TypeVar("T")
+# Small chunks of one leaf are read together, up to so many bytes.
+_KEPT_BYTES = 32 << 20
+
+
+class Below(NamedTuple):
+    """What lies below a node: the damages, by path, and the sum of :func:`balance`."""
+
+    hurts: list[tuple[str, Damage]]
+    balance: int = 0
+
+
+def leaf_name(key: str, count: int) -> str:
+    """Return the name of a leaf: its first key, and how many more it has."""
+    return key if count == 1 else f"{key} and {count - 1:,} more"
+
+
+class TreeSurvey:
+    """What the trees of a root need, and what is wrong with it.
+
+    No node is read twice, however many snapshots share it.
+
+    Args:
+        store: The store.
+        root: The root.
+        packs: Which places are whole.
+        findings: Gets each damage.
+        reads: Whether values are read and judged, besides the structure.
+
+    Attributes:
+        nodes: The store, whose nodes are read from packs alone.
+        needed: The digests that snapshots and the table need: the length of a chunk, -1 of a node.
+        lost: Needed digests without a whole place.
+        known_lost: Digests that the root says are lost.
+        rescued: Condemned packs that hold a needed digest which no live pack holds.
+        reads: Whether values are read and judged.
+        judges: Whether the entries that come next are values.
+    """
+
+    def __init__(
+        self,
+        store: Repository,
+        root: Root,
+        packs: PackSurvey,
+        findings: Findings,
+        *,
+        reads: bool,
+    ) -> None:
+        # This loads torch, which a store and most commands need not.
+        from casnap.maintenance import entry_checks
+
+        self._entry_checks = entry_checks
+        self._root = root
+        self._packs = packs
+        self._findings = findings
+        self.needed: dict[Digest, int] = {}
+        self.nodes = UncachedStore(store, packs, self.needed, self.note_bad)
+        self.lost: set[Digest] = set()
+        self.known_lost = frozenset(split_digests(root.lost))
+        self.rescued: set[PackId] = set()
+        self.reads = reads
+        self.judges = True
+        self._has_unknown_nodes = False
+        # The damages that hurt a needed digest.
+        self._damages_of: dict[Digest, list[Damage]] = {}
+        self._condemned_damage: dict[PackId, Damage] = {}
+        # What was surveyed once: subtrees and leaves, and damages of lists of chunks.
+        self._below: dict[bytes, Below] = {}
+        self._lists: dict[tuple[object, ...], list[Damage]] = {}
+        self._lacking: dict[tuple[bytes, ...], list[tuple[str, Damage]]] = {}
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether parts of the trees cannot be read, so that their needs are not known."""
+        unknown = bool(self._packs.unreadable) or self._has_unknown_nodes
+        return unknown or any(self.needed[digest] < 0 for digest in self.lost)
+
+    def note_bad(self, digest: Digest, place: Place, failure: Failure) -> None:
+        """Record that the bytes at a place are not what was written."""
+        self._packs.note_bad(digest, place, failure)
+        self._damages_of.pop(digest, None)
+
+    def read_ahead(self, tops: Iterable[bytes]) -> None:
+        """On a remote store, read the top nodes of subtrees that are not known yet, together."""
+        self.nodes.read_ahead(top for top in tops if top not in self._below)
+
+    def subtree(self, contents: Contents, key: str, top: bytes) -> Below:
+        """Return what lies below a key. A known subtree is not read again."""
+        if top in self._below:
+            return self._below[top]
+        label = f"{contents.name}: {key}"
+        load = self.nodes.node
+        tree, damages = self.try_read(partial(entry_tree, Digest(top), load), label)
+        hurts = [("", damage) for damage in damages]
+        below = Below([])
+        if tree is not None:
+            below = self._nodes(contents, key, tree, tree.children)
+        self._below[top] = Below(hurts + below.hurts, below.balance)
+        return self._below[top]
+
+    def _nodes(
+        self, contents: Contents, key: str, tree: Tree[Entry], children: list[Child]
+    ) -> Below:
+        """Return what lies below some nodes of a tree. A known node is not read again."""
+        self.nodes.read_ahead(node for _, node, _ in children if node not in self._below)
+        hurts: list[tuple[str, Damage]] = []
+        total = 0
+        for inner, node, count in children:
+            if node not in self._below:
+                self._below[node] = self._node(contents, key, tree, node, leaf_name(inner, count))
+            below = self._below[node]
+            hurts += below.hurts
+            total += below.balance
+        return Below(hurts, total)
+
+    def _node(
+        self, contents: Contents, key: str, tree: Tree[Entry], digest: bytes, entries: str
+    ) -> Below:
+        label = f"{contents.name}: {key}"
+        node, damages = self.try_read(partial(tree.node, Digest(digest)), label)
+        hurts = [(entries, damage) for damage in damages]
+        if isinstance(node, Branch):
+            below = self._nodes(contents, key, tree, node.children)
+            return Below(hurts + below.hurts, below.balance)
+        total, size = 0, len(tree)
+        if node is not None:
+            read = partial(self._content, contents, self._small_contents(node.items))
+            for inner, entry in node.items:
+                damaged, components = self._entry(contents, key + inner, entry, read)
+                if damaged:
+                    hurts += [(inner, damage) for damage in damaged]
+                if self.reads:
+                    total += self._entry_checks.balance(inner, entry, components, size)
+        return Below(hurts, total)
+
+    def _entry(
+        self, contents: Contents, path: str, entry: Entry, read: Read
+    ) -> tuple[list[Damage], Iterable[str]]:
+        """Return the damages that hurt an entry, and the components of its elements."""
+        if unknown_in(entry):
+            return self._unknown(contents, path, entry), ()
+        assert not isinstance(entry, UnknownEntry)
+        if entry.payload.nbytes > INLINE_BYTES or not self.judges:
+            damages = self._chunks(contents, path, entry)
+            if damages or not self.judges:
+                return damages, ()
+        try:
+            return [], self._entry_checks.check_entry(path, entry, read)
+        except DamagedError as e:
+            return [self._findings.add("malformed", "", f"{path}: {e}")], ()
+        except UnsupportedFormatError as e:
+            return [self._findings.add_unsupported(f"{path}: {e}")], ()
+
+    def _chunks(self, contents: Contents, path: str, entry: KnownEntry) -> list[Damage]:
+        """Return the damages of the chunks of an entry. A known list of them is not read again."""
+        payload = entry.payload
+        form = entry.shape if isinstance(entry, TensorEntry) else ()
+        content = (payload.digests, payload.depth, payload.nbytes, form)
+        if payload.depth and content in self._lists:
+            return self._lists[content]
+        chunks, damages = self.try_read(partial(contents.chunks, path, entry), path)
+        for digest, nbytes in chunks or ():
+            if self.needed.get(digest) != nbytes or digest in self._damages_of:
+                damages += self._chunk(digest, nbytes)
+        damages = list(dict.fromkeys(damages))
+        if payload.depth:
+            self._lists[content] = damages
+        return damages
+
+    def _small_contents(self, items: list[tuple[str, Entry]]) -> dict[Digest, bytes]:
+        """Return the chunks of the values and specs of a leaf, if all bytes are read: together."""
+        digests: dict[Digest, None] = {}
+        if self.reads:
+            total = 0
+            for _, entry in items:
+                payload = entry.payload
+                if (
+                    payload.nbytes > INLINE_BYTES
+                    and not payload.depth
+                    and self._entry_checks.is_decoded(entry)
+                ):
+                    total += payload.nbytes
+                    if total > _KEPT_BYTES:
+                        break
+                    digests |= dict.fromkeys(split_digests(payload.digests))
+        return self._read_chunks(digests)
+
+    def _content(
+        self, contents: Contents, known: dict[Digest, bytes], path: str, entry: KnownEntry
+    ) -> bytes | None:
+        """Return the bytes of an entry; None if they are not looked at, or cannot be read."""
+        if entry.payload.nbytes <= INLINE_BYTES:
+            return entry.payload.inline
+        if not self.reads:
+            return None
+        digests = [digest for digest, _ in contents.chunks(path, entry)]
+        unread = [digest for digest in digests if digest not in known]
+        parts = {**known, **self._read_chunks(unread)} if unread else known
+        return b"".join(parts[d] for d in digests) if parts.keys() >= set(digests) else None
+
+    def _read_chunks(self, digests: Iterable[Digest]) -> dict[Digest, bytes]:
+        """Return those of some chunks that can be read."""
+        raws: dict[Digest, bytes] = {}
+
+        def keep(digest: Digest, raw: memoryview) -> None:
+            raws[digest] = bytes(raw)
+
+        places = {d: preferred(self._packs.whole_places(d)) for d in digests}
+        wanted_places = [
+            (place, [Want(d, -1, partial(keep, d), "")])
+            for d, place in places.items()
+            if place is not None
+        ]
+        # What fails is found where all bytes are read.
+        if wanted_places:
+            self.nodes.read_places(wanted_places)
+        return raws
+
+    def lacking(self, contents: Contents, entries: Entries) -> list[tuple[str, Damage]]:
+        """Return the containers without all their elements, and the damage of each."""
+        if entries.tops not in self._lacking:
+            self._lacking[entries.tops] = self._lacking_in(contents, entries)
+        return self._lacking[entries.tops]
+
+    def _lacking_in(self, contents: Contents, entries: Entries) -> list[tuple[str, Damage]]:
+        if not sum(self.subtree(contents, "", top).balance for top in entries.tops):
+            return []
+        read = partial(self._content, contents, {})
+        try:
+            lacking = list(self._entry_checks.lacking_elements(entries.items(), read))
+        except (DamagedError, UnsupportedFormatError):
+            return []  # that was found already
+        return [(path, self._findings.add("malformed", "", str(e))) for path, e in lacking]
+
+    def _unknown(self, contents: Contents, path: str, entry: Entry) -> list[Damage]:
+        """Return the damages that hurt an entry of which only the payload is known."""
+        unknown = self._findings.add_unsupported(
+            f"a newer casnap wrote {unknown_in(entry)}; update casnap"
+        )
+        chunks, damages = self.try_read(partial(contents.named_chunks, entry.payload), path)
+        for digest in chunks or ():
+            # The digest alone tells whether the bytes are whole.
+            sizes = (place.raw_size for place in self._packs.index.of(digest))
+            damages += self._chunk(digest, next(sizes, 0))
+        return list(dict.fromkeys([unknown, *damages]))
+
+    def _chunk(self, digest: Digest, nbytes: int) -> list[Damage]:
+        self.needed[digest] = nbytes
+        places = self._packs.whole_places(digest)
+        raw = {place.raw_size for place in places}
+        if raw - {nbytes}:
+            message = f"a tensor takes it for {nbytes:,} bytes, the index for {min(raw):,}"
+            return [self._findings.add("malformed", "", message, digest)]
+        damages = self.damages_of(digest, places)
+        for base in bases_at(places):
+            # A base may be in a pack that is about to be deleted.
+            if self.needed.get(base) != nbytes:
+                damages = [*damages, *self._chunk(base, nbytes)]
+        return damages
+
+    def try_read(self, attempt: Callable[[], T], label: str) -> tuple[T | None, list[Damage]]:
+        """Return the result of reading from the trees, and the damages that this met."""
+        self.nodes.asked = []
+        result, error, unsupported = None, None, None
+        try:
+            result = attempt()
+        except DamagedError as e:
+            error = e
+        except UnsupportedFormatError as e:
+            unsupported, self._has_unknown_nodes = e, True
+        damages = [d for digest in self.nodes.asked for d in self.damages_of(digest)]
+        if unsupported is not None and not damages:
+            damages = [self._findings.add_unsupported(f"{label}: {unsupported}")]
+        if error is not None and not damages:
+            damages = [self._findings.add("malformed", "", f"{label}: {error}")]
+        return result, damages
+
+    def damages_of(self, digest: Digest, places: list[Place] | None = None) -> list[Damage]:
+        """Return the damages that make a needed digest lost, or about to be deleted."""
+        if digest in self._damages_of:
+            return self._damages_of[digest]
+        places = self._packs.whole_places(digest) if places is None else places
+        if any(place.pack not in self._root.condemned for place in places):
+            if not any(map(is_known, places)):
+                packs = [PackId(place.pack) for place in places]
+                self._damages_of[digest] = list(map(self._packs.unsupported_in, packs))
+            return self._damages_of.get(digest, [])
+        # While its bases are looked for, there is none: so a circle of deltas ends.
+        self._damages_of[digest] = []
+        if not places:
+            self.lost.add(digest)
+        self._damages_of[digest] = self._condemned(places) if places else self._why_lost(digest)
+        return self._damages_of[digest]
+
+    def _condemned(self, places: list[Place]) -> list[Damage]:
+        pack = PackId(places[0].pack)
+        self.rescued.add(pack)
+        if pack not in self._condemned_damage:
+            message = "the pack is needed, but condemned: a garbage collector will delete it"
+            self._condemned_damage[pack] = self._findings.add("condemned", pack_key(pack), message)
+        return [self._condemned_damage[pack]]
+
+    def _why_lost(self, digest: Digest) -> list[Damage]:
+        if self._packs.has_long_chain(digest):
+            message = f"its chain has more than {MOST_LINKS} deltas"
+            return [self._findings.add("malformed", "", message, digest)]
+        of_bases = [
+            damage
+            for place in self._packs.index.of(digest)
+            if isinstance(place, DeltaPlace)
+            for damage in self._chunk(Digest(place.base), place.raw_size)
+        ]
+        of_packs = self._packs.blame(digest)
+        if of_packs or of_bases:
+            return [*of_packs, *of_bases]
+        if digest in self.known_lost:
+            message = "lost: a repair found no whole copy of it"
+            return [self._findings.add("lost", "", message, digest)]
+        if self._packs.unreadable:
+            return list(self._packs.unreadable.values())
+        return [self._findings.add("missing", "", "no pack of the index holds it", digest)]
