@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from casnap.format.records import Root as Root
     from casnap.format.records import Row as Row
     from casnap.format.region import Region as Region
+    from casnap.joined_take import JoinedTake as JoinedTake
     from casnap.ranks.comm import Comm as Comm
     from casnap.ranks.comm import SingleProcess as SingleProcess
     from casnap.ranks.joining import join as join
@@ -104,7 +105,6 @@ if TYPE_CHECKING:
     from casnap.runtime.buffers import on_release as on_release
     from casnap.runtime.descriptors import Descriptor as Descriptor
     from casnap.runtime.descriptors import opened as opened
-    from casnap.runtime.environment import crowded_folders as crowded_folders
     from casnap.runtime.environment import given_path as given_path
     from casnap.runtime.environment import local_path as local_path
     from casnap.runtime.fork import PerProcess as PerProcess
@@ -114,7 +114,6 @@ if TYPE_CHECKING:
     from casnap.runtime.fork import new_lock as new_lock
     from casnap.runtime.fork import new_rlock as new_rlock
     from casnap.runtime.nesting import is_within_call as is_within_call
-    from casnap.runtime.nesting import refuse_nested_take as refuse_nested_take
     from casnap.runtime.progress import Progress as Progress
     from casnap.runtime.progress import ProgressCounter as ProgressCounter
     from casnap.runtime.sizes import size as size
@@ -128,8 +127,6 @@ if TYPE_CHECKING:
     from casnap.runtime.units import bytes_of as bytes_of
     from casnap.runtime.units import count_of as count_of
     from casnap.runtime.units import seconds_of as seconds_of
-    from casnap.snapshot import begin_take as begin_take
-    from casnap.snapshot import take_from as take_from
     from casnap.state.containers import live_components as live_components
     from casnap.state.devices import synchronize as synchronize
     from casnap.state.flatten import containers_of as containers_of
@@ -172,7 +169,6 @@ if TYPE_CHECKING:
     from casnap.storage import check_no_foreign_checkpoint as check_no_foreign_checkpoint
     from casnap.storage import forget_unheld as forget_unheld
     from casnap.storage import link_advice as link_advice
-    from casnap.storage import locate_snapshot as locate_snapshot
     from casnap.storage import locate_store as locate_store
     from casnap.storage import marked_commit as marked_commit
     from casnap.storage import move_of as move_of
@@ -185,7 +181,6 @@ if TYPE_CHECKING:
     from casnap.take.options import TakeOptions as TakeOptions
     from casnap.view import View as View
     from casnap.view import find_view as find_view
-    from casnap.view import find_view_together as find_view_together
     from casnap.view import view_of as view_of
 
 # Where each name is. A module is loaded when one of its names is asked for: a pull needs no torch.
@@ -217,6 +212,7 @@ _NAMES = {
     "format.names": "MARKER NOTICE_HEAD component_of folder_of key_of plain_text",
     "format.records": "CONFIG_KEY Root Row",
     "format.region": "Region",
+    "joined_take": "JoinedTake",
     "ranks.comm": "Comm SingleProcess",
     "ranks.joining": "join join_ranks own_rank",
     "restore.loading": "Fetch Loading",
@@ -228,16 +224,15 @@ _NAMES = {
     "runtime.backoff": "Backoff",
     "runtime.buffers": "on_release",
     "runtime.descriptors": "Descriptor opened",
-    "runtime.environment": "crowded_folders given_path local_path",
+    "runtime.environment": "given_path local_path",
     "runtime.fork": "PerProcess cached_property in_child locked_file new_lock new_rlock",
-    "runtime.nesting": "is_within_call refuse_nested_take",
+    "runtime.nesting": "is_within_call",
     "runtime.progress": "Progress ProgressCounter",
     "runtime.sizes": "size",
     "runtime.threads": "cores mapped python_gc_paused",
     "runtime.torch_modes": "without_torch_modes",
     "runtime.typing": "override",
     "runtime.units": "Duration Size bytes_of count_of seconds_of",
-    "snapshot": "begin_take take_from",
     "state.containers": "live_components",
     "state.devices": "synchronize",
     "state.flatten": "containers_of flatten inflate map_leaves",
@@ -252,11 +247,11 @@ _NAMES = {
     "storage": (
         "Contents Entries Fill MissingFoldersChange ReadOptions Repository Table TagMove Want "
         "advice_at advice_in check_has_folders check_no_foreign_checkpoint forget_unheld "
-        "link_advice locate_snapshot locate_store marked_commit move_of open_at published_row"
+        "link_advice locate_store marked_commit move_of open_at published_row"
     ),
     "take.capture": "CapturedState DividedLeaves LiveState StateSource",
     "take.options": "TakeOptions",
-    "view": "View find_view find_view_together view_of",
+    "view": "View find_view view_of",
 }
 
 _MODULES = {name: f"casnap.{module}" for module, names in _NAMES.items() for name in names.split()}

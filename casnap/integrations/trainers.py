@@ -22,24 +22,18 @@ from casnap import PendingSnapshot, Snapshot, Stateful
 from casnap.errors import MismatchError, NotAStoreError, SnapshotNotFoundError, StateError
 from casnap.extending import (
     Comm,
+    JoinedTake,
     StateSource,
     TakeOptions,
     advice_at,
     advice_in,
-    begin_take,
     component_of,
-    crowded_folders,
     exists,
-    find_view_together,
     is_folder,
     is_link,
-    join,
     local_path,
-    locate_snapshot,
     own_rank,
     paths_in,
-    refuse_nested_take,
-    take_from,
 )
 from casnap.integrations.notices import put_notices
 from casnap.integrations.rotation import forget, forget_deleted, note_saved
@@ -142,63 +136,40 @@ class Save:
         root: StrPath | None = None,
         advice: str = "",
     ) -> None:
-        refuse_nested_take(advice)
-        self._options = options
         self._notices = notices
-        operation = f"the save of {os.fspath(path)!r}"
-        self._comm = join(None, options.timeout, operation) if comm is None else comm()
-        if store is None and root is not None and self._comm.rank == 0:
-            with self._comm.reporting_errors():
-                store = _store_in(root, path)
-        self._view, self._name = find_view_together(path, storage_options, store, self._comm)
-        self._full_name = self._view.full_of(self._name)
-        if self._comm.rank == 0:
-            forget_deleted(self._view, self._full_name)
+        self._take = JoinedTake(
+            path,
+            options,
+            comm=comm,
+            store=store,
+            storage_options=storage_options,
+            root=root,
+            advice=advice,
+        )
+        if self.comm.rank == 0:
+            forget_deleted(self._take.view, self._take.full_name)
 
     @property
     def comm(self) -> Comm:
         """The ranks."""
-        return self._comm
+        return self._take.comm
 
     def take(self, source: Callable[[], StateSource]) -> Snapshot:
         """Take the snapshot of what ``source`` returns; it is durable when this returns."""
-        snapshot = take_from(self._view, self._comm, source, self._name, self._options)
+        snapshot = self._take.take(source)
         self._note(snapshot)
         return snapshot
 
     def begin(self, source: Callable[[], StateSource]) -> PendingSnapshot:
         """Copy what ``source`` returns, and take the snapshot in the background."""
-        with self._comm.reporting_errors():
-            state = source()
-        return begin_take(
-            self._view, self._comm, state, self._name, self._options, on_stored=self._note
-        )
+        return self._take.begin(source, on_stored=self._note)
 
     def _note(self, snapshot: Snapshot) -> None:
         """See to the folder of the snapshot, which is durable."""
         if self._notices is not None:
             put_notices(snapshot, self._notices.subject, *self._notices.names)
-        if self._comm.rank == 0:
-            note_saved(self._view, self._full_name, snapshot.row.commit)
-
-
-def _store_in(root: StrPath, path: StrPath) -> str | None:
-    """Return a root that is to become the store of a path; None if the path alone says the store.
-
-    Names with slashes lie deeper than right in the root. Each of their folders would be a store.
-
-    Raises:
-        StoreError: The root holds a store of another user.
-    """
-    root, path = local_path(root), local_path(path)
-    if "://" in root or "://" in path:
-        return None
-    folder, parent = (Path(os.path.realpath(place)) for place in (root, Path(path).parent))
-    is_deeper = folder in parent.parents and folder not in crowded_folders()
-    if not is_deeper or locate_snapshot(path).exists:
-        return None
-    locate_snapshot(folder / Path(path).name).backend.check_changes()
-    return str(folder)
+        if self.comm.rank == 0:
+            note_saved(self._take.view, self._take.full_name, snapshot.row.commit)
 
 
 def step_in(state: object) -> dict[str, int]:

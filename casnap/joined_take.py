@@ -1,0 +1,118 @@
+"""A take of leaves that a trainer makes itself, by ranks that have joined.
+
+:meth:`casnap.Snapshot.take` captures an app state. A trainer whose framework divides tensors in its
+own way hands over a source of leaves instead (``take/capture.py``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from casnap.ranks.comm import Comm
+from casnap.ranks.joining import join
+from casnap.runtime.environment import crowded_folders, local_path
+from casnap.runtime.nesting import refuse_nested_take
+from casnap.snapshot import Snapshot, begin_take, take_from
+from casnap.storage import locate_snapshot
+from casnap.take.capture import StateSource
+from casnap.take.options import TakeOptions
+from casnap.view import View, find_view_together
+
+if TYPE_CHECKING:
+    from casnap.pending import PendingSnapshot
+
+
+class JoinedTake:
+    """One take, which all ranks make together; each of them makes one of these, then calls it once.
+
+    Args:
+        path: The path of the snapshot, or its name in ``store``.
+        options: How to take it.
+        comm: Returns the ranks; by default the whole world is joined.
+        store: The :class:`casnap.Store`, if one was given.
+        storage_options: How to reach a remote store.
+        root: A folder of this machine that the user has named for checkpoints. It becomes the store
+            of a path deeper in it, if there is none above that path yet.
+        advice: What a caller is told who takes within another call of casnap.
+
+    Attributes:
+        comm: The ranks.
+        view: The store; it was made if there was none.
+        full_name: The full name of the snapshot there.
+
+    Raises:
+        CasnapError: This begins within another call of casnap, or the store cannot be used.
+        RankError: Another rank failed, or did not come in time.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        options: TakeOptions,
+        *,
+        comm: Callable[[], Comm] | None = None,
+        store: object = None,
+        storage_options: Mapping[str, Any] | None = None,
+        root: str | os.PathLike[str] | None = None,
+        advice: str = "",
+    ) -> None:
+        refuse_nested_take(advice)
+        self._options = options
+        operation = f"the save of {os.fspath(path)!r}"
+        self.comm = join(None, options.timeout, operation) if comm is None else comm()
+        if store is None and root is not None and self.comm.rank == 0:
+            with self.comm.reporting_errors():
+                store = _store_in(root, path)
+        self.view: View
+        self.view, self._name = find_view_together(path, storage_options, store, self.comm)
+        self.full_name: str = self.view.full_of(self._name)
+
+    def take(self, source: Callable[[], StateSource]) -> Snapshot:
+        """Take the snapshot of what ``source`` returns on this rank; it is durable afterwards.
+
+        Raises:
+            CasnapError: This rank or another one failed; nothing was committed.
+        """
+        return take_from(self.view, self.comm, source, self._name, self._options)
+
+    def begin(
+        self,
+        source: Callable[[], StateSource],
+        on_stored: Callable[[Snapshot], object] | None = None,
+    ) -> PendingSnapshot:
+        """Copy what ``source`` returns on this rank, and take the snapshot in the background.
+
+        Args:
+            source: Returns what this rank stores.
+            on_stored: Called with the snapshot once it is durable, by ``wait()``.
+
+        Raises:
+            CasnapError: This rank or another one failed while the state was copied.
+        """
+        with self.comm.reporting_errors():
+            state = source()
+        return begin_take(
+            self.view, self.comm, state, self._name, self._options, on_stored=on_stored
+        )
+
+
+def _store_in(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> str | None:
+    """Return a root that is to become the store of a path; None if the path alone says the store.
+
+    Names with slashes lie deeper than right in the root. Each of their folders would be a store.
+
+    Raises:
+        StoreError: The root holds a store of another user.
+    """
+    root, path = local_path(root), local_path(path)
+    if "://" in root or "://" in path:
+        return None
+    folder, parent = (Path(os.path.realpath(place)) for place in (root, Path(path).parent))
+    is_deeper = folder in parent.parents and folder not in crowded_folders()
+    if not is_deeper or locate_snapshot(path).exists:
+        return None
+    locate_snapshot(folder / Path(path).name).backend.check_changes()
+    return str(folder)
