@@ -59,7 +59,7 @@ from casnap.serving.version import (
     VersionRecord,
     read_traces,
 )
-from casnap.serving.writing import Piece, Writer
+from casnap.serving.writing import Piece, Writer, layout_of
 
 _WEIGHTS = re.compile(r"(adapter_)?model(-[0-9]+-of-[0-9]+)?\.safetensors(\.index\.json)?")
 _OPENED = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -198,7 +198,7 @@ def change(
         WithdrawnError: The snapshot is no more meant.
         OSError: It cannot be written.
     """
-    layout = options.layout_of(contents)
+    layout = layout_of(contents, options)
     report.equal = layout.equal
     with ExitStack() as stack:
         folder = stack.enter_context(folder_at(str(served.link), listed=True))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from casnap.extending import Contents, FileLayout, Size, bytes_of, count_of
+from casnap.extending import Size, bytes_of, count_of
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 """The dtypes that tensors are cast from and to."""
@@ -78,23 +78,6 @@ class PullOptions:
             return name
 
         return renamed
-
-    def layout_of(self, contents: Contents) -> FileLayout:
-        """Return where the tensors of a snapshot lie in the files of its version.
-
-        Raises:
-            EntryNotFoundError: There is nothing at the path, or several ranks have their own there.
-            FileFormatError: There are no tensors, or two would get one name.
-            DamagedError: Something is missing or damaged.
-        """
-        return FileLayout.of(
-            contents,
-            self.path,
-            rename=self.renaming(),
-            dtype_of=lambda dtype: self.dtype if self.dtype and dtype in FLOATS else dtype,
-            tied=self.tied,
-            max_shard_size=bytes_of("max_shard_size", self.max_shard_size),
-        )
 
     @property
     def mapping(self) -> dict[str, Any]:

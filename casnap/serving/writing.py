@@ -30,13 +30,14 @@ from casnap.extending import (
     ProgressCounter,
     ReadOptions,
     Want,
+    bytes_of,
     cores,
     digest_of,
     mapped,
     write_cached,
 )
 from casnap.serving.folder import FILE_MODE, ServedFolder
-from casnap.serving.options import PullOptions, PullReport
+from casnap.serving.options import FLOATS, PullOptions, PullReport
 from casnap.serving.patches import PATCHES, Differences, are_alike
 from casnap.serving.version import (
     CHUNKS,
@@ -65,7 +66,7 @@ def write_version(
     Raises:
         OSError: It cannot be written; nothing is left of it.
     """
-    layout = options.layout_of(contents)
+    layout = layout_of(contents, options)
     report.equal = layout.equal
     folder = served.new_name(contents.name, contents.row.commit.hex())
     writer = Writer(contents, layout, options, old, report, progress)
@@ -73,6 +74,28 @@ def write_version(
     with output:
         record = writer.write(output)
     return Version(folder, record)
+
+
+def layout_of(contents: Contents, options: PullOptions) -> FileLayout:
+    """Return where the tensors of a snapshot lie in the files of its version.
+
+    Raises:
+        EntryNotFoundError: There is nothing at the path, or several ranks have their own there.
+        FileFormatError: There are no tensors, or two would get one name.
+        DamagedError: Something is missing or damaged.
+    """
+
+    def dtype_of(dtype: str) -> str:
+        return options.dtype if options.dtype and dtype in FLOATS else dtype
+
+    return FileLayout.of(
+        contents,
+        options.path,
+        rename=options.renaming(),
+        dtype_of=dtype_of,
+        tied=options.tied,
+        max_shard_size=bytes_of("max_shard_size", options.max_shard_size),
+    )
 
 
 class Piece(NamedTuple):
