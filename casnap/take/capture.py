@@ -66,7 +66,7 @@ class KeySpan(NamedTuple):
         component: The key, as a path component.
         start: The first leaf.
         stop: One past the last leaf.
-        scope: The scope of all but sharded ones, if that is known.
+        scope: The scope of all leaves that are not sharded, if it is known.
     """
 
     component: str
@@ -80,7 +80,7 @@ class CapturedState:
 
     Args:
         leaves: The leaves, in order.
-        spans: Which of them belong to which key.
+        spans: Which leaves belong to which key.
         chunk_size: The store's, in bytes.
 
     Attributes:
@@ -90,8 +90,9 @@ class CapturedState:
         inline: The entries of small leaves that are not sharded, with their bytes.
         same_as: Leaf → an earlier leaf that is the same memory seen the same way.
         sharded: Whether any leaf is a sharded tensor.
-        plans: Leaf → what of it this rank hashes, where other ranks hold it too, or pieces of it.
-        devices: The accelerators that hold some of it.
+        plans: Leaf → what this rank does for it, for leaves that other ranks hold too, or hold
+            pieces of.
+        devices: The accelerators that hold some of the state.
 
     Raises:
         UnsupportedTypeError: A path is too long.
@@ -117,7 +118,7 @@ class CapturedState:
                         f"keys are names, of at most {MAX_PATH_CHARS:,} characters in all"
                     )
                 payload = entry.payload
-                # The entry of a small value is what is stored, and there may be a million of them.
+                # A small value is stored in its entry alone, and there may be a million of them.
                 if payload.inline:
                     self.inline[i] = entry
                     continue
@@ -136,7 +137,7 @@ class CapturedState:
                 twin = leaf_by_address.setdefault(address, i) if i in self.grids else i
                 if twin != i and self._is_same(i, twin):
                     self.same_as[i] = twin
-            # Other threads copy from the GPU, so what the caller has begun there must end first.
+            # Other threads copy from the GPU, so work that the caller began there must end first.
             synchronize(elsewhere)
         self.devices = devices_of(elsewhere)
 
@@ -152,9 +153,9 @@ class CapturedState:
         )
 
     def assign(self, plans: dict[int, RankPlan]) -> None:
-        """Hash only what these plans say of the leaves that other ranks hold too."""
+        """Set the plans for leaves that other ranks hold too: of these, hash only planned cells."""
         self.plans = plans
-        # A leaf of the same memory as one of these is hashed by itself.
+        # A planned leaf may be hashed in part, so another leaf of its memory is hashed by itself.
         self.same_as = {i: twin for i, twin in self.same_as.items() if twin not in plans}
 
     def bytes_to_hash(self) -> int:
@@ -169,11 +170,11 @@ class CapturedState:
         return sum(sizes) + sum(cells)
 
     def drop_tensors(self) -> None:
-        """Keep only the paths and entries: the bytes have been copied."""
+        """Keep only the paths and entries, once the bytes have been copied."""
         self.leaves = [Leaf(path, entry, b"") for path, entry, _ in self.leaves]
 
     def pieces(self, share: float = 0.0) -> Iterator[Piece]:
-        """Yield the bytes that this rank hashes, each memory once; parts of cells come first.
+        """Yield the bytes that this rank hashes or sends, each memory once; parts of cells first.
 
         Args:
             share: Where to begin with the leaves that this rank hashes as a whole, from 0 to 1.
@@ -202,7 +203,7 @@ class CapturedState:
         return [i for i in self.grids if i not in self.same_as and i not in self.plans]
 
     def _starting_point(self, leaves: list[int], share: float) -> tuple[int, int]:
-        """Return which of some leaves, and which cell of it, is at a share of their bytes."""
+        """Return the number of the leaf, and the cell in it, at which a share of all bytes ends."""
         sizes = [self.leaves[i].entry.payload.nbytes for i in leaves]
         start = share * sum(sizes)
         for number, nbytes in enumerate(sizes):
@@ -226,7 +227,7 @@ class CapturedState:
             first_cell = end
 
     def _held_box(self, leaf: int, region: Region) -> HeldBox:
-        """Return what this rank holds around a box."""
+        """Return the box of this rank that contains a region."""
         return next(held for held in self._held_boxes(leaf) if _holds(held.region, region))
 
     def _held_boxes(self, leaf: int) -> list[HeldBox]:
@@ -247,7 +248,7 @@ def _holds(outer: Region, inner: Region) -> bool:
 
 
 def _grid_of(leaf: Leaf, chunk_size: int) -> Grid:
-    """Return the grid of a leaf: the tensor's own, or that of its bytes."""
+    """Return the grid over a leaf: over its elements, or if it is no tensor, over its bytes."""
     entry = leaf.entry
     if isinstance(entry, TensorEntry):
         return grid_of(entry.shape, itemsize_of(entry), chunk_size)
@@ -281,7 +282,7 @@ class StateSource(Protocol):
         """Return the keys, the same on all ranks, in the order in which they are captured."""
 
     def capture(self, keys: Sequence[str], chunk_size: int, *, allow_pickle: bool) -> CapturedState:
-        """Capture what is below the keys.
+        """Capture the values of all keys.
 
         Args:
             keys: All keys, in the order that all ranks agreed on.
@@ -301,7 +302,7 @@ class LiveState:
         self.values = with_states(values)
 
     def keys(self) -> list[str]:
-        """Return the keys; that of a random state comes first.
+        """Return the keys; a random state's comes first.
 
         Raises:
             UnsupportedTypeError: A value lacks one of the two methods.
@@ -331,8 +332,8 @@ class LiveState:
                     spans.append(KeySpan(component, start, len(leaves), scope))
                 return CapturedState(leaves, spans, chunk_size)
         finally:
-            # Set it back at once, and only if it has changed: else the numbers that other threads
-            # draw meanwhile would be drawn twice.
+            # Set the random state back at once, and only if it has changed: other threads would
+            # draw twice the numbers that they have drawn in between.
             for generator, before in zip(random, states, strict=True):
                 if not same_random_state(generator.state_dict(), before):
                     generator.load_state_dict(before)
@@ -342,7 +343,7 @@ class DividedLeaves:
     """Leaves that were divided among the ranks before the take; all of them are global.
 
     Args:
-        leaves: Key → the leaves of it that this rank has. All ranks have the same keys.
+        leaves: Key → the leaves below it that this rank has. All ranks have the same keys.
     """
 
     def __init__(self, leaves: Mapping[str, list[Leaf]]) -> None:

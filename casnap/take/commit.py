@@ -40,9 +40,9 @@ class TakeResult(msgspec.Struct, frozen=True):
 
     Attributes:
         row: Its row in the table.
-        requests: How many requests the take made, by kind, on all ranks. They are not stored: when
-            a row is written, its take still has to put the root.
-        freed_bytes: The bytes that the process which committed has freed since its take before.
+        requests: How many requests the take made, by kind, on all ranks. They are not stored, since
+            the take still has to put the root when its row is written.
+        freed_bytes: The bytes that the committing process has freed since its previous take.
     """
 
     row: Row
@@ -54,9 +54,9 @@ class _Instruction(msgspec.Struct, array_like=True):
     """The orders of rank 0 to the other ranks while it commits.
 
     Attributes:
-        move: Move what you wrote to names under this root, and hand over again.
-        writers: These ranks write the segments of what the ranks from them on handed over, up to
-            the next of them.
+        move: Move your packs to names under this root, and hand over again.
+        writers: These ranks write the segments. Each writes for itself and for the ranks after it,
+            up to the next writer.
         error: The commit failed.
         result: The commit is done.
     """
@@ -91,9 +91,9 @@ class TakeCommit:
         """On rank 0, commit the snapshot with all that the ranks wrote.
 
         Args:
-            session: What this rank wrote.
+            session: The session in which this rank wrote.
             manifest: The manifest.
-            stats: How much that describes.
+            stats: The number and bytes of the entries in the manifest.
 
         Raises:
             FencedError: Something that a rank wrote, or relied on, is gone.
@@ -102,8 +102,8 @@ class TakeCommit:
         comm = self.comm
         comm.broadcast(session.commit_id)
 
-        # Whether the other ranks wait for an instruction. While they hand over, they would take it
-        # for something else, so then an error is told as any other one is.
+        # Whether the other ranks wait for an instruction. Only then is an error sent as one. While
+        # they hand over, they would misread it, and learn of it as of any error of a rank.
         is_awaited = False
 
         def gather(seq: int) -> list[Handover]:
@@ -129,7 +129,7 @@ class TakeCommit:
         return result
 
     def _gather_handovers(self) -> list[Handover]:
-        """Return, on rank 0, what the other ranks hand over, all of it in segments or records."""
+        """Return, on rank 0, the handovers of the other ranks, with all records or segments."""
         comm = self.comm
         handovers = comm.gather_messages(Handover(), Handover)
         if any(h.weight for h in handovers) and all(h.is_whole for h in handovers):
@@ -141,7 +141,7 @@ class TakeCommit:
                 handover.segments, handover.full = more.segments, more.full
                 handover.requests = more.requests or handover.requests
         if self.store.backend.costs.one_asks:
-            # The ranks of a host that name one place reach the same one.
+            # If ranks of one host name the same place, it is one place: one sample is enough.
             known: set[tuple[int, bytes]] = set()
             for rank, handover in enumerate(handovers):
                 where = comm.hosts[rank] or -1 - rank, handover.place
@@ -150,11 +150,11 @@ class TakeCommit:
         return handovers[1:]
 
     def _put_root(self, session: Session, manifest: Manifest, stats: Stats) -> TakeResult:
-        """Put the root, which prunes the run too, and see to the markers."""
+        """Put the root, which also prunes the run, and then replace the markers."""
         digest = session.put_node(encode(manifest))
         uri, options = self.store.backend.uri, self.options
         row: Row | None = None
-        # The rows that go, and those, as they were, that lose some keys.
+        # The rows that are deleted; and as they were before, the rows that lose some keys.
         gone: dict[str, Row] = {}
         thinned: dict[str, Row] = {}
 
@@ -187,7 +187,7 @@ class TakeCommit:
     # --- the other ranks ---
 
     def follow(self, session: Session) -> TakeResult:
-        """Hand over what this rank wrote, and do what rank 0 says until it has committed.
+        """Hand over this rank's packs, and follow rank 0's instructions until it has committed.
 
         Raises:
             RankError: Another rank failed, died or hangs.
@@ -224,7 +224,7 @@ class TakeCommit:
         return instruction.result
 
     def _listed(self, session: Session, writers: list[int]) -> Handover:
-        """Have some ranks write the segments of what all have handed over."""
+        """Let the writers among the ranks write the segments; return this rank's new handover."""
         comm = self.comm
         parts = [b""] * comm.size
         if unlisted := session.unlisted:

@@ -23,7 +23,7 @@ def manifest_of(source: StateSource, chunk_size: int) -> Manifest:
 
     Args:
         source: The state.
-        chunk_size: That of the store, in bytes.
+        chunk_size: The store's, in bytes.
 
     Raises:
         StateError: Something in the state cannot be taken.
@@ -50,11 +50,11 @@ def manifest_of(source: StateSource, chunk_size: int) -> Manifest:
 
 
 class _Digester:
-    """Takes chunks, and stores none."""
+    """Takes chunks, but only hashes them."""
 
     def store(self, raws: list[Raw]) -> list[Digest]:
         """Return the digests of some chunks."""
         return [digest_of(raw) for raw in raws]
 
     def finish(self) -> None:
-        """Nothing is left to be written."""
+        """Do nothing: no chunk waits to be written."""

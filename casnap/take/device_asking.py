@@ -1,9 +1,11 @@
-"""Asking a store which chunks it has of what a device holds, so that only the others cross.
+"""Asking a store which chunks of a device's memory it has, so that only the others cross.
 
-The device hashes the cells where they lie. Those that the store has are noted. The others go on as
-pieces, and are hashed again on the host where they are packed: so a stored chunk is what its digest
-says, whatever the device has computed. That is compared, and of the known chunks one of each
-device, drawn at random, crosses as well.
+The device hashes the cells where they lie. If the store has a cell, its digest is noted. The other
+cells cross to the host as pieces, and are hashed again where they are packed. So a stored chunk has
+its digest, whatever the device has computed.
+
+A device is not believed: the digests of the cells that crossed are compared with the host's, and
+one known chunk of each device, drawn at random, crosses too.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ from casnap.take.hashing import Hasher
 from casnap.take.staging import Piece
 
 RelyOn = Callable[[list[Digest]], Sequence[Place | None]]
-"""Relies on the digests that a store has, and returns None for each other one."""
+"""Relies on the digests that a store has, and returns None for each other digest."""
 
-# A device hashes so many bytes at a time. Memory that was made for pieces is bounded by the second.
+# The bytes that a device hashes at a time; the bound of the memory that was made for pieces.
 _WINDOW_BYTES, _MADE_BYTES = 512 << 20, 16 << 20
-# A leaf that was new in so many takes in a row is asked for in one of so many takes.
+# A leaf that was new in the first number of takes in a row is then asked for in one take of the
+# second number.
 _NEW_IN_A_ROW, _LOOKS_AGAIN = 2, 8
 
 
@@ -47,9 +50,9 @@ _NEW_IN_A_ROW, _LOOKS_AGAIN = 2, 8
 
 
 class Streaks:
-    """In how many takes in a row all chunks of a leaf were new, for the takes of this process.
+    """Which leaves were new, with all chunks, in the last takes of this process to a store.
 
-    To hash them on the device first would be in vain.
+    To hash such leaves on the device first would be in vain.
     """
 
     def __init__(self) -> None:
@@ -57,13 +60,13 @@ class Streaks:
         self._new_in_a_row: dict[str, int] = {}
 
     def is_asked(self, path: str) -> bool:
-        """Whether to ask for a leaf now."""
+        """Whether this take asks for a leaf."""
         if self._new_in_a_row.get(path, 0) < _NEW_IN_A_ROW:
             return True
         return (self._takes + crc32(path.encode())) % _LOOKS_AGAIN == 0
 
     def note(self, is_new: Mapping[str, bool]) -> None:
-        """Note of the leaves that a take has asked for whether all their chunks were new."""
+        """Note a take: for each leaf that it asked for, whether all chunks were new."""
         self._takes += 1
         for path, all_new in is_new.items():
             if all_new:
@@ -84,9 +87,9 @@ class _Asked(NamedTuple):
     """Cells that were asked for.
 
     Attributes:
-        device: Where they lie.
+        device: The device that holds them.
         piece: The cells, without their bytes.
-        digests: Their digests, as the device has computed them.
+        digests: Their digests, as the device has computed them, in a row.
     """
 
     device: torch.device
@@ -95,7 +98,7 @@ class _Asked(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """A known chunk: its leaf, its bytes on the device, and the digest that this has computed."""
+    """A known chunk: its leaf, its bytes on the device, and the digest that the device computed."""
 
     leaf: int
     memory: torch.Tensor
@@ -103,11 +106,11 @@ class _Sample(NamedTuple):
 
 
 def hashers_for(state: CapturedState, root: Root) -> dict[torch.device, DeviceHasher]:
-    """Return the hashers of the devices that hold a state, as far as there are some by now.
+    """Return the hashers of the devices that hold a state, as far as they are made by now.
 
     Args:
         state: The state.
-        root: The root that the take is based on. In a store that is empty there is nothing to ask.
+        root: The root that the take is based on. If the store is empty, no hasher is needed.
     """
     if not state.devices or not root.segments:
         return {}
@@ -147,7 +150,7 @@ class Asking:
         self._known: list[_Asked] = []
         self._crossing: list[_Asked] = []
         self._all_new: dict[str, bool] = {}
-        # Little that is shared by ranks stands in its entry, as it is.
+        # A small leaf that ranks share has no chunks: its entry holds the bytes.
         self.leaves = {
             i
             for i, (path, entry, content) in enumerate(state.leaves)
@@ -155,20 +158,20 @@ class Asking:
             and not devices_of(_tensors_of(content)).isdisjoint(hashers)
             and self._streaks.is_asked(path)
         }
-        # Of the leaf of the last piece.
+        # The leaf of the last piece, and the addresses of its storages.
         self._leaf, self._memories = -1, set[int]()
         # How many known chunks each device has, and one of them.
         self._counts: dict[torch.device, int] = {}
         self._samples: dict[torch.device, _Sample] = {}
 
     def unknown(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """Yield what has to cross, and what is on the host; at the end, check the devices.
+        """Yield the pieces that the host has to hash; at the end, check the devices.
 
         Args:
             pieces: All pieces of the state.
 
         Raises:
-            DeviceError: A device has computed a wrong digest, or a tensor has changed meanwhile.
+            DeviceError: A device has computed a wrong digest, or a tensor has changed since.
         """
         window, nbytes, made = list[Piece](), 0, 0
         for piece in pieces:
@@ -187,7 +190,7 @@ class Asking:
         self._check_samples()
 
     def _is_asked(self, piece: Piece, memory: torch.Tensor) -> bool:
-        # Of the devices that hold a leaf, some may have no hasher.
+        # Several devices may hold a leaf, and some of them may have no hasher.
         return (
             piece.leaf in self.leaves
             and memory.device in self._hashers
@@ -245,7 +248,7 @@ class Asking:
     def _draw(
         self, device: torch.device, piece: Piece, digests: list[Digest], known: list[bool]
     ) -> None:
-        """Maybe have a known chunk of a piece be the sample, so that each is as likely to be it."""
+        """Perhaps make a known chunk of a piece the sample: each known chunk is equally likely."""
         count = sum(known)
         if not count:
             return
@@ -265,7 +268,7 @@ class Asking:
                 raise self._difference(device, sample.leaf)
 
     def _difference(self, device: torch.device, leaf: int) -> DeviceError:
-        """Return the error of a chunk whose bytes have another digest than its device says."""
+        """Return the error for a chunk whose bytes have another digest than its device computed."""
         path = self._state.leaves[leaf].path
         return distrusted(
             device,
@@ -278,16 +281,16 @@ class Asking:
         self._streaks.note(self._all_new)
 
     def settle(self, hasher: Hasher) -> None:
-        """Note what the store has; compare what has crossed with what the devices said.
+        """Note the digests of the known chunks; compare the other digests with the host's.
 
         Args:
-            hasher: The hasher of the take, which has hashed all that crossed.
+            hasher: The hasher of the take, which has hashed all cells that crossed.
 
         Raises:
-            DeviceError: A device has computed a wrong digest, or a tensor has changed meanwhile.
+            DeviceError: A device has computed a wrong digest, or a tensor has changed since.
         """
         for asked in self._known:
-            # Another take, or a restore, may have found out meanwhile.
+            # Since then, another take or a restore may have seen the device compute a wrong digest.
             check_trusted(asked.device)
             hasher.note_known(asked.piece, split_digests(asked.digests))
         for asked in self._crossing:

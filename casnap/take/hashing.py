@@ -21,10 +21,10 @@ class ChunkTaker(Protocol):
     """Takes chunks from one thread, as a session's writer does."""
 
     def store(self, raws: list[Raw], /) -> list[Digest]:
-        """Store those chunks that are new; return the digests of all."""
+        """Store the chunks that are new; return the digests of all."""
 
     def finish(self) -> None:
-        """Have the last ones written."""
+        """Have the last chunks written."""
 
 
 class Digests:
@@ -34,14 +34,14 @@ class Digests:
         state: The state whose chunks they are.
 
     Attributes:
-        shared: Leaf → cell → its digest, of leaves whose cells several ranks hash; the bytes of the
-            cell instead where the leaf is so small that its bytes stand in the entry.
+        shared: Leaf → cell → its digest, for leaves whose cells several ranks hash. If the leaf is
+            so small that its entry holds the bytes, they stand in place of the digest.
     """
 
     def __init__(self, state: CapturedState) -> None:
         self.shared: dict[int, dict[int, bytes]] = {i: {} for i in state.plans}
-        # The digests of all chunks of a leaf, in a row; zeros where none was noted. There may be a
-        # million leaves of one chunk, so they are added when they are noted.
+        # Leaf → the digests of its chunks, in a row; zeros where none was noted yet. Leaves of one
+        # chunk are added when their digest is noted, since there may be a million of them.
         self._whole: dict[int, bytes | bytearray] = {
             i: bytearray(DIGEST_SIZE * count)
             for i in state.whole_leaves()
@@ -65,7 +65,7 @@ class Digests:
             start = stop
 
     def of_piece(self, piece: Piece) -> Sequence[bytes]:
-        """Return the digests that were noted of the chunks of a piece."""
+        """Return the digests that were noted for the chunks of a piece."""
         leaf, start, stop = piece.leaf, piece.first_cell, piece.first_cell + len(piece.sizes)
         if leaf in self.shared:
             return [self.shared[leaf][cell] for cell in range(start, stop)]
@@ -80,12 +80,13 @@ class Hasher:
     """Hashes pieces, and stores the chunks among them that are new.
 
     Args:
-        state: The state that the pieces are of.
-        writer: Returns what one thread stores new chunks with, given how it shares them.
-        progress: Told how many bytes are done.
+        state: The state that the pieces belong to.
+        writer: Returns the taker that one thread stores new chunks with. It is given the function
+            by which the thread shares new chunks with other ranks; None if it writes all.
+        progress: Called with the bytes that are done.
 
     Attributes:
-        digests: What it has hashed so far.
+        digests: The digests of the chunks that were hashed so far.
     """
 
     def __init__(
@@ -104,9 +105,9 @@ class Hasher:
         )
 
     def hash_all(self, batches: Batches, crew: Crew) -> None:
-        """Hash on all cores, up to eight, or up to the limit of the crew, and write all new chunks.
+        """Hash all batches and write all new chunks: the way of a process that takes alone.
 
-        So a process hashes alone, if it puts no cells together.
+        It uses a thread a core, at most eight, and at most as many as the crew allows.
         """
         source = SharedItems(batches(PIECE_BYTES), crew)
         crew.run(lambda: self.hash(source, None), crew.limited(min(cores(), 8)))
@@ -116,7 +117,7 @@ class Hasher:
 
         Args:
             batches: The pieces.
-            select_share: Returns which of some new chunks this rank is to write; None for all.
+            select_share: Returns which of some new chunks this rank writes. None: it writes all.
         """
         writer = self._writer(select_share)
         try:
@@ -134,7 +135,11 @@ class Hasher:
             writer.finish()
 
     def _keep_inline(self, piece: Piece) -> bool:
-        """Keep the bytes of a piece if its tensor is shared by ranks, but stands in its entry."""
+        """Keep the bytes of a piece if ranks share its leaf, and the leaf's entry holds the bytes.
+
+        Returns:
+            Whether they were kept. Then the piece is not hashed.
+        """
         cells = self.digests.shared.get(piece.leaf)
         if cells is None or self._state.leaves[piece.leaf].entry.payload.nbytes > INLINE_BYTES:
             return False
@@ -144,7 +149,7 @@ class Hasher:
         return True
 
     def note_known(self, piece: Piece, digests: list[Digest]) -> None:
-        """Note the digests of chunks that the store has, and that were hashed elsewhere."""
+        """Note the digests of chunks that the store has, and that a device has hashed."""
         self.digests.note([piece], digests)
         if self._counter is not None:
             self._counter.add(sum(piece.sizes))

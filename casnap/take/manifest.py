@@ -1,8 +1,8 @@
 """The manifest of a take: which entries are global, which belong to one rank, and their trees.
 
-An entry is *global* if it is sharded, declared as replicated, or equal on every rank, which its
-digest tells. All other entries belong to their ranks. Each path has an owner among the ranks, which
-gets the digests of its cells and makes its entry; rank 0 gets finished entries only.
+An entry is *global* if it is sharded, declared as replicated, or equal on every rank, as digests
+show. All other entries belong to their ranks. Each path has an owner among the ranks, which gets
+the digests of its cells and makes its entry; rank 0 gets finished entries only.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Put = Callable[[bytes], Digest]
 
 
 class _Hashed(msgspec.Struct, array_like=True):
-    """What one rank has hashed of the leaves of one owner; it tells the owner at the end.
+    """The message in which a rank tells an owner, at the end, what it hashed of the owner's leaves.
 
     Attributes:
-        cells: Id of the leaf, first cell and digests, of the cells that the rank hashed.
-        undecided: Id of the leaf and digest of the entry, of leaves that may be equal on all ranks.
+        cells: The runs of cells that the rank hashed: id of the leaf, first cell, digests.
+        undecided: The leaves that may be equal on all ranks: id of the leaf, digest of its entry.
     """
 
     cells: list[tuple[bytes, int, bytes]]
@@ -48,13 +48,13 @@ class _Hashed(msgspec.Struct, array_like=True):
 
 
 class _Contribution(msgspec.Struct, array_like=True):
-    """What a rank adds to the manifest.
+    """The message in which a rank tells rank 0 what it adds to the manifest.
 
     Attributes:
         shared: Global entries, by key of the app state and path below it.
         subtrees: Key → digest of the subtree of the rank's own entries.
         own_bytes: The bytes of the rank's own entries.
-        own_entries: How many these are.
+        own_entries: The number of the rank's own entries.
     """
 
     shared: dict[str, dict[str, KnownEntry]]
@@ -69,8 +69,8 @@ def build_manifest(
     """Settle which entries are global, and store all trees.
 
     Returns:
-        On rank 0 the manifest, and how many entries of how many bytes it has, each global one
-        counted once; None on the others.
+        On rank 0, the manifest, and the number and bytes of its entries, each global entry counted
+        once; None on other ranks.
 
     Raises:
         StateError: Ranks contradict each other.
@@ -118,12 +118,12 @@ class _Builder:
         self._digests = digests
         self._put_node = put_node
         self._scopes = list(division.scopes)
-        # As the owner of some paths: their cells, and the entries of those that are sharded.
+        # This rank owns some paths: the cells of these, and the entries of the sharded ones.
         self._cells: defaultdict[bytes, dict[int, bytes]] = defaultdict(dict)
         self._sharded: dict[str, KnownEntry] = {}
 
     def settle_scopes(self) -> None:
-        """Bring the digests of each path to its owner, and learn which leaves are equal."""
+        """Send the digests of each path to its owner, and learn which leaves are equal."""
         comm, scopes, leaf_ids = self._comm, self._scopes, self._division.leaf_ids
         undecided: list[list[int]] = [[] for _ in range(comm.size)]
         to_decide = Scope.UNDECIDED
@@ -206,7 +206,7 @@ class _Builder:
             payload = _assembled(path, nbytes, state.grids[leaf].count, runs, put_node)
             return with_payload(entry, payload)
         digests = self._digests.of_leaf(state.same_as.get(leaf, leaf))
-        # Where no digest was noted there are zeros.
+        # If a digest was not noted, zeros stand in its place.
         assert bytes(DIGEST_SIZE) not in digests, path
         return with_payload(entry, _payload(nbytes, digests, put_node))
 
@@ -248,7 +248,7 @@ def _sharded_entries(
 
 
 def _runs(by_cell: Mapping[int, bytes]) -> Iterable[tuple[int, bytes]]:
-    """Yield runs of cells: the first one, and the digests of all."""
+    """Yield runs of cells: the first cell, and the digests of all cells of the run, in a row."""
     first_cell, run = -1, list[bytes]()
     for cell in sorted(by_cell):
         if run and cell != first_cell + len(run):
@@ -275,7 +275,7 @@ def _assembled(
 
 
 def _payload(nbytes: int, digests: bytes, put_node: Put) -> Payload:
-    """Return a payload of chunks; long lists of digests are stored as nodes of their own.
+    """Return a payload of chunks; a long list of digests is stored as nodes, which the entry names.
 
     So an unchanged tensor costs one comparison.
     """

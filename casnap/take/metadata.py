@@ -20,9 +20,9 @@ def checked_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a user's metadata, made of plain JSON types.
 
     Raises:
-        StateError: It holds something that JSON cannot (NaN and the infinities are allowed, and
-            NumPy's scalars and tensors without a dimension become plain numbers), or takes more
-            than 64 KiB.
+        StateError: The metadata holds something that JSON cannot, or takes more than 64 KiB. NaN
+            and the infinities are allowed. NumPy's scalars, and tensors without a dimension, become
+            plain numbers.
     """
     if not isinstance(metadata, Mapping):
         raise StateError(f"metadata is a dict with keys of str; got {type(metadata).__qualname__}")
@@ -75,13 +75,13 @@ def _plain_json(value: Any, position: str, depth: int = 1) -> Any:
 def _without_numpy_and_torch(value: Any) -> Any:
     """Return the plain value of a scalar of NumPy, or of an array or tensor without a dimension.
 
-    Any other value is returned as it is. Parts of a tensor on several ranks are none: to ask for
-    their value may need all ranks.
+    Any other value is returned as it is, also a tensor that several ranks hold parts of: to ask for
+    its value may need all ranks.
     """
     if isinstance(value, np.ndarray) and not value.ndim:
         value = value[()]
     if isinstance(value, np.floating):
-        return float(value)  # the item of a long double is one again
+        return float(value)  # item() of a long double returns a long double
     if isinstance(value, np.generic) and value.dtype.kind not in "mM":
         return value.item()
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)

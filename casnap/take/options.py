@@ -33,9 +33,9 @@ U = TypeVar("U")
 
 OnError: TypeAlias = Literal["raise", "warn"]
 
-# Faults that may be gone at the next take. A wrong state or name is none, nor is a rank that died.
-# An error of one rank has the same type on all of them, so all of them go on, or none.
-# After a device has computed a wrong digest, the next take hashes on the host.
+# Faults that may be gone at the next take. A wrong state or name is not among them, nor a rank that
+# died. An error of one rank has the same type on all ranks, so all ranks go on, or none. After a
+# device has computed a wrong digest, the next take hashes on the host.
 _OF_STORAGE = (*PLACE_ERRORS, DamagedError, FencedError, DeviceError)
 
 
@@ -44,9 +44,9 @@ class _Series:
     """Takes that failed one after the other.
 
     Attributes:
-        since: The time of the first one.
-        count: How many they are.
-        last_error: The error of the last one.
+        since: The time of the first take.
+        count: The number of takes.
+        last_error: The error of the last take.
     """
 
     since: float
@@ -56,13 +56,13 @@ class _Series:
 
 # The takes that have failed since one was stored, by the path of their run.
 _series: dict[str, _Series] = {}
-# Commits of this process that stand, or may stand, although the call raised an error. A take of the
-# same name replaces them.
+# Commits of this process that are stored, or may be, although the call raised an error. A take of
+# the same name replaces them.
 unclear_commits: set[bytes] = set()
 
 
 def what_failed(snapshot: str, error: BaseException) -> str:
-    """Return what to tell of a take that failed.
+    """Return the message about a take that failed.
 
     Args:
         snapshot: The name of the snapshot, or its path.
@@ -88,11 +88,11 @@ class Attempt:
         self._is_noted = False
 
     def run(self, take: Callable[[], T], if_failed: Callable[[CasnapError], U]) -> T | U:
-        """Take; if that fails, and the run goes on, return something else.
+        """Take. If that fails and the run goes on, return a replacement for the result.
 
         Args:
             take: Takes the snapshot, or begins to.
-            if_failed: Returns that, given the error.
+            if_failed: Returns the replacement, given the error.
         """
         try:
             return take()
@@ -105,7 +105,7 @@ class Attempt:
         """Return whether the run goes on after an error of the take; log it then."""
         if self._on_error == "raise" or not isinstance(error, _OF_STORAGE):
             return False
-        # A call and its part in the background may fail both.
+        # A call and its part in the background may both fail, but only one is counted.
         if not self._is_noted:
             self._is_noted = True
             series = _series.setdefault(self._run, _Series(time.time()))
@@ -119,7 +119,7 @@ class Attempt:
         return True
 
     def note_stored(self, row: Row) -> None:
-        """Note that the snapshot is stored; log what takes of its run have failed before."""
+        """Note that the snapshot is stored; log how many takes of its run failed before it."""
         unclear_commits.discard(row.commit)
         series = _series.pop(self._run, None)
         if series is not None:
@@ -198,10 +198,10 @@ class TakeOptions:
 
     @property
     def staging_bytes(self) -> int | None:
-        """The most bytes of copies of pending takes; None for as many as there are.
+        """The most bytes that copies of pending takes may have; None for no limit.
 
         Raises:
-            ValueError: They are no size.
+            ValueError: The option is no size.
         """
         return bytes_if_given("max_staging_bytes", self.max_staging_bytes, least=0)
 
@@ -214,7 +214,7 @@ def _check_globs(option: str, globs: object) -> None:
     """Check that the value of an option is None, or a list of globs.
 
     Raises:
-        TypeError: It is something else: one glob would be taken for one of each character.
+        TypeError: It is something else. A single text would count as a glob for each character.
     """
     if isinstance(globs, str):
         raise TypeError(f"{option} is a list of globs, such as [{globs!r}]; got a str")
@@ -259,11 +259,11 @@ def check_order(call: str, app_state: object, name: object) -> None:
 
     Args:
         call: The call with its arguments in the right order.
-        app_state: What was given as the app state.
-        name: What was given as the name or path.
+        app_state: The value that was given as the app state.
+        name: The value that was given as the name or path.
 
     Raises:
-        UnsupportedTypeError: They were; or the name is no text.
+        UnsupportedTypeError: They were exchanged, or the name is no text.
     """
     if isinstance(app_state, str | os.PathLike) or not isinstance(name, str | os.PathLike):
         argument = call.partition("(")[2].rstrip(")").replace("app_state", "").strip(", ")

@@ -1,11 +1,13 @@
 """Takes in the background of a process: each stores once the one before it has ended.
 
 A take that a collector overtakes starts again from its copies, like any change
-(``storage/writing/starting_over.py``). It cannot if a later take has got the memory of some copies,
-or if the store has lost a chunk that stayed on a device (``device_asking.py``); then nothing is
-committed. As any error in the background, that is logged at once, and raised by the ``wait()`` of
-the take, by the next take of the store, or by the ``wait()`` for a later one. What none of them has
-raised is printed at exit. With ``on_error="warn"`` it is a warning, and ``wait()`` returns None.
+(``storage/writing/starting_over.py``). It cannot start again if a later take has got the memory of
+some copies, or if the store has lost a chunk that stayed on a device (``device_asking.py``). Then
+nothing is committed, and the take ends with an error.
+
+An error in the background is logged at once. It is raised by the ``wait()`` of its take, by the
+next take of the store, or by the ``wait()`` for a later take. If none of these has raised it, it is
+printed at exit. With ``on_error="warn"`` it is only a warning, and ``wait()`` returns None.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("casnap")
 # In a process one take at a time begins, and one stores. So pending takes keep their order, and
-# share their buffers. The lock is held while a take begins, by the thread of the caller. Which take
-# may store, ``_takes`` tells: a lock that passes from thread to thread may be lost by an interrupt.
+# share their buffers. The caller's thread holds this lock while its take begins. The order of
+# ``_takes`` says which take may store: an interrupt could lose a lock that passes between threads.
 turn = new_lock()
-# Between two looks whether a take has ended, in seconds.
+# The seconds between two looks whether a take has ended.
 _LOOK = 0.02
 # The takes that are pending, or whose error the caller has not got, in the order of their calls.
-# One that has ended well may still be among them.
+# A take that has ended well may still be among them.
 _takes: dict[PendingTake, None] = {}
 # How many takes were started so far.
 _count = 0
@@ -49,8 +51,8 @@ def _pending() -> list[PendingTake]:
 def wait_for_room(store_id: str, name: str, options: TakeOptions, *, is_alone: bool) -> None:
     """Wait until a take may begin, and raise the errors of earlier takes that no call has raised.
 
-    A take with ``on_error="warn"`` raises none: its caller would take them for its own. On many
-    ranks, all raise the same: a take that may still be pending on another rank is left out.
+    A take with ``on_error="warn"`` raises none: its caller would take them for errors of this take.
+    On many ranks, all raise the same: a take that may still be pending on another rank is left out.
 
     Args:
         store_id: The id of the store. Errors of its takes are raised.
@@ -101,13 +103,14 @@ class PendingTake:
         store_id: The id of the store.
         name: The name of the snapshot.
         finish: Does the rest of the take.
-        attempt: What becomes of its error.
+        attempt: Says whether the run goes on after an error of the take.
 
     Attributes:
         number: Its place among all takes of this process that were started, from 1 on.
         error: The error that it has ended with; None if there is none yet.
-        error_seen: Whether the caller has got its error, or gets it from the call that began it.
-        tolerated: That error, if the run goes on after it.
+        error_seen: Whether the caller has got the error, or gets it from the call that began this
+            take.
+        tolerated: The error, if the run goes on after it.
     """
 
     def __init__(
@@ -169,7 +172,7 @@ class PendingTake:
                 self.number = _count
                 thread.start()
             except BaseException:
-                # If it does not run yet, it must not run at all.
+                # A thread that does not run yet must not run at all.
                 if thread.give_up():
                     self._thread = None
                     _count -= 1
@@ -181,7 +184,7 @@ class PendingTake:
         try:
             assert self._finish is not None
             if self._before is not None:
-                # Its own handle says what became of it.
+                # If the take before fails, its own handle raises that.
                 self._before.wait_for_end()
             self._result = self._finish()
         except BaseException as e:  # noqa: BLE001 - raised by wait, or by the next take
@@ -193,7 +196,7 @@ class PendingTake:
         else:
             self._attempt.note_stored(self._result.row)
         finally:
-            # These refer to descriptions of states, which need not live as long as this object.
+            # These refer to captured states, which need not live as long as this handle.
             self._finish = self._before = None
 
     def done(self) -> bool:
@@ -207,7 +210,7 @@ class PendingTake:
 
     @property
     def what_failed(self) -> str:
-        """What to tell of its error."""
+        """The error as a message."""
         error = self.error
         assert error is not None
         return f"{what_failed(repr(self.name), error)}: {type(error).__name__}: {error}"
@@ -216,15 +219,15 @@ class PendingTake:
         """Note that the caller has got its error."""
         self.error_seen = True
         if self.done():
-            # An error holds on to the state that was taken.
+            # The traceback of an error keeps the captured state alive.
             _takes.pop(self, None)
 
     def wait(self) -> TakeResult:
         """Wait for the end; return the result, or raise the error.
 
         Raises:
-            CasnapError: This take failed. Or an earlier one of the same store failed, and no call
-                has raised that yet; this one is stored then, and another call returns the result.
+            CasnapError: This take failed. Or this take is stored, but an earlier one of the same
+                store failed, and no call has raised that yet; call again for the result.
         """
         self.wait_for_end()
         if self.error is not None:
@@ -260,7 +263,7 @@ def _raise_unseen(store_id: str, last_count: int, so: str) -> None:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Have no error of an earlier take raised meanwhile: what is taken now may be the last."""
+    """Raise no error of an earlier take within a ``with``: the take in it may be the last one."""
     global _held_back
     _held_back = True
     try:
@@ -278,7 +281,7 @@ def _warn_of_unseen_errors() -> None:
     _wait_for_others(0)
     for pending in list(_takes):
         if pending.error is not None and not pending.error_seen:
-            # Logging may be torn down by now, and this must be seen.
+            # Logging may be torn down by now, and the user must see this.
             print(
                 f"casnap: WARNING: {pending.what_failed} (no wait() and no later take raised this)",
                 file=sys.stderr,

@@ -1,8 +1,8 @@
 """Tensors as runs of host bytes: in their own memory, or in reused buffers.
 
-A contiguous CPU tensor is read from its own memory. Any other tensor goes through a buffer, box
-by box; one on an accelerator through pinned memory, by a copy on a side stream. The copies of an
-async take are such a buffer themselves from the second take on, and so pinned.
+A contiguous CPU tensor is read from its own memory. Any other CPU tensor goes through a buffer, box
+by box. A tensor on an accelerator goes through pinned memory, by a copy on a side stream. From the
+second async take on, the memory of its copies is pinned, and the device copies straight there.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ class Piece(NamedTuple):
         first_cell: The number of the first chunk.
         sizes: The bytes of each chunk.
         view: The bytes of all chunks, one after the other; empty if they are on an accelerator.
-        keep_alive: What the memory belongs to.
+        keep_alive: The owner of the memory.
         ready: Waits until the bytes are there; None if they are.
         release: Gives the memory back; None if there is nothing to give back.
-        part: Which part of the chunks this is; None if they are whole.
-        on_device: The bytes on an accelerator, which are still to be copied; None if they are here.
+        part: Which part of the chunks the bytes are; None if the chunks are whole.
+        on_device: The bytes on an accelerator, which are still to be copied; None if they are in
+            ``view``.
     """
 
     leaf: int
@@ -60,7 +61,7 @@ class Piece(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has."""
+        """The number of bytes of the piece."""
         return len(self.view) if self.on_device is None else self.on_device.nbytes
 
     def give_back(self) -> None:
@@ -96,7 +97,7 @@ def pieces_of(number: int, content: torch.Tensor | bytes, grid: Grid) -> Iterabl
         nbytes = content.nbytes
         if grid.count > 1 or nbytes > _SMALL_BYTES:
             return _runs(number, grid, view_at(content.data_ptr(), nbytes), content)
-        # There may be many of these, so not one object more than needed.
+        # There may be many small tensors, so no more objects are made than needed.
         return (Piece(number, 0, (nbytes,), bytes_at(content.data_ptr(), nbytes)),)
     if content.is_contiguous():
         return _runs_on_device(number, grid, _bytes_of(content))
@@ -151,7 +152,7 @@ def pieces_between(
 def piece_of_part(number: int, held: HeldBox, part: SentPart) -> Piece:
     """Return the bytes of a part of some cells."""
     assert isinstance(held.content, torch.Tensor)
-    # Copied at once, also from a GPU: many parts wait to be sent.
+    # Copied at once, also from a GPU, since the part may wait long until it is sent.
     elements = held.content[part.region.within(held.region)].contiguous().cpu()
     view = view_at(elements.data_ptr(), elements.nbytes)
     return Piece(number, part.first_cell, [elements.nbytes], view, elements, part=part)
@@ -186,7 +187,7 @@ def _runs_in_boxes(
 
 
 def _as_one_box(box: Region, following: Region) -> Region | None:
-    """Return two boxes as one, if its bytes are those of the first and then of the second."""
+    """Return two boxes joined, if the bytes of the second follow the first's in the joined box."""
     for axis, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         if following.offsets[axis] != start:
             sizes = (*box.sizes[:axis], size + following.sizes[axis], *box.sizes[axis + 1 :])
@@ -202,12 +203,12 @@ def _as_one_box(box: Region, following: Region) -> Region | None:
     return None
 
 
-# Not the pool that packs are written from: a thread that holds a piece may wait for that pool.
+# Pieces have pools of their own: a thread that holds a piece may wait for the pool of the packs.
 _pinned_pool, _large_pinned_pool = Pool(PIECE_BYTES, 4), Pool(MAX_CHUNK_SIZE, 4)
 
 
 def _from_device(piece: Piece) -> Piece:
-    """Begin to copy a piece into pinned memory, if it is on a device; return it there."""
+    """Begin to copy a piece into pinned memory, if it is on a device; return the piece there."""
     on_device = piece.on_device
     if on_device is None:
         return piece
@@ -224,7 +225,7 @@ def _from_device(piece: Piece) -> Piece:
 def _copied(
     piece: Piece, on_device: torch.Tensor, target: memoryview, release: Callable[[], None]
 ) -> Piece:
-    """Begin to copy a piece from a device; return it where it is then."""
+    """Begin to copy a piece from a device into ``target``; return the piece there."""
     ready = begin_copy(torch.frombuffer(target, dtype=torch.uint8), on_device)
     return piece._replace(
         view=target, keep_alive=on_device, ready=ready, release=release, on_device=None
@@ -232,7 +233,7 @@ def _copied(
 
 
 def batched(pieces: Iterable[Piece], nbytes: int = PIECE_BYTES) -> Iterator[list[Piece]]:
-    """Group pieces into batches of about so many bytes, worth the switch to a thread."""
+    """Group pieces into batches of about ``nbytes`` bytes, worth the switch to a thread."""
     remaining = iter(pieces)
     while True:
         batch, total = list[Piece](), 0
@@ -241,7 +242,7 @@ def batched(pieces: Iterable[Piece], nbytes: int = PIECE_BYTES) -> Iterator[list
                 batch.append(piece)
                 total += len(piece.view)
                 # A piece in a bounded buffer is handed on at once, or its maker might wait for the
-                # buffer. Few parts at a time: those that wait to be sent are bounded.
+                # buffer. Parts come in small batches, since the memory of waiting parts is bounded.
                 enough = nbytes if piece.part is None else min(nbytes, PIECE_BYTES)
                 if total >= enough or len(batch) == _BATCH or piece.release is not None:
                     break
@@ -260,7 +261,7 @@ _block_pool = Pool(_BLOCK_BYTES, None)
 
 
 class _Block:
-    """A slot that several copies share; it is given back when all of them are done."""
+    """A slot that several copies share; it is given back when all of them are released."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
@@ -288,7 +289,7 @@ class _Block:
 
 
 class _Copying(NamedTuple):
-    """A copy to be made: of what, to where, and a lock that is held until it is made."""
+    """A copy to make: the piece, its target, and a lock that is held until the copy is made."""
 
     piece: Piece
     target: memoryview
@@ -296,10 +297,10 @@ class _Copying(NamedTuple):
 
 
 def _to_block(piece: Piece, slot: Slot, target: memoryview) -> Piece:
-    """Begin to copy a piece from a device straight into a block, if that is pinned.
+    """Begin to copy a piece from a device straight into a block, if the block can be pinned.
 
-    A fresh block is not: to pin it would zero its pages on one thread, while they are copied to on
-    all.
+    A fresh block is not pinned: to pin it would zero its pages on one thread, while copies into it
+    touch them on all threads.
     """
     on_device = piece.on_device
     if on_device is not None and slot.is_used and pin(slot, on_device.device):
@@ -308,7 +309,7 @@ def _to_block(piece: Piece, slot: Slot, target: memoryview) -> Piece:
 
 
 def _do_nothing() -> None:
-    """Stand for the release of what its block releases."""
+    """Release nothing: the block of the copy is released by itself."""
 
 
 def _wait_for(under_way: threading.Lock) -> None:
@@ -319,8 +320,8 @@ def _wait_for(under_way: threading.Lock) -> None:
 class StagedCopies:
     """Copies of pieces in memory that is kept between takes; the originals may change.
 
-    A copy that was read stays until the take has ended, so that the take can start again, or until
-    a later copy needs its memory.
+    After a copy was read, it stays until the take has ended, so that the take can start again; or
+    until a later copy needs its memory.
 
     Args:
         max_bytes: The most memory to use, at least four blocks of 64 MiB; None for no bound.
@@ -333,13 +334,13 @@ class StagedCopies:
             None if max_bytes is None else max(_LEAST_BLOCKS, max_bytes // _BLOCK_BYTES)
         )
         self._when_full: Callable[[], None] = lambda: None
-        # All copies in order, how many of them were drawn, and what frees those that were read.
+        # All copies in order, how many of them were drawn, and the calls that free the read ones.
         self._copies: list[Piece] = []
         self._drawn = 0
         self._read: list[Callable[[], None]] = []
         self._keeps_read = True
         self._changed = threading.Condition()
-        # So that they can be released before any is made.
+        # Complete as long as there is nothing to copy, so that release() ends without fill().
         self._complete = True
         self._error: BaseException | None = None
         _with_copies.add(self)
@@ -348,7 +349,7 @@ class StagedCopies:
         """Copy pieces on all cores, or on as many threads as are allowed.
 
         Args:
-            pieces: What to copy.
+            pieces: The pieces to copy.
             when_full: Called when all memory is in use; starts the thread that reads the copies.
         """
         self._when_full = when_full
@@ -366,7 +367,7 @@ class StagedCopies:
                 self._changed.notify_all()
 
     def _placed(self, pieces: Iterable[Piece]) -> Generator[_Copying]:
-        """Give each piece a place for its copy, and hand the copies on in the order of the pieces.
+        """Give each piece a place for its copy; yield the copies to make, in the pieces' order.
 
         Ranks that put cells together rely on that order.
         """
@@ -408,7 +409,7 @@ class StagedCopies:
                 if piece.view is not target:
                     buffers.copy(target, piece.view)
             finally:
-                # If that failed, the take fails at its last piece.
+                # If the copy failed, the take fails after its last copy: see batches().
                 under_way.release()
                 piece.give_back()
 
@@ -429,7 +430,7 @@ class StagedCopies:
         on_read()
 
     def _free_read(self) -> None:
-        """Free the copies that were read, now and from now on."""
+        """Free the copies that were read, and from now on each copy as soon as it is read."""
         with self._changed:
             self._keeps_read = False
             callbacks, self._read = self._read, []
@@ -437,19 +438,19 @@ class StagedCopies:
             on_read()
 
     def start_over(self) -> bool:
-        """Have :meth:`batches` begin again; return False if not all copies are there any more."""
+        """Let :meth:`batches` begin again; return False if some copies are gone."""
         with self._changed:
-            # One that was drawn and is not read was lost in a failure.
+            # A copy that was drawn, but not read, was lost in a failure.
             if not self._keeps_read or len(self._read) < self._drawn:
                 return False
             self._read, self._drawn = [], 0
             return True
 
     def batches(self, nbytes: int = PIECE_BYTES) -> Iterator[list[Piece]]:
-        """Yield all copies as they are made, in batches of about so many bytes.
+        """Yield all copies as they are made, in batches of about ``nbytes`` bytes.
 
-        A batch is empty if no copy was made for a while: the thread that waits may have to do
-        something else first, so that other copies are done and their memory is free.
+        A batch is empty if no copy was made for a while: the waiting thread may have to do
+        something else first, so that other copies are hashed and their memory is free.
         """
         while True:
             with self._changed:
@@ -473,10 +474,11 @@ class StagedCopies:
             for batch in self.batches():
                 with suppress(BaseException):
                     give_back(batch)
-        # Whoever has an error of the take has a reference to this.
+        # The traceback of an error may keep this object alive, but it must not keep the copies.
         self._copies, self._drawn = [], 0
 
 
-# Takes whose copies may still be there. Only a thread that has the turn to begin a take looks here.
+# Copies of takes that may not have ended. Only the thread whose turn it is to begin a take looks
+# here.
 _with_copies: WeakSet[StagedCopies] = WeakSet()
 in_child(_with_copies.clear)

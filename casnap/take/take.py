@@ -64,11 +64,10 @@ def take(
 def async_take(
     repository: Repository, name: str, source: StateSource, options: TakeOptions, comm: Comm
 ) -> PendingTake:
-    """Copy the state and return; the rest goes on in the background.
+    """Copy the state and return; a thread in the background does the rest.
 
-    The error of an earlier take of the store that no call has raised yet is raised first.
-
-    This blocks while ``max_pending`` earlier takes of this process are pending. If
+    If an earlier take of the store failed, and no call has raised that yet, its error is raised
+    first. This call blocks while ``max_pending`` earlier takes of this process are pending. If
     ``max_staging_bytes`` do not hold their states, it also blocks until enough has been stored.
     """
     steps = _Steps(repository, name, options, comm)
@@ -115,7 +114,7 @@ _GONE = (
 )
 
 
-# The takes that announced in their calls what they rely on.
+# The takes that rely on chunks from their calls on, and have announced that.
 _calls: WeakSet[_Steps] = WeakSet()
 in_child(_calls.clear)
 
@@ -137,17 +136,16 @@ class _Steps:
         self._options = options
         self._comm = comm
         self._requests_before = Counter[str]()
-        # Of an async take: those of the call.
+        # The requests that the call of an async take made.
         self._in_call = Counter[str]()
-        # What knows the part of the state that is not hashed on the host: it stays on devices, and
-        # the store has it. None if there is no such part.
+        # Knows the chunks that the store has, and that stay on devices. None if no device hashes.
         self._asking: Asking | None = None
-        # Of an async take: what it relies on from the call on, and whether that is gone.
+        # The chunks that an async take relies on from its call on, and whether they are gone.
         self._reliance: Reliance | None = None
         self._is_gone = False
 
     def begin(self, source: StateSource) -> None:
-        """Do the steps that need the caller's state: agree, capture, divide the steps."""
+        """Do the steps that need the caller's state: agree, capture, divide the work."""
         repository, comm = self._repository, self._comm
         metadata = checked_metadata(self._options.metadata or {})
         options = self._options = replace(self._options, metadata=metadata)
@@ -165,7 +163,8 @@ class _Steps:
         self._division = divide(comm, self.state, source.values, options, chunk_size, agreed.seed)
         self.state.assign(self._division.plans)
         if comm.rank == 0 and options.max_pending == 1:
-            # Otherwise this waits for its turn: what earlier takes rely on is not freed.
+            # If takes may be pending, room is made at this take's turn: before that, chunks that
+            # earlier takes rely on cannot be freed.
             options.hooks.make_room(self._count_bytes)
 
     def _count_bytes(self) -> int:
@@ -173,7 +172,7 @@ class _Steps:
         return self._comm.size * self.state.bytes_to_hash()
 
     def live_batches(self, session: Session) -> Batches:
-        """Return what is to be hashed, from the state itself."""
+        """Return the batches to hash, made of the live state."""
         hashers = hashers_for(self.state, session.base.root)
         self._asking = None
         if hashers:
@@ -182,7 +181,7 @@ class _Steps:
         return lambda nbytes: batched(self.unknown_pieces(), nbytes)
 
     def begin_asking(self) -> None:
-        """Begin to ask the store in the call, if a device can hash: what is known stays there."""
+        """Begin to ask the store in the call, if a device can hash: known chunks stay there."""
         if not self.state.devices:
             return
         store = self._repository
@@ -190,8 +189,8 @@ class _Steps:
         hashers = hashers_for(self.state, root)
         if not hashers:
             return
-        # Collectors are to see it at once: what stays on the device cannot be written anew. In an
-        # object store, rank 0 announces the take of all ranks.
+        # Collectors must see the take at once, since chunks that stay on the device cannot be
+        # written anew. In an object store, rank 0 announces the take for all ranks.
         is_seen = self._comm.rank == 0 or not store.backend.costly_requests
 
         def begin(_: Crew) -> None:
@@ -205,25 +204,25 @@ class _Steps:
 
         asking = Asking(self.state, hashers, rely_on, store.config.store_id)
         if asking.leaves:
-            # Where no interrupt comes between the announcement and the note of what ends it.
+            # Shielded, so that no interrupt comes before ``_reliance`` is set, which can end it.
             run_shielded(begin)
             _calls.add(self)
         self._asking = asking
 
     def unknown_pieces(self) -> Iterable[Piece]:
-        """Return what this rank hashes on the host; each rank begins with another part of it."""
+        """Return the pieces that this rank hashes on the host; each rank begins at another one."""
         pieces = self.state.pieces(self._comm.rank / self._comm.size)
         return pieces if self._asking is None else self._asking.unknown(pieces)
 
     def end_reliance(self) -> None:
-        """Have collectors wait no more for what the call relied on."""
+        """Let collectors no longer wait for the chunks that the call relied on."""
         if self._reliance is not None:
             self._reliance.end()
 
     # --- in the background ---
 
     def go_on(self, pending: PendingTake) -> None:
-        """Have the take go on in the background, if it does not yet."""
+        """Let the take go on in the background, if it does not yet."""
         if not pending.started:
             self._in_call = Counter(self._repository.backend.requests) - self._requests_before
             pending.start()
@@ -233,8 +232,8 @@ class _Steps:
         with self._background_ranks() as comm:
             try:
                 if self._options.max_pending > 1:
-                    # Takes that were pending at the call have ended since: rely on what they wrote,
-                    # and do not count their requests.
+                    # Takes that were pending at the call have ended since. This take relies on the
+                    # chunks that they wrote, and does not count their requests.
                     self._requests_before = Counter(self._repository.backend.requests)
                     self._requests_before.subtract(self._in_call)
                     root = None
@@ -256,18 +255,18 @@ class _Steps:
                 self.end_reliance()
 
     def _still_relies(self) -> bool:
-        """Whether what stayed on devices at the call is still in the store."""
+        """Whether the store still has the chunks that stayed on devices at the call."""
         self._is_gone = self._reliance is not None and not self._reliance.stands()
         return not self._is_gone
 
     def _background_ranks(self) -> Comm:
-        """Return the ranks as they meet for the part of an async take in the background."""
+        """Return the communicator for the part of an async take in the background."""
         return self._comm.background(self._seed) if self._options.max_pending > 1 else self._comm
 
     def tell_ranks_later(self, error: BaseException) -> None:
         """When its turn comes, tell the other ranks that this take failed before it stood in line.
 
-        They may still store earlier takes, and would take the error for one of those.
+        Other ranks may still store earlier takes, and would count the error as an error of these.
         """
 
         def tell() -> TakeResult:
@@ -288,11 +287,11 @@ class _Steps:
     ) -> TakeResult:
         """Store the new chunks, then the manifest, and commit.
 
-        Starts again where a collector was faster, or has made room on a full disk.
+        It starts again if a collector was faster, or if room was made on a full disk.
 
         Args:
-            batches_for: Returns what is to be hashed, in batches.
-            start_over: Has that begin again; returns whether it can.
+            batches_for: Returns the batches to hash.
+            start_over: Lets the batches begin again; returns whether they can.
 
         Raises:
             FencedError: A collector was faster, and the take cannot start again.
@@ -308,25 +307,25 @@ class _Steps:
         )
 
     def _make_room(self, error: StorageFullError) -> None:
-        """Have rank 0 make room on a full disk."""
+        """Let rank 0 make room on a full disk."""
         comm = self._comm
         if not comm.resume(error):
             raise error
-        # What takes that wait for this one rely on would not be freed. It is mostly what snapshots
-        # hold; a take that has lost some says so.
+        # Takes that wait for this one give up their reliance, or the chunks that they rely on could
+        # not be freed. Snapshots hold most of these chunks; a take that has lost some says so.
         store_id = self._repository.config.store_id
         for steps in list(_calls):
             if steps._repository.config.store_id == store_id:
                 steps.end_reliance()
-        # Until all ranks have deleted what they wrote, and are announced no more.
+        # Wait until all ranks have deleted their packs, and have withdrawn their announcements.
         comm.all_gather(b"")
         if comm.rank == 0:
             self._options.hooks.on_full(error, self._count_bytes)
 
     def _start_over(self, start_over: Callable[[], bool]) -> bool:
-        """Have all ranks start again, or none; return which."""
+        """Let all ranks start again, or none; return whether they do."""
         comm = self._comm
-        # The others wait here until rank 0 has made room.
+        # The other ranks wait here until rank 0 has made room.
         if comm.ended or not all(map(any, comm.all_gather(bytes([start_over()])))):
             return False
         self._base_root = None
@@ -337,7 +336,7 @@ class _Steps:
         return True
 
     def _tell_lengths(self, packs: int) -> None:
-        """Have rank 0 list the packs, where each rank would look at some."""
+        """Let rank 0 list the packs for all ranks, where otherwise each rank would look at some."""
         comm, lengths = self._comm, self._repository.index.pack_lengths
         told = lengths.listed_for(comm.size, packs) if comm.rank == 0 else None
         lengths.note(comm.broadcast_message(told, dict[PackId, int]))
@@ -380,7 +379,7 @@ class _Steps:
             finally:
                 if built is not None and session.may_be_referenced:
                     unclear_commits.add(session.commit_id)
-            # A take that starts again counts once.
+            # Noted only here, so that a take that starts again counts once.
             if asking is not None:
                 asking.note_streaks()
             return result

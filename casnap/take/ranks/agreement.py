@@ -1,4 +1,4 @@
-"""What the ranks of a take agree on before it begins: all ask for the same."""
+"""The agreement of the ranks before a take begins: all ask for the same, and rank 0 decides."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from casnap.take.options import TakeOptions, unclear_commits
 
 
 class Agreement(msgspec.Struct, array_like=True):
-    """What one rank asks of a take, and, once rank 0 has sent its own, what all go by.
+    """The message in which a rank says what it asks of a take; all ranks go by rank 0's.
 
     Attributes:
         store_id: The id of the store.
         name: The name of the snapshot.
         keys: The keys of the app state, as components: a key need not be Unicode.
         options: The options that must be the same on all ranks.
-        codec: How chunks are stored; that of rank 0 counts, which looks what the store is set to.
-        seed: A random number; that of rank 0 chooses which bytes of replicas are compared.
-        root: The newest root, which rank 0 reads for all where each look is a request.
-        lists: Whether rank 0 lists the packs for all before they rely on some.
+        codec: How chunks are stored. Only rank 0 looks how the store is set.
+        seed: A random number. Rank 0's chooses which bytes of replicas are compared.
+        root: The newest root, which rank 0 reads for all ranks where each look is a request.
+        lists: Whether rank 0 lists the packs for all ranks before they rely on some.
     """
 
     store_id: str
@@ -54,8 +54,8 @@ def agree(
 ) -> Agreement:
     """Return what rank 0 asks, once every rank has checked that it asks the same.
 
-    Its keys are in the order in which all ranks read their states: reading may be a collective of
-    the trainer's.
+    The keys are in the order in which all ranks read their states. The order must be the same,
+    since a ``state_dict()`` may be a collective.
 
     Args:
         store: The store.
@@ -105,7 +105,8 @@ def check_name(table: Table, name: str, options: TakeOptions, uri: str) -> None:
     """Check that a take may make a snapshot of this name.
 
     Raises:
-        SnapshotExistsError: The name is taken, and not by a take of this process that failed.
+        SnapshotExistsError: The name is taken. A snapshot of a take of this process that raised an
+            error does not count: the new one replaces it.
     """
     row = table.get(name)
     is_own = row is not None and row.commit in unclear_commits
@@ -113,7 +114,7 @@ def check_name(table: Table, name: str, options: TakeOptions, uri: str) -> None:
 
 
 def _check_name_is_free(store: Repository, name: str, options: TakeOptions) -> Root:
-    """Check it in the newest root, and return that."""
+    """Check in the newest root that a take may make a snapshot of this name; return that root."""
     check_path_is_free(store.backend, name)
     if store.backend.folder is not None:
         check_no_foreign_checkpoint(store.backend.folder / name)
@@ -126,5 +127,5 @@ def _check_name_is_free(store: Repository, name: str, options: TakeOptions) -> R
     try:
         return check(store.recent())
     except (SnapshotExistsError, DamagedError):
-        # That root may be a moment old.
+        # The recent root may be a moment old.
         return store.read_at_newest(check)

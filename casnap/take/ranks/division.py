@@ -1,7 +1,7 @@
 """The division of a take's work: what ranks hold in common, and which rank hashes which cells.
 
-The owner of its path plans a sharded tensor (:mod:`casnap.take.ranks.owners`). A tensor that all
-ranks hold is shared out by bytes; each rank computes its own share.
+A sharded tensor is planned by the owner of its path (:mod:`casnap.take.ranks.owners`). A tensor
+that all ranks hold is shared out by bytes, and each rank computes its own share.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Division(NamedTuple):
             sharded, for the ranks that hold it together. A single process that shares nothing needs
             none.
         owned: The sharded tensors that this rank owns.
-        plans: Leaf → what this rank hashes of it, where other ranks hold it too. All ranks put
-            cells together in this order.
+        plans: Leaf → what this rank does for it, for leaves that other ranks hold too. All ranks
+            put cells together in this order.
         splits: Whether shard edges cut a cell of any tensor, of any rank.
-        is_single_process: Whether a single process hashes all that it has, as it is.
+        is_single_process: Whether a single process hashes everything that it has.
     """
 
     scopes: list[Scope]
@@ -84,15 +84,15 @@ def divide(
 ) -> Division:
     """Find out what the ranks hold in common, and this rank's share of the hashing.
 
-    Replicas are compared by samples first, since each rank hashes but a part of them.
+    Replicas are compared by samples first, since each rank hashes only a part of them.
 
     Args:
         comm: The ranks.
         state: The state of this rank.
-        app_state: What it was captured from.
-        options: What the caller declares about it.
+        app_state: The values that it was captured from.
+        options: What the caller declares about them.
         chunk_size: The store's, in bytes.
-        seed: Chooses what is sampled; the same on all ranks.
+        seed: Chooses the samples; the same on all ranks.
 
     Raises:
         StateError: Ranks contradict each other.
@@ -132,7 +132,7 @@ def divide(
 
 
 def _of_one_process(state: CapturedState) -> Division:
-    """Return the division of a single process: everything is global but random states."""
+    """Return the division of a single process: everything is global, except random states."""
     scopes: list[Scope] = []
     for span in state.spans:
         scope = Scope.PER_RANK if span.scope is Scope.PER_RANK else Scope.FROM_RANK_0
@@ -173,7 +173,7 @@ class _Declarations(NamedTuple):
         replicated: Globs of paths that are equal on all ranks.
         per_rank: Globs of paths that belong to their rank.
         ddp_parameters: Paths of parameters of DDP modules: equal on all ranks.
-        ddp_buffers: Paths of buffers of DDP modules: those of rank 0 count.
+        ddp_buffers: Paths of buffers of DDP modules: rank 0's are stored.
     """
 
     replicated: tuple[str, ...] = ()
@@ -185,7 +185,7 @@ class _Declarations(NamedTuple):
 def _declarations(
     app_state: Mapping[str, Any], options: TakeOptions, ranks: Sequence[int]
 ) -> _Declarations:
-    """Return what the options declare, and the DDP modules of the ranks that take part.
+    """Return what the options declare, and what DDP modules of exactly these ranks declare.
 
     DDP keeps parameters equal, and gives all ranks the buffers of rank 0 at the next step, unless
     it is told not to, or has a hook for buffers. It says nothing about the rest of the state.
@@ -270,7 +270,7 @@ def _holdings(
     leaves: list[int],
     samples: Mapping[int, list[bytes]],
 ) -> Holdings:
-    """Return what this rank tells the owner of some leaves."""
+    """Return the message of this rank to the owner of some leaves."""
     holdings = Holdings([], [])
     for i in leaves:
         path, entry, content = state.leaves[i]
@@ -290,11 +290,11 @@ def _take_in(
 ) -> tuple[dict[int, RankPlan], list[int]]:
     """Take in the answers of the owners.
 
-    A leaf that is not equal on all ranks is treated as if it were not declared, as TorchSnapshot
-    does: its scope becomes UNDECIDED.
+    A leaf that is not equal on all ranks counts as not declared, as TorchSnapshot does it: its
+    scope becomes UNDECIDED.
 
     Returns:
-        Leaf → plan, of sharded leaves; and the leaves whose replicas have different bytes.
+        Leaf → plan, for sharded leaves; and the leaves whose replicas have different bytes.
     """
     plans, different = dict[int, RankPlan](), list[int]()
     for leaves, answer in zip(by_owner, answers, strict=True):
@@ -312,7 +312,7 @@ def _take_in(
 
 
 def _replicated(state: CapturedState, scopes: list[Scope], comm: Comm) -> dict[int, RankPlan]:
-    """Return what this rank hashes of leaves that all ranks hold, or that rank 0 hashes."""
+    """Return this rank's plans for leaves that all ranks hold, and for leaves of rank 0."""
     shared = sorted(
         (i for i, s in enumerate(scopes) if s is Scope.REPLICATED and i not in state.inline),
         key=lambda i: state.leaves[i].path,

@@ -1,9 +1,10 @@
 """Hashing on many ranks: rounds of messages while the threads of each rank hash.
 
 In a round the ranks send each other the parts of split cells, and decide which rank writes each
-chunk that is new, so that each is written once. The digest of a chunk names the rank that decides
-about it. It gets to know which ranks hold the chunk and do not find it in the store, and picks the
-one that has been given least to write. So no rank sees all digests, and all have as much to decide.
+new chunk, so that each chunk is written once. The digest of a chunk selects the rank that decides
+about it. A rank that holds the chunk, and does not find it in the store, offers it to the deciding
+rank, which picks the rank that was given least to write. So no rank sees all digests, and all ranks
+have equally much to decide.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ Hash = Callable[[Iterable[list[Piece]], SelectNew | None], None]
 """Hashes batches, on one thread; the second argument returns which of some new chunks this rank
 is to write."""
 
-# Seconds that a round waits for more offers; also if other ranks may wait for parts; and that a
-# thread sleeps before it looks again.
+# The seconds for which a round waits for more offers; the same, if other ranks may wait for parts;
+# and for which a thread sleeps before it looks again.
 _PATIENCE, _SHORT_PATIENCE, _LOOK = 0.02, 0.003, 0.1
-# What a rank says in a round begins with a _Head. Then a byte for each offer that it got in the
-# round before, its own offers (digest and size), and what SplitCells says.
+# A rank's message in a round begins with a _Head. Then come a byte for each offer that the rank got
+# in the round before, its own offers (digest and size), and the message of SplitCells.
 HEAD = struct.Struct("<??QdII")
 OFFER = struct.Struct(f"<{DIGEST_SIZE}sI")
 
@@ -50,10 +51,10 @@ class _Head(NamedTuple):
     """The beginning of a rank's message.
 
     Attributes:
-        is_last: Whether it has hashed everything.
-        asks: Whether it offers something, to any rank.
-        load: The bytes that it was given to write so far.
-        idle: The seconds for which it has not gone on.
+        is_last: Whether the rank has hashed everything.
+        asks: Whether the rank offers a chunk, to any rank.
+        load: The bytes that the rank was given to write so far.
+        idle: The seconds for which the rank has had work, but has not gone on.
         decided: How many decisions follow.
         offered: How many offers follow.
     """
@@ -79,7 +80,7 @@ class _Message:
 
 
 class _Offer:
-    """New chunks that a thread holds, and, once decided, which of them it is to write."""
+    """New chunks that a thread holds; and once this is decided, which of them it is to write."""
 
     def __init__(self, chunks: list[tuple[Digest, int]]) -> None:
         self.chunks = chunks
@@ -106,7 +107,7 @@ class Decider:
             messages: The offers of each rank.
 
         Returns:
-            For each rank one byte an offer: 1 if it is to write that chunk.
+            For each rank, one byte an offer: 1 if the rank is to write that chunk.
         """
         holders: dict[Digest, list[tuple[int, int]]] = {}
         decisions, sizes = [], dict[Digest, int]()
@@ -121,7 +122,7 @@ class Decider:
         for digest, of_ranks in holders.items():
             rank, i = min(of_ranks, key=lambda h: (loads[h[0]], (h[0] - self._rank) % self._size))
             decisions[rank][i] = 1
-            # All ranks decide at the same time, from the same loads, and give away as much.
+            # All ranks decide at the same time, from the same loads, and give away equally much.
             loads[rank] += self._size * sizes[digest]
             self._decided.add(digest)
         return [bytes(decision) for decision in decisions]
@@ -133,8 +134,8 @@ class Exchange:
     Args:
         comm: The ranks.
         crew: The owner of the threads.
-        state: What this rank hashes.
-        division: What it shares with other ranks.
+        state: The state of this rank.
+        division: What this rank shares with other ranks.
     """
 
     def __init__(self, comm: Comm, crew: Crew, state: CapturedState, division: Division) -> None:
@@ -145,12 +146,12 @@ class Exchange:
             comm.rank, shared, division.leaf_ids, state.plans, state.grids, comm.largest_team
         )
         self._decider = Decider(comm.rank, comm.size)
-        # While some threads wait for a decision, others hash. A waiting thread keeps a part-filled
-        # slot, and some must be left. Ranks of one host share its cores.
+        # While some threads wait for a decision, others hash. A waiting thread keeps a slot that is
+        # filled in part, and some slots must be left. Ranks of one host share its cores.
         each = -(-cores() // comm.neighbours)
         threads = min(each + (2 if comm.neighbours == 1 else 1), SLOTS - 2)
         self._threads = crew.limited(threads)
-        # The threads that still draw batches; that still hash; that wait for other ranks.
+        # How many threads still draw batches; still hash; and wait for other ranks.
         self._drawing = self._hashing = self._threads
         self._waiting = 0
         self._last_progress = time.monotonic()
@@ -178,7 +179,7 @@ class Exchange:
             self._crew.fail(e)
             raise
         finally:
-            # The caller may delete the packs; no thread may write any more by then.
+            # The caller may delete the packs next, so no thread may write after this.
             for thread in hashing:
                 thread.wait()
             self._split_cells.close()
@@ -187,9 +188,9 @@ class Exchange:
     # --- the threads that hash ---
 
     def _without_parts(self, batches: Iterable[list[Piece]]) -> Iterator[list[Piece]]:
-        """Yield what is hashed here; have the parts sent, in their order, before all else.
+        """Yield the pieces that this rank hashes; add the parts that it sends to the split cells.
 
-        So their memory is released on any error.
+        Parts are added at once, in their order, so that their memory is released on any error.
         """
         for batch in batches:
             if batch:
@@ -200,7 +201,7 @@ class Exchange:
             yield [piece for piece in batch if piece.part is None]
 
     def _with_whole_cells(self, source: SharedItems[list[Piece]]) -> Iterator[list[Piece]]:
-        """Yield what one thread is to hash: batches of this rank, and cells put together."""
+        """Yield the batches that one thread hashes: of this rank's pieces, and of joined cells."""
         try:
             for batch in source:
                 yield batch
@@ -220,7 +221,7 @@ class Exchange:
                 self._hashing -= 1
                 self._changed.notify_all()
             if self._crew.failed:
-                # Other threads may wait for the memory.
+                # Other threads may wait for the memory of the parts.
                 self._split_cells.drop()
 
     def _take_whole_cells(self, wait_while: Callable[[], bool]) -> list[Piece]:
@@ -243,9 +244,9 @@ class Exchange:
             return [self._whole_cells.popleft() for _ in range(min(len(self._whole_cells), 16))]
 
     def _select_share(self, digests: list[Digest], sizes: list[int]) -> list[bool]:
-        """Return which of some chunks, which the store lacks, this rank is to write.
+        """Return which of some chunks that the store lacks this rank is to write.
 
-        Waits for the round in which that is decided.
+        It waits for the round in which that is decided.
         """
         offer = _Offer(list(zip(digests, sizes, strict=True)))
         with self._changed, self._waiting_for_ranks():
@@ -284,7 +285,7 @@ class Exchange:
             loads = [message.head.load for message in received]
             decisions = self._decider.decide(loads, [message.offers for message in received])
             earlier, by_rank = offers, sorted_offers
-            # What was offered now is decided in the next round, which should come soon.
+            # The offers of this round are decided in the next one, which should come soon.
             urgent = any(message.head.asks for message in received)
             if not self._all_parts_came:
                 cells, over = self._split_cells.receive([message.parts for message in received])
@@ -296,10 +297,11 @@ class Exchange:
                 return
 
     def _collect_offers(self, urgent: bool) -> tuple[list[_Offer], bool]:
-        """Return what the threads offer by now, and whether these are the last offers."""
+        """Return the offers of the threads so far, and whether there will be no more."""
         now = time.monotonic()
         with self._changed:
-            # Wait until all threads wait for other ranks, but not while others may wait for this.
+            # Wait for more offers until all threads wait for other ranks; but not long, since other
+            # ranks may wait for this one.
             while not urgent and self._waiting < self._hashing and not self._crew.failed:
                 patience = _SHORT_PATIENCE if self._split_cells.has_news else _PATIENCE
                 if (seconds := now + patience - time.monotonic()) <= 0:
@@ -311,20 +313,20 @@ class Exchange:
     def _messages(
         self, offers: list[_Offer], decisions: list[bytes], is_last: bool
     ) -> tuple[list[memoryview], list[list[_Chunk]]]:
-        """Return what to say to each rank, and the chunks that it contains, in order."""
+        """Return the message to each rank, and the chunks that it offers, in order."""
         size = self._comm.size
         by_rank: list[list[_Chunk]] = [[] for _ in range(size)]
         for offer in offers:
             for chunk in offer.chunks:
                 by_rank[int.from_bytes(chunk[0][:8], "big") % size].append(chunk)
         with self._changed:
-            # The seconds for which this rank has had work to do, and has not gone on.
+            # The seconds for which this rank has had work, but has not gone on.
             busy = self._waiting < self._hashing
             idle = time.monotonic() - self._last_progress if busy else 0.0
         parts = [memoryview(b"")] * size
         if not self._all_parts_came:
             parts = self._split_cells.messages()
-        # Most ranks are told the same where there are many: nothing but how this one gets on.
+        # Among many ranks, most get the same message, which only says how this rank gets on.
         plain = memoryview(HEAD.pack(is_last, bool(offers), self._load, idle, 0, 0))
         messages = []
         for chunks, decided, part in zip(by_rank, decisions, parts, strict=True):
@@ -339,7 +341,7 @@ class Exchange:
     def _settle(
         self, offers: list[_Offer], by_rank: list[list[_Chunk]], decisions: list[memoryview]
     ) -> None:
-        """Tell the threads what was decided about their offers of the round before."""
+        """Give the threads the decisions about their offers of the round before."""
         mine = {
             chunk[0]
             for chunks, decision in zip(by_rank, decisions, strict=True)

@@ -58,8 +58,8 @@ class HeldShards(msgspec.Struct, array_like=True):
         leaf_id: The id of the leaf.
         path: Its path.
         entry: Its entry, without digests.
-        boxes: The boxes of the tensor that it holds.
-        samples: A sample of each.
+        boxes: The boxes of the tensor that the rank holds.
+        samples: A sample of each box.
     """
 
     leaf_id: bytes
@@ -75,7 +75,7 @@ class HeldReplica(msgspec.Struct, array_like=True):
     Attributes:
         leaf_id: The id of the leaf.
         description: A digest of what must be the same on all ranks, beside the bytes.
-        sample: A sample of the bytes; empty where these need not be equal.
+        sample: A sample of the bytes; empty if the bytes need not be equal.
     """
 
     leaf_id: bytes
@@ -84,10 +84,10 @@ class HeldReplica(msgspec.Struct, array_like=True):
 
 
 class Holdings(msgspec.Struct, array_like=True):
-    """What one rank holds of the leaves of one owner; it tells the owner before anything is hashed.
+    """The message in which a rank tells an owner, before it hashes, which of its leaves it holds.
 
     Attributes:
-        sharded: The tensors of which it holds pieces.
+        sharded: The tensors of which the rank holds pieces.
         replicated: The leaves that are declared equal on all ranks.
     """
 
@@ -96,7 +96,7 @@ class Holdings(msgspec.Struct, array_like=True):
 
 
 class Replica(IntEnum):
-    """What the owner finds about a leaf that is declared equal on all ranks."""
+    """The owner's finding about a leaf that is declared equal on all ranks."""
 
     MISMATCHED = 0  # some ranks do not have it, or have another shape or dtype
     EQUAL = 1
@@ -104,10 +104,10 @@ class Replica(IntEnum):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """What an owner tells one rank to do, in the order of its holdings.
+    """The message in which an owner tells a rank what to do, in the order of the rank's holdings.
 
     Attributes:
-        sharded: What the rank is to do for each sharded leaf.
+        sharded: The rank's plan for each sharded leaf.
         replicated: A ``Replica`` for each leaf that is declared equal.
         splits: Whether shard edges cut a cell of any tensor of the owner.
     """
@@ -128,12 +128,16 @@ def path_part(leaf_id: bytes) -> bytes:
 
 
 def owner_of(leaf_id: bytes, size: int) -> int:
-    """Return the rank that owns a path, of so many ranks."""
+    """Return which of ``size`` ranks owns a path."""
     return int.from_bytes(leaf_id[:8], "big") % size
 
 
 def equal_on_all_ranks(told: Sequence[Sequence[tuple[bytes, bytes]]]) -> dict[bytes, bool]:
-    """Return, for each id that some rank names, whether all ranks give the same value for it."""
+    """Return, for each id that a rank gives a value, whether all ranks give the same value.
+
+    Args:
+        told: For each rank, ids and their values.
+    """
     values_of: defaultdict[bytes, list[bytes]] = defaultdict(list)
     for leaf_id, value in chain.from_iterable(told):
         values_of[leaf_id].append(value)
@@ -141,7 +145,7 @@ def equal_on_all_ranks(told: Sequence[Sequence[tuple[bytes, bytes]]]) -> dict[by
 
 
 def few_paths(paths: Sequence[str]) -> str:
-    """Return some paths for a message; of many, the first three."""
+    """Return paths for a message; if there are more than three, the first three."""
     more = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
     return ", ".join(sorted(paths)[:3]) + more
 
@@ -187,7 +191,7 @@ def check_replicated(
     Args:
         holdings: What each rank holds.
         replicas: What the owner found about them.
-        paths_by_id: Id → path, of these paths that this rank owns.
+        paths_by_id: Id → path, for the named paths that this rank owns.
 
     Raises:
         StateError: Some are not equal.
@@ -226,7 +230,7 @@ def plan_sharded(
     Args:
         holdings: What each rank holds.
         chunk_size: The store's, in bytes.
-        hosts: A number for each rank, which ranks of one host have in common.
+        hosts: For each rank, the number of its host.
 
     Raises:
         StateError: Ranks hold pieces of different tensors under one name, replicas that differ, or
@@ -257,7 +261,7 @@ def plan_sharded(
 
 
 def _holders(holdings: list[Holdings]) -> dict[bytes, list[tuple[int, HeldShards]]]:
-    """Return, for each sharded tensor, the ranks that hold pieces of it, and which."""
+    """Return, for each sharded tensor, the ranks that hold pieces of it, each with its pieces."""
     holders: defaultdict[bytes, list[tuple[int, HeldShards]]] = defaultdict(list)
     firsts: dict[bytes, tuple[int, KnownEntry]] = {}
     for rank, of_rank in enumerate(holdings):
@@ -278,7 +282,7 @@ def _check_shard_replicas(path: str, holders: Sequence[tuple[int, HeldShards]]) 
     """Check that ranks that hold the same box of a tensor hold the same bytes in it.
 
     Raises:
-        StateError: They do not.
+        StateError: The bytes differ.
     """
     first_seen: dict[Region, tuple[int, bytes]] = {}
     for rank, held in holders:

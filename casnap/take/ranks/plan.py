@@ -4,9 +4,9 @@ There are two kinds of plans. Tensors that all ranks hold are shared out by byte
 computes its own share (:func:`replicated_runs`). A sharded tensor is planned by one rank, from the
 boxes that each rank holds (:func:`plan_tensor`).
 
-A cell that lies whole in a box is hashed by a rank that holds the box. Cells that shard edges cut
-are put together by one rank: ranks send it the part of them that each box holds. It takes a few of
-them at a time, a *joint*.
+A cell that lies whole in a box is hashed by a rank that holds the box. A cell that shard edges cut
+is put together by one rank, the *joiner*: other ranks send it the parts that their boxes hold. It
+puts a few such cells together at a time, a *joint*.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from casnap.format.grid import Grid, grid_of
 from casnap.format.region import Region, cover_once
 
 CoveredRun: TypeAlias = tuple[int, int, tuple[int, ...]]
-"""A run of cells, and the numbers of the boxes that hold some of each."""
+"""A run of cells, and the numbers of the boxes that hold some of each cell."""
 
-# So many bytes of cells that are cut alike are put together at once: fewer messages.
+# The most bytes of cells that are cut alike and put together at once, for fewer messages.
 _JOINT_BYTES = 4 << 20
 
 
 class SentPart(Struct, frozen=True, array_like=True, gc=False):
-    """The part of some cells that one box holds, for the rank that puts these cells together.
+    """The part of a joint that one box holds.
 
     Attributes:
-        first_cell: The first of these cells.
-        to: That rank; it may be the one that holds the box.
+        first_cell: The first cell of the joint.
+        to: The joiner; it may hold the box itself.
         region: Where the part lies in the tensor.
     """
 
@@ -46,14 +46,14 @@ class SentPart(Struct, frozen=True, array_like=True, gc=False):
 
 
 class RankPlan(Struct, array_like=True):
-    """What one rank does for one tensor.
+    """The work of one rank for one tensor.
 
     Attributes:
-        runs: Whole cells to hash, from one number to another, in order; each run lies in a single
-            box that the rank holds.
-        sends: The parts that this rank sends, in the order of cells.
-        joints: The runs of cells that it puts together, each as a whole, and hashes, in order.
-        senders: For each of these runs the ranks that send parts of it.
+        runs: The runs of whole cells to hash, in order: the first cell, and one past the last. Each
+            run lies in a single box that the rank holds.
+        sends: The parts that the rank sends, in the order of cells.
+        joints: The runs of cells that the rank puts together and hashes, in order.
+        senders: For each joint, the ranks that send parts of it.
     """
 
     runs: list[tuple[int, int]] = field(default_factory=list)
@@ -65,10 +65,10 @@ class RankPlan(Struct, array_like=True):
 def replicated_runs(grids: Sequence[Grid], rank: int, world: int) -> list[tuple[int, int, int]]:
     """Return which cells a rank hashes of tensors that all ranks hold.
 
-    All have the same number of bytes to hash, give or take one cell.
+    All ranks have the same number of bytes to hash, give or take one cell.
 
     Args:
-        grids: Of all these tensors, in one order on all ranks.
+        grids: The grids of all these tensors, in one order on all ranks.
         rank: The rank whose share this is.
         world: The number of ranks.
 
@@ -100,11 +100,11 @@ def plan_tensor(
         name: The name of the tensor, for messages.
         tiebreak: Any number, such as a hash of the name. It chooses among ranks that could do the
             same equally well; 0 chooses the lowest.
-        loads: The bytes that each rank has been given to hash by other plans; those of this plan
-            are added. A cell goes to its holder with the lowest load; of equal ones, to the holder
-            of the largest part.
-        hosts: A number for each rank, which ranks of one host have in common. A part that several
-            ranks hold comes from the host of the rank that needs it, if it can. None for one host.
+        loads: The bytes that other plans have given each rank to hash. This plan adds its own. A
+            cut cell goes to the holder with the lowest load; among equal loads, to the holder of
+            the largest part.
+        hosts: For each rank, the number of its host. If several ranks hold a part, one on the
+            joiner's host sends it, if there is one. None if all ranks are on one host.
 
     Returns:
         The plan of each rank that has something to do.
@@ -127,9 +127,9 @@ class _CellBytes:
     """The cells of a grid as runs of the tensor's bytes.
 
     Attributes:
-        cell: Bytes of a full cell.
-        lead: Bytes that ``rows`` cells have together.
-        rows: Cells along the grid's axis.
+        cell: The bytes of a full cell.
+        lead: The bytes that ``rows`` cells have together.
+        rows: The number of cells along the grid's axis.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -154,7 +154,7 @@ class _CellRuns:
     """Runs of cells, one after the other, to be shared out by bytes.
 
     Args:
-        runs: For each the cells that it is of, the first cell, and one past the last.
+        runs: The runs: the cells of the tensor, the first cell, and one past the last.
     """
 
     def __init__(self, runs: Sequence[tuple[_CellBytes, int, int]]) -> None:
@@ -166,8 +166,7 @@ class _CellRuns:
         """Return the cells that begin in one of several equal parts of the bytes.
 
         Returns:
-            Runs: for each the number of the run that it is a part of, the first cell, and one past
-            the last.
+            Parts of the runs: the number of the run, the first cell, and one past the last.
         """
         total = self._starts[-1]
         low, high = (-(-n * total // parts) for n in (part, part + 1))
@@ -206,8 +205,8 @@ class _Planner:
         grid: Its grid.
         held: Boxes that hold each element once.
         tiebreak: As for :func:`plan_tensor`.
-        loads: The same.
-        hosts: The same.
+        loads: As for :func:`plan_tensor`.
+        hosts: As for :func:`plan_tensor`.
 
     Attributes:
         ranks: The plan of each rank.
@@ -258,7 +257,7 @@ class _Planner:
         return self._cells.run(stop)[0] - self._cells.run(first_cell)[0]
 
     def _plan_cut_cells(self, first_cell: int, stop: int, boxes: tuple[int, ...]) -> None:
-        """Plan which ranks put cells together that the same boxes cut."""
+        """Plan which ranks put together a run of cells that the same boxes cut."""
         holders = {rank for box in boxes for rank in self._held[box].ranks}
         most = min(_JOINT_BYTES // self._cells.cell, -(-(stop - first_cell) // len(holders)))
         while first_cell < stop:
@@ -270,7 +269,7 @@ class _Planner:
             first_cell = end
 
     def _plan_joint(self, first_cell: int, stop: int, parts: list[_Held]) -> None:
-        """Plan which rank puts some cells together, from which parts."""
+        """Plan which rank joins the cells of a joint, and which ranks send it the parts."""
         elements_by_rank: defaultdict[int, int] = defaultdict(int)
         for region, ranks in parts:
             for rank in ranks:
@@ -289,13 +288,13 @@ class _Planner:
         self.ranks[joiner].senders.append(sorted(senders))
 
     def _near(self, ranks: list[int], joiner: int) -> list[int]:
-        """Return those of some ranks that are on the host of another one; all if none are."""
+        """Return the ranks that are on the joiner's host; if there are none, all of them."""
         if self._hosts is None or len(ranks) == 1:
             return ranks
         return [r for r in ranks if self._hosts[r] == self._hosts[joiner]] or ranks
 
     def _joiner(self, elements_by_rank: dict[int, int], nbytes: int) -> int:
-        """Choose the rank that puts some cells together.
+        """Choose the rank that joins some cells.
 
         Args:
             elements_by_rank: Rank → how many elements of the cells it holds.
@@ -313,10 +312,10 @@ class _Planner:
 
 
 def _covered_runs(runs: list[tuple[int, int, int]]) -> list[CoveredRun]:
-    """Return disjoint runs that cover the same, each with the numbers of the runs that cover it.
+    """Return disjoint runs of the same cells, each with the numbers of the runs that cover it.
 
     Args:
-        runs: Sorted: first cell, one past the last, and number.
+        runs: Runs, sorted: the first cell, one past the last, and the number of the run.
     """
     if all(a[1] <= b[0] for a, b in pairwise(runs)):
         return [(first_cell, stop, (i,)) for first_cell, stop, i in runs]

@@ -1,9 +1,9 @@
 """Samples of tensors, by which ranks check that their replicas are equal.
 
-A tensor of up to 64 KiB is compared as a whole. A larger one gives 64 bytes for each eighth of a
-chunk, at random places. When training makes replicas differ, it changes nearly all elements. So a
+A tensor of up to 64 KiB is compared as a whole. Of a larger tensor, each eighth of a chunk gives 64
+bytes, at a random place. When training makes replicas differ, it changes nearly all elements. So a
 run of a quarter of a chunk that differs throughout is always found; a single element mostly is not.
-This reads about a two-thousandth of the bytes.
+With chunks of 1 MiB, this reads about a two-thousandth of the bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Sampler:
         self._places: dict[tuple[int, int], torch.Tensor] = {}
 
     def samples(self, contents: Sequence[torch.Tensor | bytes]) -> list[bytes]:
-        """Return a sample of each tensor or value: equal for equal ones, else most likely not."""
+        """Return a sample of each tensor or value. Equal contents have equal samples."""
         samples = [b""] * len(contents)
         elsewhere: defaultdict[torch.device, list[tuple[int, torch.Tensor]]] = defaultdict(list)
         for i, content in enumerate(contents):
@@ -51,7 +51,7 @@ class Sampler:
             else:
                 elsewhere[words.device].append((i, words.reshape(-1).view(torch.uint8)))
         for drawn in elsewhere.values():
-            # One copy from each device, not one for each tensor.
+            # Each device is copied from once, not once for each tensor.
             joined = torch.cat([words for _, words in drawn]).cpu()
             each = torch.split(joined, [len(words) for _, words in drawn])
             for (i, _), words in zip(drawn, each, strict=True):
@@ -62,7 +62,7 @@ class Sampler:
         if content.nbytes <= _WHOLE_BYTES:
             return _as_words(content).contiguous()
         words = _as_words(content)
-        # This works for any layout, in the order of the elements, and copies only these.
+        # take() works for any layout, in the order of the elements, and copies only the drawn ones.
         return torch.take(words, self._positions(words.numel(), words.itemsize).to(words.device))
 
     def _positions(self, count: int, itemsize: int) -> torch.Tensor:

@@ -1,15 +1,15 @@
 """Cells that shard edges cut: ranks send their parts to one rank, which puts the cells together.
 
-So the chunks of a tensor do not depend on its sharding. A few cells that are cut alike are put
-together at once, as the planner decided; together they are a *joint*.
+So the chunks of a tensor do not depend on its sharding. The planner decides which cells, cut alike,
+are put together at once; they are a *joint*.
 
 All ranks send their parts in one order of joints. Each rank opens its joints in that order, as it
-has room, and tells the ranks that have parts of them; nothing is sent for a joint that is not open.
-So memory is bounded, and some rank can always go on: the first joint that is not whole is open, and
+has room, and tells the ranks that have parts of them. No part is sent before its joint is open. So
+memory is bounded, and some rank can always go on: the first joint that is not whole is open, and
 each rank that has a part of it has sent all parts that come before.
 
-The joints of a rank lie in memory that it shares. Ranks of its host copy their parts there; for
-other ranks the bytes are part of the message.
+The joints of a rank lie in memory that it shares. Ranks of its host copy their parts there; ranks
+of other hosts send the bytes in their messages.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _cell_slots = Pool(SHARED_BYTES, 1)
 
 
 class _OpenJoint(msgspec.Struct, array_like=True, gc=False):
-    """A joint that a rank takes parts of.
+    """A joint for which a rank takes parts.
 
     Attributes:
         leaf_id: The id of the leaf.
         first_cell: The first cell.
-        stop: One past the last.
-        at: Where it lies in its rank's shared memory; -1 if not there.
+        stop: One past the last cell.
+        at: Where the joint lies in its rank's shared memory; -1 if it is not there.
     """
 
     leaf_id: bytes
@@ -59,14 +59,14 @@ class _OpenJoint(msgspec.Struct, array_like=True, gc=False):
 
 
 class _Part(msgspec.Struct, array_like=True, gc=False):
-    """A part that is sent.
+    """A part that a rank has sent.
 
     Attributes:
         leaf_id: The id of the leaf.
         first_cell: The first cell of the joint.
         nbytes: The length of the part.
-        region: Where it lies in the tensor, if its bytes follow in the message;
-            None if they are in place.
+        region: Where the part lies in the tensor, if its bytes follow in the message; None if the
+            sender has copied them to their place.
     """
 
     leaf_id: bytes
@@ -76,11 +76,11 @@ class _Part(msgspec.Struct, array_like=True, gc=False):
 
 
 class _PartList(msgspec.Struct, array_like=True):
-    """What goes before the bytes of parts.
+    """The beginning of a message, before the bytes of parts.
 
     Attributes:
         is_last: Whether the sender will send no more parts.
-        opened: The joints that the sender takes parts of from now on, in order, if the receiver
+        opened: The joints of the sender that are open from now on, in order, as far as the receiver
             has parts of them.
         parts: The parts, in order.
     """
@@ -91,14 +91,14 @@ class _PartList(msgspec.Struct, array_like=True):
 
 
 class _Joint:
-    """Cells that this rank puts together.
+    """A joint that this rank puts together.
 
     Attributes:
         leaf: The leaf.
-        opened: What the other ranks were told of it.
+        opened: The joint as the other ranks know it.
         sizes: The bytes of each cell.
         view: The bytes of all cells.
-        missing: How many of them are still to come.
+        missing: How many of these bytes are still to come.
     """
 
     __slots__ = ("leaf", "missing", "opened", "sizes", "view")
@@ -114,7 +114,8 @@ class _Joint:
 class SplitCells:
     """The parts that this rank sends, and the cells that it puts together.
 
-    All but :meth:`add` and :meth:`drop` is called by the thread that talks.
+    Threads that hash call :meth:`add`, :meth:`finish` and :meth:`drop`, and look at
+    :attr:`is_full`. The thread that talks to the other ranks calls all else.
 
     Args:
         rank: This rank.
@@ -123,7 +124,7 @@ class SplitCells:
         plans: Leaf → what this rank does for it. Leaves that several ranks hold pieces of are in
             the same order on all ranks.
         grids: Leaf → how it is cut into cells.
-        largest_team: How many ranks' parts go by one rank.
+        largest_team: The most ranks whose messages go through one rank.
     """
 
     def __init__(
@@ -143,16 +144,16 @@ class SplitCells:
         self._plans = plans
         self._grids = {leaf_ids[i]: grids[i] for i in plans}
         self._lock = threading.Lock()
-        # What threads have added: for each rank the parts that wait, and the bytes of all of them.
+        # The parts that threads have added, and that wait for each rank; the bytes of all of them.
         self._outbox: list[deque[Piece]] = [deque() for _ in range(self._size)]
         self._waiting_bytes = 0
         self._last = False
-        # Of each rank: whether it has said that it will send no more; the joints that it takes
-        # parts of from this rank, in order.
+        # For each rank: whether it has said that it will send no more; and its open joints of which
+        # this rank has parts, in order.
         self._lasts = [False] * self._size
         self._taking: list[deque[_OpenJoint]] = [deque() for _ in range(self._size)]
-        # This rank's joints: those that are still to be opened; the next one; those that are open;
-        # the bytes of these, and of what is whole but not hashed yet.
+        # This rank's joints that are still to be opened; the next one; the open ones; the bytes of
+        # open joints, and of joints that are whole but not hashed yet.
         self._to_open = self._joints()
         self._next = next(self._to_open, None)
         self._open: dict[tuple[bytes, int], _Joint] = {}
@@ -213,7 +214,7 @@ class SplitCells:
             return self._may_open or any(self._next_joint(rank) for rank in range(self._size))
 
     def _next_joint(self, rank: int) -> _OpenJoint | None:
-        """Return the joint of the next part for a rank, if there is one and the rank takes it."""
+        """Return the open joint of the next part for a rank; None if no part can be sent now."""
         box, joints = self._outbox[rank], self._taking[rank]
         if not box:
             return None
@@ -235,11 +236,11 @@ class SplitCells:
                 for rank, pieces in enumerate(drawn)
             ]
         finally:
-            # After an error as well: no box has them any more.
+            # Also after an error: no outbox has these pieces any more.
             give_back(piece for pieces in drawn for piece, _ in pieces)
 
     def _draw(self, rank: int) -> list[tuple[Piece, _OpenJoint]]:
-        """Take parts for a rank off its box, with their joints."""
+        """Take parts for a rank out of its outbox, with their joints."""
         drawn: list[tuple[Piece, _OpenJoint]] = []
         room = max(1, _WINDOW_BYTES // (self._size * self._largest_team))
         with self._lock:
@@ -285,7 +286,7 @@ class SplitCells:
         """
         for rank, content in enumerate(messages):
             if not content:
-                continue  # that rank has all its cells
+                continue  # that rank has learned that no more parts come
             start = _HEAD.size + _HEAD.unpack_from(content)[0]
             message = decoder(_PartList).decode(content[_HEAD.size : start])
             self._lasts[rank] = message.is_last
@@ -307,7 +308,7 @@ class SplitCells:
         return self._bytes_in_use + sum(self._next[2]) <= len(self._room) or not self._bytes_in_use
 
     def _open_more(self) -> list[list[_OpenJoint]]:
-        """Open this rank's next joints, as far as there is room; return what to tell each rank."""
+        """Open this rank's next joints, as far as there is room; return them for each sender."""
         new_joints: list[list[_OpenJoint]] = [[] for _ in range(self._size)]
         while self._next is not None and self._may_open:
             leaf, first_cell, sizes, senders = self._next
@@ -328,7 +329,10 @@ class SplitCells:
     def _fill(
         self, part: _Part, region: Region | None = None, content: memoryview | None = None
     ) -> None:
-        """Note that a part has come, or copy it to its place; whole cells are to be hashed."""
+        """Note that a part has come, and copy it to its place unless it is there.
+
+        Cells that are whole then are to be hashed.
+        """
         joint = self._open[part.leaf_id, part.first_cell]
         opened = joint.opened
         if region is not None and content is not None:
@@ -350,14 +354,14 @@ class SplitCells:
         )
 
     def close(self) -> None:
-        """Give memory back, once no thread hashes any more."""
+        """Give the memory back, once no thread hashes any more."""
         slot, self._slot = self._slot, None
         if slot is not None and len(slot.view) == _cell_slots.slot_bytes:
             _cell_slots.release(slot)
 
 
 def _copy(target: memoryview, outer: Region, part: Region, content: memoryview) -> None:
-    """Copy the bytes of a part to its place in a box whose bytes begin with ``target``."""
+    """Copy a part to its place in the box ``outer``, whose bytes are the first of ``target``."""
     itemsize = len(content) // part.numel
     start = part.start_in(outer)
     if start is not None:
