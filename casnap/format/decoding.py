@@ -99,5 +99,7 @@ def unpacked(
         struct.error: The last record is cut off; the ones before it were yielded.
     """
     step = _AT_ONCE * layout.size
+    if len(data) <= step:
+        return layout.iter_unpack(bytes(data))  # most are few: a chain costs more than they do
     copies = (bytes(data[at : at + step]) for at in range(0, len(data), step))
     return chain.from_iterable(map(layout.iter_unpack, copies))

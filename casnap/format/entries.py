@@ -214,13 +214,13 @@ def entry_tree(top: Digest, load: Load) -> Tree[Entry]:
 
 def unknown_in(entry: Entry) -> str:
     """Return the part of an entry that only a later version can read; "" if there is none."""
-    if isinstance(entry, UnknownEntry):
-        return entry.what
-    if isinstance(entry, ValueEntry):
-        return "" if entry.kind in VALUE_KINDS else f"the kind of value {entry.kind[:40]!r}"
-    if isinstance(entry, ContainerEntry):
-        kind = entry.kind[:40]
-        return "" if entry.kind in CONTAINER_KINDS else f"the kind of container {kind!r}"
+    match entry:  # no call for each test: a restore asks this of each entry, twice
+        case ValueEntry(kind=kind):
+            return "" if kind in VALUE_KINDS else f"the kind of value {kind[:40]!r}"
+        case ContainerEntry(kind=kind):
+            return "" if kind in CONTAINER_KINDS else f"the kind of container {kind[:40]!r}"
+        case UnknownEntry(what=what):
+            return what
     if entry.kind not in TENSOR_KINDS:
         return f"the kind of tensor {entry.kind[:40]!r}"
     is_numpy, dtype = entry.kind in NUMPY_KINDS, entry.dtype

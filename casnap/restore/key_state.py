@@ -19,7 +19,11 @@ from casnap.state.containers import DICT_KINDS, container_builder, live_componen
 from casnap.state.flatten import Known, Reopened, live_parts
 from casnap.state.parts import check_state
 from casnap.state.stateful import StateDict, Stateful
+from casnap.state.tensors import ORDINARY_TYPES
+from casnap.state.values import PLAIN_TYPES
 from casnap.storage import Contents
+
+_NO_CONTAINERS = frozenset({*ORDINARY_TYPES, *PLAIN_TYPES})
 
 
 @dataclass(frozen=True)
@@ -75,16 +79,24 @@ def packed_lists(
 
 
 def _mappings(value: Any, path: str) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    is_mapping = isinstance(value, Mapping)
-    if is_mapping:
-        yield path, value
-    elif not isinstance(value, list | tuple):
-        return
-    children = list(value.values()) if is_mapping else value
-    components = live_components(value) if is_mapping else map(str, range(len(value)))
-    for component, child in zip(components, children, strict=True):
-        if isinstance(child, Mapping | list | tuple):
-            yield from _mappings(child, f"{path}/{component}")
+    """Yield the dicts in a value, with their paths; each before those in it."""
+    stack = [(path, value)]
+    while stack:
+        path, value = stack.pop()
+        is_mapping = isinstance(value, Mapping)
+        if is_mapping:
+            yield path, value
+        elif not isinstance(value, list | tuple):
+            continue
+        children = [*value.values()] if is_mapping else value
+        # Nearly all of a state are tensors and numbers: they have no components.
+        nested = [i for i, child in enumerate(children) if type(child) not in _NO_CONTAINERS]
+        if nested:
+            components = live_components(value) if is_mapping else None
+            stack += [
+                (f"{path}/{i if components is None else components[i]}", children[i])
+                for i in reversed(nested)
+            ]
 
 
 def _upwards(path: str) -> Iterator[str]:

@@ -82,20 +82,24 @@ def without_misfits(
         The key without the state of each parameter that has such a moment. The optimizer then takes
         the parameter for one that was never trained.
     """
-    moments: dict[str, dict[str, tuple[int, ...] | None]] = {}
-    for path, entry in state.entries.items():
-        is_sparse = isinstance(entry, ContainerEntry) and entry.kind.startswith("sparse")
-        if isinstance(entry, TensorEntry) or is_sparse:
-            parent, _, name = path.rpartition("/")
-            shape = entry.shape if isinstance(entry, TensorEntry) else None
-            moments.setdefault(parent, {})[name] = shape
+    parameters = dict(_states(contents, state, optimizer))
     unfit = set[str]()
-    for path, parameter in _states(contents, state, optimizer):
-        for name, stored in moments.get(path, {}).items():
-            reason = _why_unfit(optimizer, parameter, name, stored, taken.get(id(parameter)))
-            if reason:
-                report.mismatched.append(f"{path}/{name}: {reason}")
-                unfit.add(path)
+    for path, entry in state.entries.items():
+        match entry:
+            case TensorEntry(shape=shape):
+                stored: tuple[int, ...] | None = shape
+            case ContainerEntry(kind=kind) if kind.startswith("sparse"):
+                stored = None
+            case _:
+                continue
+        parent, _, name = path.rpartition("/")
+        parameter = parameters.get(parent)
+        if parameter is None or parameter.shape == stored:
+            continue
+        reason = _why_unfit(optimizer, parameter, name, stored, taken.get(id(parameter)))
+        if reason:
+            report.mismatched.append(f"{path}: {reason}")
+            unfit.add(parent)
     return replace(state.without(unfit), skipped=state.skipped | unfit)
 
 
@@ -120,7 +124,8 @@ def _states(
     pairs += ((key, parameters[path]) for path, key in loading.load_values().items())
     for key, parameter in pairs:
         if isinstance(key, int | str) and not is_lazy(parameter):
-            yield f"{state.component}/state/{component_of(encode_key(key))}", parameter
+            component = str(key) if type(key) is int else component_of(encode_key(key))
+            yield f"{state.component}/state/{component}", parameter
 
 
 def _why_unfit(
@@ -130,7 +135,7 @@ def _why_unfit(
     stored: tuple[int, ...] | None,
     taken: Taken | None,
 ) -> str:
-    """Return why a moment does not fit a parameter; empty if it fits, or nobody can tell.
+    """Return why a moment of another shape does not fit a parameter; empty if nobody can tell.
 
     It does not fit if a module in the snapshot has the parameter in another shape. It does not fit
     either if its own shape is not the one that the optimizer's moment has here, or that torch gives
@@ -144,8 +149,6 @@ def _why_unfit(
         taken: The parameter in the snapshot.
     """
     shape = tuple(parameter.shape)
-    if stored == shape:
-        return ""
     if taken is not None and taken.shape != shape and (stored != () or not taken.shape):
         return f"its parameter {taken.path} has {shape} here, {taken.shape} in the snapshot"
     held = optimizer.state.get(parameter, {}).get(name)

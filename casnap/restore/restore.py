@@ -25,7 +25,7 @@ from casnap.restore.renaming import Rename, renamed
 from casnap.restore.restore_report import RestoreReport, mismatch_message
 from casnap.restore.shared_reads import fetch_shared
 from casnap.restore.shared_trees import share_trees
-from casnap.restore.targets import conflicts, memory_of, targets_of
+from casnap.restore.targets import Part, conflicts, memory_of, targets_of
 from casnap.restore.ties import conflicting_ties, told
 from casnap.restore.versions import with_versions
 from casnap.restore.wrappers import advice_on_wrappers
@@ -95,7 +95,7 @@ def restore(
         if state is not None:
             check_known(contents.label, state.entries.items())
     compared = [state for state in key_states if state is not None]
-    states, targets = _compared(contents, compared, report)
+    states, targets, overlapping = _compared(contents, compared, report)
     report.missing += _missed_by_new_ranks(contents, kept_for_others, comm)
     if options.strict and report:
         renames = options.rename is not None
@@ -107,7 +107,9 @@ def restore(
             check_pickle_allowed(path, entry.kind)
     comm.enter_phase("reading")
     held = _held(states) if options.reuse else {}
-    known, leaves, kept_bytes = _load(contents, entries, targets, held, options, comm, agreed)
+    known, leaves, kept_bytes = _load(
+        contents, entries, targets, overlapping, held, options, comm, agreed
+    )
     report.kept_bytes = kept_bytes
     for state in states:
         known |= state.known
@@ -182,11 +184,12 @@ def _on_devices(
 @without_torch_modes()
 def _compared(
     contents: Contents, key_states: Sequence[KeyState], report: RestoreReport
-) -> tuple[list[KeyState], dict[str, Shards]]:
+) -> tuple[list[KeyState], dict[str, Shards], list[list[Part]]]:
     """Report how the keys differ from the snapshot.
 
     Returns:
-        The keys that can be restored, as far as they fit, and their tensors to fill in place.
+        The keys that can be restored, as far as they fit; their tensors to fill in place; and the
+        groups of these that share memory, but are not the same in the snapshot.
     """
     states: list[KeyState] = []
     targets: dict[str, Shards] = {}
@@ -217,24 +220,32 @@ def _without_conflicts(
     states: list[KeyState],
     targets: dict[str, Shards],
     report: RestoreReport,
-) -> tuple[list[KeyState], dict[str, Shards]]:
+) -> tuple[list[KeyState], dict[str, Shards], list[list[Part]]]:
     """Report tensors of modules that share memory, but are not the same in the snapshot.
 
     A value that is no module gets a tensor for each name, and need not keep the tie.
+
+    Returns:
+        As :func:`_compared` does. In each group is a tensor of a value that is no module.
     """
     entries = {
-        path: entry
-        for state in states
-        if isinstance(state.stateful, torch.nn.Module)
-        for path, entry in state.entries.items()
-        if path in targets
+        path: entry for state in states for path, entry in state.entries.items() if path in targets
     }
-    groups = conflicting_ties(contents, {path: targets[path] for path in entries}, entries)
-    report.mismatched += map(told, groups)
-    unfit = frozenset(path for group in groups for path in group)
+    groups = conflicts(memory_of(targets), entries)
+    if not groups:
+        return states, targets, groups
+    in_groups = {path: targets[path] for group in groups for path, _ in group}
+    modules = {s.component for s in states if isinstance(s.stateful, torch.nn.Module)}
+    of_modules = {p: shards for p, shards in in_groups.items() if p.split("/")[0] in modules}
+    ties = conflicting_ties(contents, of_modules, entries)
+    report.mismatched += map(told, ties)
+    unfit = frozenset(path for paths in ties for path in paths)
+    # A part of what agrees agrees, so there is nothing to find outside of these groups.
+    in_groups = {path: shards for path, shards in in_groups.items() if path not in unfit}
     return (
         [replace(state.without(unfit), skipped=state.skipped | unfit) for state in states],
         {path: shards for path, shards in targets.items() if path not in unfit},
+        conflicts(memory_of(in_groups), entries),
     )
 
 
@@ -411,6 +422,7 @@ def _load(
     contents: Contents,
     entries: dict[str, Entry],
     targets: Mapping[str, Shards],
+    groups: Sequence[Sequence[Part]],
     held: Mapping[str, Shards],
     options: RestoreOptions,
     comm: Comm,
@@ -426,7 +438,6 @@ def _load(
     memory = memory_of(targets)
     # To fill a tensor of a group could overwrite a part of another one, so the groups are read into
     # new memory first.
-    groups = conflicts(memory, entries)
     grouped_paths = {path for group in groups for path, _ in group}
     for path in sorted(path for path in grouped_paths if targets[path].is_sharded):
         raise MismatchError(

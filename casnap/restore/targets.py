@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeGuard
+from typing import TypeAlias, TypeGuard
 
 import torch
 
@@ -22,6 +22,8 @@ from casnap.state.tensors import (
     why_not_writable,
 )
 
+Part: TypeAlias = tuple[str, int]
+"""A target by its path, and the number of a shard of it."""
 _EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
@@ -35,36 +37,27 @@ def targets_of(state: KeyState) -> dict[str, Shards]:
     moments: dict[str, Shards] = {}
     if isinstance(state.stateful, torch.optim.Optimizer):
         moments = _moments(state.stateful, state.component, state.entries)
+    is_module = isinstance(state.stateful, torch.nn.Module)
+    is_known = known_loader(state.stateful) is not None
     tied: dict[object, Shards] = {}
-    return {
-        path: _new(path, state.entries[path], shards, tied) if _is_new(state, path) else shards
-        for path, shards in targets.items()
-        if path in state.entries
-        and _is_filled(state, path, shards)
+    filled: dict[str, Shards] = {}
+    for path, shards in targets.items():
+        entry = state.entries.get(path)
+        if entry is None:
+            continue
+        has_any_shape = is_module and is_extra_state(path)
         # A module that renames while it loads needs no memory on its device.
-        and (shards.is_sharded or not path.startswith(state.rewritten))
-    } | {path: s for path, s in moments.items() if fits(state.entries[path], s.value)}
-
-
-def _is_filled(state: KeyState, path: str, live: Shards) -> bool:
-    """Whether an entry is read into the live tensor, or into a new one that is made like it."""
-    entry = state.entries[path]
-    if _is_extra_state(state, path) and not live.is_sharded:
-        return _is_plain(entry)
-    return fits(entry, live.value)
-
-
-def _is_new(state: KeyState, path: str) -> bool:
-    """Whether the loader of a value gets a new tensor."""
-    return (
-        _is_extra_state(state, path)
-        or path.startswith(state.rewritten)
-        or known_loader(state.stateful) is None
-    )
-
-
-def _is_extra_state(state: KeyState, path: str) -> bool:
-    return isinstance(state.stateful, torch.nn.Module) and is_extra_state(path)
+        is_rewritten = bool(state.rewritten) and path.startswith(state.rewritten)
+        if is_rewritten and not shards.is_sharded:
+            continue
+        if has_any_shape and not shards.is_sharded:
+            if not _is_plain(entry):
+                continue
+        elif not fits(entry, shards.value):
+            continue
+        is_kept = is_known and not has_any_shape and not is_rewritten
+        filled[path] = shards if is_kept else _new(path, entry, shards, tied)
+    return filled | {path: s for path, s in moments.items() if fits(state.entries[path], s.value)}
 
 
 def is_extra_state(path: str) -> bool:
@@ -158,7 +151,7 @@ def why_unfit(entry: Entry, shape: tuple[int, ...], *memory: torch.Tensor) -> st
     return ""
 
 
-def memory_of(targets: Mapping[str, Shards]) -> dict[tuple[str, int], torch.Tensor]:
+def memory_of(targets: Mapping[str, Shards]) -> dict[Part, torch.Tensor]:
     """Return the memory of all targets, by path and number of the shard."""
     return {
         (path, i): tensor
@@ -170,8 +163,8 @@ def memory_of(targets: Mapping[str, Shards]) -> dict[tuple[str, int], torch.Tens
 
 
 def conflicts(
-    memory: Mapping[tuple[str, int], torch.Tensor], entries: Mapping[str, Entry]
-) -> list[list[tuple[str, int]]]:
+    memory: Mapping[Part, torch.Tensor], entries: Mapping[str, Entry]
+) -> list[list[Part]]:
     """Return the groups of targets that share memory, but are not the same in the snapshot.
 
     Args:
@@ -179,7 +172,7 @@ def conflicts(
         entries: The entry that each target is to be filled with, by path.
     """
 
-    def content(part: tuple[str, int]) -> object:
+    def content(part: Part) -> object:
         entry = entries[part[0]]
         assert isinstance(entry, TensorEntry)
         return entry.dtype, entry.payload

@@ -211,13 +211,13 @@ def _named_as_keys(metadata: dict[str, Any], keys: Mapping[Any, Any]) -> dict[st
     but not from the metadata, and who loads the state looks for either name. DDP's part is always
     dropped: a world of one rank has no DDP, and the same weights have the same tree on all worlds.
     """
-    plain_names = without_wrappers(metadata, keys)
+    levels = _ddp_levels(metadata, keys)
+    plain_names = _plain_names(metadata, levels)
     if not any(name != plain for name, plain in plain_names.items()):
         return metadata
     for parts in (str(key).split(".") for key in keys):
         if parts[0] == _DDP or not _WRAPPERS.isdisjoint(parts):
             return metadata
-    levels = _ddp_levels(metadata, keys)
     # The innermost comes last: a wrapper has the plain name of its module too.
     inner = {_without_ddp(name, levels): local for name, local in metadata.items()}
     return inner | {plain_names[name]: metadata[name] for name in sorted(metadata, key=len)}
@@ -239,7 +239,11 @@ def without_wrappers(names: Iterable[str], keys: Iterable[Any]) -> dict[str, str
         Name → plain name.
     """
     names = list(names)
-    levels = _ddp_levels(names, keys)
+    return _plain_names(names, _ddp_levels(names, keys))
+
+
+def _plain_names(names: Iterable[str], levels: int) -> dict[str, str]:
+    """Return names without what wrappers, and so many DDPs around the module, add to them."""
     parts = {name: _plain_parts(name) for name in names}
     return {name: ".".join(each[min(levels, _depth(each)) :]) for name, each in parts.items()}
 
