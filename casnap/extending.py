@@ -14,34 +14,34 @@ from casnap.runtime.later import imported_later
 if TYPE_CHECKING:
     from casnap.backends import Backend as Backend
     from casnap.backends.announcement import Note as Note
-    from casnap.backends.durability import sync_folder as sync_folder
-    from casnap.backends.file_io import read_file as read_file
-    from casnap.backends.file_io import read_run as read_run
-    from casnap.backends.file_io import write_cached as write_cached
-    from casnap.backends.file_locks import lock as lock
-    from casnap.backends.file_locks import open_to_lock as open_to_lock
-    from casnap.backends.local_paths import as_written as as_written
-    from casnap.backends.local_paths import exists as exists
-    from casnap.backends.local_paths import is_file as is_file
-    from casnap.backends.local_paths import is_folder as is_folder
-    from casnap.backends.local_paths import is_link as is_link
-    from casnap.backends.local_paths import is_taken as is_taken
-    from casnap.backends.local_paths import matching as matching
-    from casnap.backends.local_paths import paths_in as paths_in
-    from casnap.backends.local_paths import status as status
-    from casnap.backends.owners import Owners as Owners
-    from casnap.backends.owners import new_file_in as new_file_in
-    from casnap.backends.owners import owners_by as owners_by
-    from casnap.backends.safe_paths import OpenFolder as OpenFolder
-    from casnap.backends.safe_paths import create_file as create_file
-    from casnap.backends.safe_paths import folder_at as folder_at
-    from casnap.backends.safe_paths import open_file as open_file
-    from casnap.backends.safe_paths import unlink_at as unlink_at
-    from casnap.backends.system_errors import ABSENT as ABSENT
-    from casnap.backends.system_errors import NO_SPACE as NO_SPACE
-    from casnap.backends.system_errors import is_of_the_place as is_of_the_place
-    from casnap.backends.system_errors import translated as translated
-    from casnap.backends.uris import joined as joined
+    from casnap.backends.local.durability import sync_folder as sync_folder
+    from casnap.backends.local.file_io import read_file as read_file
+    from casnap.backends.local.file_io import read_run as read_run
+    from casnap.backends.local.file_io import write_cached as write_cached
+    from casnap.backends.local.file_locks import lock as lock
+    from casnap.backends.local.file_locks import open_to_lock as open_to_lock
+    from casnap.backends.local.local_paths import as_written as as_written
+    from casnap.backends.local.local_paths import exists as exists
+    from casnap.backends.local.local_paths import is_file as is_file
+    from casnap.backends.local.local_paths import is_folder as is_folder
+    from casnap.backends.local.local_paths import is_link as is_link
+    from casnap.backends.local.local_paths import is_taken as is_taken
+    from casnap.backends.local.local_paths import matching as matching
+    from casnap.backends.local.local_paths import paths_in as paths_in
+    from casnap.backends.local.local_paths import status as status
+    from casnap.backends.local.owners import Owners as Owners
+    from casnap.backends.local.owners import new_file_in as new_file_in
+    from casnap.backends.local.owners import owners_by as owners_by
+    from casnap.backends.local.safe_paths import OpenFolder as OpenFolder
+    from casnap.backends.local.safe_paths import create_file as create_file
+    from casnap.backends.local.safe_paths import folder_at as folder_at
+    from casnap.backends.local.safe_paths import open_file as open_file
+    from casnap.backends.local.safe_paths import unlink_at as unlink_at
+    from casnap.backends.local.system_errors import ABSENT as ABSENT
+    from casnap.backends.local.system_errors import NO_SPACE as NO_SPACE
+    from casnap.backends.local.system_errors import is_of_the_place as is_of_the_place
+    from casnap.backends.local.system_errors import translated as translated
+    from casnap.backends.remote.uris import joined as joined
     from casnap.files.dcp_names import DCP_VERSION as DCP_VERSION
     from casnap.files.dcp_names import DictKey as DictKey
     from casnap.files.dcp_names import ObjectPath as ObjectPath
@@ -187,16 +187,16 @@ if TYPE_CHECKING:
 _NAMES = {
     "backends": "Backend",
     "backends.announcement": "Note",
-    "backends.durability": "sync_folder",
-    "backends.file_io": "read_file read_run write_cached",
-    "backends.file_locks": "lock open_to_lock",
-    "backends.local_paths": (
+    "backends.local.durability": "sync_folder",
+    "backends.local.file_io": "read_file read_run write_cached",
+    "backends.local.file_locks": "lock open_to_lock",
+    "backends.local.local_paths": (
         "as_written exists is_file is_folder is_link is_taken matching paths_in status"
     ),
-    "backends.owners": "Owners new_file_in owners_by",
-    "backends.safe_paths": "OpenFolder create_file folder_at open_file unlink_at",
-    "backends.system_errors": "ABSENT NO_SPACE is_of_the_place translated",
-    "backends.uris": "joined",
+    "backends.local.owners": "Owners new_file_in owners_by",
+    "backends.local.safe_paths": "OpenFolder create_file folder_at open_file unlink_at",
+    "backends.local.system_errors": "ABSENT NO_SPACE is_of_the_place translated",
+    "backends.remote.uris": "joined",
     "files.dcp_names": (
         "DCP_VERSION DictKey ObjectPath Stored as_in_dcp casnap_path containers_above "
         "described first_keys with_keys"

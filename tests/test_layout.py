@@ -187,9 +187,9 @@ _LOOK = re.compile(
 )
 # These own what they look at: the caches of this host, where each failure is a miss.
 _LOOKS_ITSELF = {
-    "casnap.backends.local_paths",
-    "casnap.backends.safe_paths",
-    "casnap.backends.gcs_credentials",
+    "casnap.backends.local.local_paths",
+    "casnap.backends.local.safe_paths",
+    "casnap.backends.remote.gcs_credentials",
     "casnap.storage.reading.chunk_cache",
     "casnap.storage.lookup.index_cache",
     "casnap.storage.lookup.lmdb_files",

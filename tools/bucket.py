@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from casnap import StateDict, Store
 from casnap.backends.base import Target
-from casnap.backends.scatter import runs
+from casnap.backends.remote.scatter import runs
 from casnap.runtime.typing import override
 from casnap.storage.commit_log import put_if_absent_probe
 from tests.support.far import FarFolder

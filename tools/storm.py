@@ -2,7 +2,7 @@
 
 Plays ranks that all begin to put at once, at a server that takes so many puts a second of all, and
 answers SlowDown to others. Nothing waits: it is reckoned, with the pauses of
-:mod:`casnap.backends.retries`.
+:mod:`casnap.backends.remote.retries`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from casnap.backends.client import TransientError
-from casnap.backends.retries import Operation, Retries
+from casnap.backends.remote.client import TransientError
+from casnap.backends.remote.retries import Operation, Retries
 
 _ANSWER = 0.05
 """Seconds until an answer."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from casnap.backends.base import Backend
-from casnap.backends.local import LocalBackend
+from casnap.backends.local.backend import LocalBackend
 from casnap.runtime.environment import local_path
 from casnap.runtime.later import imported_later
 
@@ -27,7 +27,7 @@ def backend_at(uri: str, storage_options: Mapping[str, Any] | None = None) -> Ba
         uri: A path, or ``memory://name``, ``s3://bucket/prefix``, ``gs://bucket/prefix``, or any
             other URI that fsspec knows.
         storage_options: For a remote place, the arguments of its file system in fsspec. Under the
-            key ``casnap`` it takes a dict of :class:`~casnap.backends.retries.Retries`.
+            key ``casnap`` it takes a dict of :class:`~casnap.backends.remote.retries.Retries`.
 
     Raises:
         NotAStoreError: No backend knows the URI's scheme.
@@ -40,7 +40,9 @@ def backend_at(uri: str, storage_options: Mapping[str, Any] | None = None) -> Ba
         from casnap.backends.memory import MemoryBackend
 
         return MemoryBackend(path)
-    from casnap.backends.schemes import remote_backend  # only here is anything remote imported
+    from casnap.backends.remote.schemes import (
+        remote_backend,  # only here is anything remote imported
+    )
 
     return remote_backend(uri, storage_options or {})
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import click
 
 from casnap.backends import Backend
-from casnap.backends.local_paths import exists
-from casnap.backends.uris import joined, store_uri
+from casnap.backends.local.local_paths import exists
+from casnap.backends.remote.uris import joined, store_uri
 from casnap.cli.output import CommandError, json_option, json_time, quote, say
 from casnap.errors import (
     CasnapError,

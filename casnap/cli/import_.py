@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from casnap.backends.local_paths import exists, is_folder
-from casnap.backends.uris import store_uri
+from casnap.backends.local.local_paths import exists, is_folder
+from casnap.backends.remote.uris import store_uri
 from casnap.cli.arguments import (
     identity,
     is_exclusive,

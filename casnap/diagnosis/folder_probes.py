@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from casnap.backends.file_locks import lock
-from casnap.backends.system_errors import NO_LINKS
+from casnap.backends.local.file_locks import lock
+from casnap.backends.local.system_errors import NO_LINKS
 from casnap.diagnosis.report import DoctorRow, time_text
 from casnap.diagnosis.site import Site
 from casnap.runtime.buffers import PAGE, Slot, reserve_space

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from casnap.backends.client import without_secrets
-from casnap.backends.local_paths import is_folder, is_taken
+from casnap.backends.local.local_paths import is_folder, is_taken
+from casnap.backends.remote.client import without_secrets
 from casnap.errors import FileFormatError
 from casnap.format.names import STORE_FOLDER
 from casnap.runtime.descriptors import opened

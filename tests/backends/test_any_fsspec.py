@@ -17,9 +17,9 @@ from safetensors.numpy import save_file
 
 from casnap import Store
 from casnap.backends import Backend, backend_at
-from casnap.backends.any_fsspec import FsspecClient
-from casnap.backends.client import Page
-from casnap.backends.remote import RemoteBackend
+from casnap.backends.remote.any_fsspec import FsspecClient
+from casnap.backends.remote.backend import RemoteBackend
+from casnap.backends.remote.client import Page
 from casnap.errors import BackendError, NotAStoreError, StoreError
 from casnap.testing.backend_suite import BackendSuite
 from tests.support.cli_calls import document, failure

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from casnap.backends.bucket_rules import gcs_warnings, s3_warnings
+from casnap.backends.remote.bucket_rules import gcs_warnings, s3_warnings
 
 EXPIRES, MOVES, KEPT, LOCKED = "deletes objects", "moves objects", "old versions", "keeps deleted"
 

@@ -15,9 +15,9 @@ from tests.support.unavailable import unavailable
 
 pytest.importorskip("gcsfs")
 
-from casnap.backends import gcs, gcs_credentials
-from casnap.backends.gcs_credentials import token_to_use
-from casnap.backends.retries import Retries
+from casnap.backends.remote import gcs, gcs_credentials
+from casnap.backends.remote.gcs_credentials import token_to_use
+from casnap.backends.remote.retries import Retries
 
 
 class _Answer(BaseHTTPRequestHandler):

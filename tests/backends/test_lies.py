@@ -21,10 +21,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from casnap import StateDict, Store
 from casnap.backends import Backend, backend_at
-from casnap.backends.any_fsspec import FsspecClient
-from casnap.backends.client import Sink, TransientError
-from casnap.backends.event_loop import event_loop
-from casnap.backends.remote import RemoteBackend
+from casnap.backends.remote.any_fsspec import FsspecClient
+from casnap.backends.remote.backend import RemoteBackend
+from casnap.backends.remote.client import Sink, TransientError
+from casnap.backends.remote.event_loop import event_loop
 from casnap.errors import BackendError, StoreError, UnavailableError
 from tests.support.faulty import FaultyProxy, HttpAct, HttpFault, answer, change
 from tests.support.faulty.proxy import Answer, Exchange

@@ -153,7 +153,7 @@ def test_a_user_who_waits_is_told_why(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("casnap.backends.retries._PATIENCE", 0.0)
+    monkeypatch.setattr("casnap.backends.remote.retries._PATIENCE", 0.0)
     with proxy.during(HttpFault(answer(503, "SlowDown"), "PUT", times=1)):
         backend.write(KEY, b"mine")
     assert f"still trying to put casnap-store/{KEY} at s3://" in caplog.text
@@ -192,7 +192,7 @@ def test_probes_that_were_killed_are_tidied_up_once_they_are_old(
     assert direct.tidy(0) == 0
     assert sorted(direct.names("tmp")) == [probe, "theirs"]
     later = time.time() + 3700
-    monkeypatch.setattr("casnap.backends.remote.time.time", lambda: later)
+    monkeypatch.setattr("casnap.backends.remote.backend.time.time", lambda: later)
     assert direct.tidy(0) == 16
     assert direct.names("tmp") == ["theirs"]
 

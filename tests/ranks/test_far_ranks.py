@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from casnap import Snapshot, StateDict, Store
 from casnap.backends.base import Target
-from casnap.backends.scatter import runs
+from casnap.backends.remote.scatter import runs
 from casnap.errors import CasnapError
 from casnap.format.digest import Digest
 from casnap.format.records import Place, pack_key

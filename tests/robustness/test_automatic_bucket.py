@@ -14,7 +14,7 @@ import torch
 
 from casnap import Retention, StateDict, Store
 from casnap.backends.costs import REMOTE
-from casnap.backends.remote import RemoteBackend
+from casnap.backends.remote.backend import RemoteBackend
 from casnap.errors import SnapshotNotFoundError
 from casnap.maintenance.usage import disk_usage
 from casnap.storage.collecting import automatic

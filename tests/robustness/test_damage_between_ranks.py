@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from casnap import StateDict, Store
 from casnap.backends.base import Target
-from casnap.backends.local import LocalBackend
+from casnap.backends.local.backend import LocalBackend
 from casnap.errors import RankError
 from casnap.ranks.group import Group
 from tests.support.links import forget_links

@@ -22,7 +22,8 @@ import pytest
 import torch
 
 from casnap import Retention, Snapshot, StateDict, Store
-from casnap.backends import LocalBackend, safe_paths
+from casnap.backends import LocalBackend
+from casnap.backends.local import safe_paths
 from casnap.errors import BackendError, CasnapError, DamagedError
 from casnap.format.records import CONFIG_KEY, root_key, segment_key
 from casnap.storage.commit_log.roots import COPIES
@@ -47,7 +48,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[None]:
         assert safe_paths.has_openat2()
         yield
         return
-    with mock.patch("casnap.backends.safe_paths.has_openat2", return_value=False):
+    with mock.patch("casnap.backends.local.safe_paths.has_openat2", return_value=False):
         yield
 
 

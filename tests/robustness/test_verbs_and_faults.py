@@ -24,7 +24,8 @@ import pytest
 import casnap.mirror.mirror
 import casnap.runtime.backoff
 from casnap import Store
-from casnap.backends import LocalBackend, store_folder
+from casnap.backends import LocalBackend
+from casnap.backends.local import store_folder
 from casnap.errors import (
     PLACE_ERRORS,
     BackendError,

@@ -92,7 +92,7 @@ def test_a_pack_that_cannot_be_looked_at_is_not_taken_for_gone(path: Path, numbe
         raise OSError(number, os.strerror(number))
 
     before = files(path)
-    with mock.patch("casnap.backends.local.stat_at", refuse), pytest.raises(PLACE_ERRORS):
+    with mock.patch("casnap.backends.local.backend.stat_at", refuse), pytest.raises(PLACE_ERRORS):
         LocalBackend(path).size("casnap.json")
 
     def act(_call: Call) -> object:

@@ -15,7 +15,8 @@ import torch
 
 import casnap.backends.late_names
 from casnap import StateDict, Store
-from casnap.backends import LocalBackend, safe_paths
+from casnap.backends import LocalBackend
+from casnap.backends.local import safe_paths
 from casnap.errors import DamagedError
 from tests.support.faults import in_child
 from tests.support.faulty import Fault, FaultyBackend, before, fail, stale

@@ -13,10 +13,10 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.backends.base import Target
-from casnap.backends.client import Transfer
-from casnap.backends.local import LocalBackend
-from casnap.backends.remote import together
-from casnap.backends.retries import Operation, Retries
+from casnap.backends.local.backend import LocalBackend
+from casnap.backends.remote.backend import together
+from casnap.backends.remote.client import Transfer
+from casnap.backends.remote.retries import Operation, Retries
 from casnap.format.digest import digest_of
 from casnap.format.records import PackId, Segment, pack_key
 from casnap.runtime.typing import override

@@ -367,7 +367,7 @@ def test_no_memory_for_the_buffers_of_a_take(tmp_path: Path) -> None:
 def test_a_quota_says_nothing_of_free_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from casnap.backends import local
+    from casnap.backends.local import backend
 
     store = Store(tmp_path / "store").make()
 
@@ -375,7 +375,7 @@ def test_a_quota_says_nothing_of_free_space(
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     with monkeypatch.context() as patch:
-        patch.setattr(local, "write_at", refuse)
+        patch.setattr(backend, "write_at", refuse)
         with pytest.raises(StorageFullError, match="no quota left") as caught:
             store.take({"s": StateDict(x=torch.ones(200_000))}, "step")
     assert "are free" not in str(caught.value)

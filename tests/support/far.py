@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from casnap.backends.base import MAX_WHOLE_BYTES, Backend, Target
-from casnap.backends.local import LocalBackend
+from casnap.backends.local.backend import LocalBackend
 from casnap.runtime.typing import override
 from tests.support.remote import PAGE_KEYS
 

@@ -191,7 +191,7 @@ class Soak:
         if bucket is not None:
             # Here once: it takes each process a second.
             client = "gcs" if bucket.server.is_gcs else "s3"
-            importlib.import_module(f"casnap.backends.{client}")
+            importlib.import_module(f"casnap.backends.remote.{client}")
         at_home = partial(Store, folder / "store", chunk_size=CHUNK)
         self.open_anew = at_home if bucket is None else partial(store_in, bucket)
         self.journal = folder / "journal"

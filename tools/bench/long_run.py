@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from casnap import Retention, StateDict, Store
-from casnap.backends.local import LocalBackend
+from casnap.backends.local.backend import LocalBackend
 from casnap.storage.collecting import automatic
 from casnap.storage.collecting.gc import GcReport
 from tools.bench import peers, states

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from casnap import Snapshot, StateDict
-from casnap.backends.local import LocalBackend
+from casnap.backends.local.backend import LocalBackend
 from tests.support.ranks import Pool, World
 from tools.bench import peers, states
 from tools.bench.measure import Times, fsync_tree, remove, rotated, settle

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import msgspec
 
 from casnap.backends import Backend
-from casnap.backends.local_paths import exists, is_file, is_folder, is_link, is_taken
-from casnap.backends.system_errors import translated
+from casnap.backends.local.local_paths import exists, is_file, is_folder, is_link, is_taken
+from casnap.backends.local.system_errors import translated
 from casnap.errors import PLACE_ERRORS, CasnapError, NotAStoreError, SnapshotExistsError
 from casnap.format.decoding import json_decoder
 from casnap.format.names import MARKER, NOTICE_HEAD, STORE_FOLDER

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import msgspec
 
 from casnap.backends.base import Backend
-from casnap.backends.safe_paths import folder_at
-from casnap.backends.system_errors import is_of_the_place, translated
+from casnap.backends.local.safe_paths import folder_at
+from casnap.backends.local.system_errors import is_of_the_place, translated
 from casnap.errors import BackendError, DamagedError
 from casnap.format.decoding import json_decoder
 from casnap.format.names import MARKER, STORE_FOLDER, folder_of

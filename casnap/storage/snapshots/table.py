@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from casnap.backends import Backend
-from casnap.backends.local_paths import exists, is_folder, is_link, is_taken
+from casnap.backends.local.local_paths import exists, is_folder, is_link, is_taken
 from casnap.errors import (
     SnapshotExistsError,
     SnapshotNotFoundError,

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 from casnap import Retention, Snapshot, StateDict, Store
-from casnap.backends import LocalBackend, file_locks
+from casnap.backends import LocalBackend
 from casnap.backends.costs import REMOTE
+from casnap.backends.local import file_locks
 from casnap.cli.garbage import show_what_waits
 from casnap.errors import BackendError
 from casnap.format.records import pack_key

@@ -21,9 +21,9 @@ from gcsfs.core import GCSFileSystem  # not gcsfs.GCSFileSystem, which may ask f
 from gcsfs.retry import HttpError
 from google.auth.exceptions import GoogleAuthError, TransportError
 
-from casnap.backends.bodies import Body, receive
-from casnap.backends.bucket_rules import gcs_warnings
-from casnap.backends.client import (
+from casnap.backends.remote.bodies import Body, receive
+from casnap.backends.remote.bucket_rules import gcs_warnings
+from casnap.backends.remote.client import (
     BehindItsEndError,
     Client,
     Page,
@@ -34,9 +34,9 @@ from casnap.backends.client import (
     valid_options,
     without_secrets,
 )
-from casnap.backends.gcs_credentials import none_found_error, token_to_use
-from casnap.backends.gcs_errors import StatusError, typed
-from casnap.backends.retries import Retries
+from casnap.backends.remote.gcs_credentials import none_found_error, token_to_use
+from casnap.backends.remote.gcs_errors import StatusError, typed
+from casnap.backends.remote.retries import Retries
 from casnap.errors import BackendError, PlaceError, UnavailableError
 from casnap.runtime.typing import override
 

@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from casnap.backends.client import Transfer, TransientError
+from casnap.backends.remote.client import Transfer, TransientError
 from casnap.errors import UnavailableError
 
 T = TypeVar("T")

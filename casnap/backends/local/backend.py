@@ -17,10 +17,15 @@ from casnap.backends.base import (
     Backend,
     Target,
 )
-from casnap.backends.file_io import is_cached, read_file, read_run, write_at
-from casnap.backends.file_locks import announced_in, bases_announced_in, lock, unlink_abandoned
 from casnap.backends.late_names import is_left_open, is_listed_anew, wait_for
-from casnap.backends.safe_paths import (
+from casnap.backends.local.file_io import is_cached, read_file, read_run, write_at
+from casnap.backends.local.file_locks import (
+    announced_in,
+    bases_announced_in,
+    lock,
+    unlink_abandoned,
+)
+from casnap.backends.local.safe_paths import (
     OpenFolder,
     check_regular,
     folder_at,
@@ -31,8 +36,8 @@ from casnap.backends.safe_paths import (
     unlink,
     unlink_at,
 )
-from casnap.backends.store_folder import StoreFolder
-from casnap.backends.system_errors import NO_LINKS, is_stale, no_links_error, translated
+from casnap.backends.local.store_folder import StoreFolder
+from casnap.backends.local.system_errors import NO_LINKS, is_stale, no_links_error, translated
 from casnap.errors import PLACE_ERRORS, BackendError, CasnapError
 from casnap.format.names import NOTICE_HEAD, STORE_FOLDER
 from casnap.format.records import CONFIG_KEY

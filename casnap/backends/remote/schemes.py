@@ -8,9 +8,9 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from casnap.backends.client import Client, valid_options
-from casnap.backends.remote import RemoteBackend
-from casnap.backends.retries import Retries
+from casnap.backends.remote.backend import RemoteBackend
+from casnap.backends.remote.client import Client, valid_options
+from casnap.backends.remote.retries import Retries
 from casnap.errors import BackendError, NotAStoreError, StoreError, nearest
 
 # Scheme → the library, and what installs it.
@@ -71,16 +71,16 @@ def _client(uri: str, options: Mapping[str, Any], retries: Retries) -> Client:
     """Make a client. The libraries are imported only now, since that is slow."""
     scheme = uri.partition("://")[0]
     if scheme == "s3":
-        from casnap.backends.s3 import S3Client
+        from casnap.backends.remote.s3 import S3Client
 
         return S3Client(uri, options, retries)
     if scheme == "gs":
-        from casnap.backends.gcs import GcsClient
+        from casnap.backends.remote.gcs import GcsClient
 
         return GcsClient(uri, options, retries)
     from fsspec.registry import known_implementations
 
-    from casnap.backends.any_fsspec import FsspecClient
+    from casnap.backends.remote.any_fsspec import FsspecClient
 
     try:
         return FsspecClient(uri, options)

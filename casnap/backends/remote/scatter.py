@@ -8,7 +8,7 @@ from functools import partial
 from itertools import pairwise
 
 from casnap.backends.base import Target, check_length
-from casnap.backends.client import Sink
+from casnap.backends.remote.client import Sink
 from casnap.runtime.typing import override
 
 # Two runs this near are read by one request. A request costs this process about 2 ms of work, and a

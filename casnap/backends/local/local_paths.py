@@ -14,8 +14,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeAlias
 
-from casnap.backends.late_calls import begun
-from casnap.backends.system_errors import ABSENT, told
+from casnap.backends.local.late_calls import begun
+from casnap.backends.local.system_errors import ABSENT, told
 from casnap.errors import InvalidNameError
 
 _Path: TypeAlias = str | os.PathLike[str]

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
-from casnap.backends.client import Sink, Source, TransientError
+from casnap.backends.remote.client import Sink, Source, TransientError
 from casnap.runtime.typing import override
 
 # How much of a body is handed on at once.

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from casnap.backends.announcement import NOTE, NOTE_LASTS
 from casnap.backends.base import TEMPORARY
-from casnap.backends.safe_paths import check_regular, unlink_at
-from casnap.backends.system_errors import translated
+from casnap.backends.local.safe_paths import check_regular, unlink_at
+from casnap.backends.local.system_errors import translated
 from casnap.errors import PLACE_ERRORS
 from casnap.runtime.descriptors import Descriptor, opened
 from casnap.runtime.fork import locked_file

@@ -6,8 +6,8 @@ import errno
 import os
 
 from casnap.backends.base import check_length
-from casnap.backends.safe_paths import OpenFolder, open_file
-from casnap.backends.system_errors import translated
+from casnap.backends.local.safe_paths import OpenFolder, open_file
+from casnap.backends.local.system_errors import translated
 from casnap.runtime.buffers import PAGE, address_of
 from casnap.runtime.descriptors import opened
 

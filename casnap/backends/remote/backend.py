@@ -21,7 +21,7 @@ from casnap.backends.base import (
     Backend,
     Target,
 )
-from casnap.backends.client import (
+from casnap.backends.remote.client import (
     Client,
     Page,
     Sink,
@@ -30,9 +30,9 @@ from casnap.backends.client import (
     Transfer,
     TransientError,
 )
-from casnap.backends.event_loop import event_loop
-from casnap.backends.retries import Operation, Retries, cancel_and_wait
-from casnap.backends.scatter import Scatter, Whole, runs
+from casnap.backends.remote.event_loop import event_loop
+from casnap.backends.remote.retries import Operation, Retries, cancel_and_wait
+from casnap.backends.remote.scatter import Scatter, Whole, runs
 from casnap.errors import (
     PLACE_ERRORS,
     BackendError,

@@ -17,9 +17,9 @@ from botocore.handlers import add_expect_header
 from botocore.loaders import create_loader
 from s3fs import S3FileSystem
 
-from casnap.backends.bodies import Body, receive
-from casnap.backends.bucket_rules import s3_warnings
-from casnap.backends.client import (
+from casnap.backends.remote.bodies import Body, receive
+from casnap.backends.remote.bucket_rules import s3_warnings
+from casnap.backends.remote.client import (
     BehindItsEndError,
     Client,
     Page,
@@ -29,8 +29,8 @@ from casnap.backends.client import (
     valid_options,
     without_secrets,
 )
-from casnap.backends.retries import Retries
-from casnap.backends.s3_errors import delete_error, typed
+from casnap.backends.remote.retries import Retries
+from casnap.backends.remote.s3_errors import delete_error, typed
 from casnap.errors import BackendError, PlaceError
 from casnap.runtime.typing import override
 

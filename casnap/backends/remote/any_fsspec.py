@@ -17,7 +17,7 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from casnap.backends.client import (
+from casnap.backends.remote.client import (
     BehindItsEndError,
     Client,
     Page,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from casnap.backends.client import BehindItsEndError, TakenError, TransientError
+from casnap.backends.remote.client import BehindItsEndError, TakenError, TransientError
 from casnap.errors import BackendError, UnavailableError
 
 _MAY_PASS = (408, 409, 500, 502, 504)

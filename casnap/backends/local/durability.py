@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from casnap.backends.safe_paths import folder_at
-from casnap.backends.system_errors import translated
+from casnap.backends.local.safe_paths import folder_at
+from casnap.backends.local.system_errors import translated
 from casnap.runtime.fork import new_lock
 from casnap.runtime.threads import mapped
 

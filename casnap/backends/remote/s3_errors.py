@@ -10,14 +10,14 @@ import aiohttp
 import botocore.exceptions as boto
 from botocore.parsers import ResponseParserError
 
-from casnap.backends.client import (
+from casnap.backends.local.system_errors import EXHAUSTED
+from casnap.backends.remote.client import (
     BehindItsEndError,
     TakenError,
     TransientError,
     tls_problem,
     without_secrets,
 )
-from casnap.backends.system_errors import EXHAUSTED
 from casnap.errors import BackendError, PlaceError, UnavailableError
 
 _BUSY = frozenset(
