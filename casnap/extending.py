@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from casnap.format.names import NOTICE_HEAD as NOTICE_HEAD
     from casnap.format.names import component_of as component_of
     from casnap.format.names import folder_of as folder_of
+    from casnap.format.names import is_file_name as is_file_name
     from casnap.format.names import key_of as key_of
     from casnap.format.names import plain_text as plain_text
     from casnap.format.records import CONFIG_KEY as CONFIG_KEY
@@ -209,7 +210,7 @@ _NAMES = {
     "format.digest": "DIGEST_SIZE Digest digest_of split_digests",
     "format.entries": "ContainerEntry Entry INLINE_BYTES Payload TensorEntry ValueEntry",
     "format.grid": "grid_of",
-    "format.names": "MARKER NOTICE_HEAD component_of folder_of key_of plain_text",
+    "format.names": "MARKER NOTICE_HEAD component_of folder_of is_file_name key_of plain_text",
     "format.records": "CONFIG_KEY Root Row",
     "format.region": "Region",
     "joined_take": "JoinedTake",

@@ -25,6 +25,7 @@ from casnap.extending import (
     TakeOptions,
     advice_at,
     is_file,
+    is_file_name,
     is_folder,
     is_taken,
     join,
@@ -358,9 +359,11 @@ def _put_back(snapshot: Snapshot, folder: Path) -> None:
     commit = marked_commit(snapshot.contents.store.backend, snapshot.contents.name)
     stays = commit == snapshot.row.commit
     differing: list[str] = []
-    for name, data in files.items():
-        path = folder / Path(name).name
-        if path.name in (*_MODEL, *_ADAPTER) or (is_file(path) and path.read_bytes() == data):
+    # Who can write to the store chooses the names.
+    bad = sorted(name for name in files if not is_file_name(name) or name == MARKER)
+    for name in files.keys() - bad:
+        path, data = folder / name, files[name]
+        if name in (*_MODEL, *_ADAPTER) or (is_file(path) and path.read_bytes() == data):
             continue
         if is_there := is_taken(path):
             differing.append(path.name)
@@ -368,6 +371,9 @@ def _put_back(snapshot: Snapshot, folder: Path) -> None:
             # Not before: a folder that has them all may be one that this user can only read.
             folder.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
+    if bad:
+        text = "%s: files of the snapshot are left out, for their names (%.500s)"
+        _log.warning(text, folder, ", ".join(map(repr, bad)))
     if differing and stays:
         _log.warning(
             "%s: files that are not as they were saved are used as they are (%s); to have those of "

@@ -242,6 +242,27 @@ def test_small_files_that_were_edited_stay(
     assert in_child(resume) == 0
 
 
+def test_small_files_of_a_store_stay_in_the_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who can write to the store chooses their names."""
+    from casnap.integrations.trainers import Value
+    from casnap.integrations.transformers import _put_back
+
+    names = ["..", ".", "", "a/..", "../out", "a/b", ".bashrc", "a\nb", "casnap-snapshot.json"]
+    files = {**dict.fromkeys(names, b"bad"), "config.json": b"good"}
+    # Below another name, so that each of them is missing here.
+    snapshot = Snapshot.take(tmp_path / "store/step", {"files": Value(files)})
+    folder = tmp_path / "out"
+    folder.mkdir()
+    _put_back(snapshot, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {"config.json": b"good"}
+    assert {path.name for path in tmp_path.iterdir()} == {"store", "out"}
+    said = [record.getMessage() for record in caplog.records if record.name == "casnap"]
+    assert len(said) == 1
+    assert "'.bashrc'" in said[0]
+
+
 def test_small_files_of_a_second_save_that_was_cut_off_are_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
