@@ -1,21 +1,26 @@
 """What the rooms of casnap know of each other: ``python -m tools.waist [CHECKOUT]``.
 
-Counted: the names that modules outside `casnap.storage` import from it, the modules that they come
-from and go to, those of `casnap.maintenance` apart, and who asks whether a place is remote. Then
-the names that guests (`serving/`, `integrations/`, `report/`) import at their door, which is
-`casnap.extending`, and from inside casnap.
+Counted: the names of the storage's face; those that modules outside import past it, from the rooms,
+with `casnap.maintenance` apart; who reaches through a repository to its index; and who asks whether
+a place is remote. Then the names that guests (`serving/`, `integrations/`, `report/`) import at
+their door, which is `casnap.extending`, and from inside casnap.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
 import click
 
 GUESTS = ("serving", "integrations", "report")
+FACE, INSPECTING = "casnap.storage", "casnap.storage.inspecting"
 DOOR, PUBLIC = "casnap.extending", ("casnap.errors",)
+
+
+_REACH = re.compile(r"(?:store|repository|source)\.index\.\w+")
 
 
 @click.command(help=__doc__)
@@ -25,6 +30,7 @@ def main(checkout: Path, names: bool) -> None:
     """Print the counts."""
     users: dict[tuple[str, str], set[Path]] = defaultdict(set)
     asks: dict[Path, int] = {}
+    reaches = 0
     for path in sorted((checkout / "casnap").rglob("*.py")):
         text = path.read_text()
         module = path.relative_to(checkout / "casnap")
@@ -32,25 +38,26 @@ def main(checkout: Path, names: bool) -> None:
             asks[module] = count
         if module.parts[0] == "storage":
             continue
+        reaches += len(_REACH.findall(text))
         for node in ast.walk(ast.parse(text, path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
                 "casnap.storage"
             ):
                 for alias in node.names:
                     users[node.module or "", alias.name].add(module)
-    inside = {module for module in set[Path]().union(*users.values()) if _is_inside(module)}
+    faces = {face: names_of(checkout, face) for face in (FACE, INSPECTING)}
+    print(f"face: {len(faces[FACE])} names; {len(faces[INSPECTING])} more for check and repair")
     for title, is_counted in (("maintenance", True), ("all others", False)):
-        counted = {
-            name: chosen
-            for name, modules in users.items()
-            if (chosen := modules & inside if is_counted else modules - inside)
+        inside = {
+            (giver, name)
+            for (giver, name), modules in users.items()
+            if giver not in faces
+            and any((module.parts[0] == "maintenance") == is_counted for module in modules)
         }
-        takers = set[Path]().union(*counted.values())
-        singles = sum(len(modules) == 1 for modules in counted.values())
         print(
-            f"{title}: {len(counted)} names of {len({giver for giver, _ in counted})} modules, "
-            f"imported by {len(takers)} modules; {singles} of them by one alone"
+            f"{title}: {len(inside)} names of {len({giver for giver, _ in inside})} rooms' modules"
         )
+    print(f"{reaches} times a repository is reached through, to its index")
     print(
         f"{sum(asks.values())} times in {len(asks)} modules it is asked whether a place is remote"
     )
@@ -63,6 +70,20 @@ def main(checkout: Path, names: bool) -> None:
     if names:
         for (giver, name), modules in sorted((users | taken).items()):
             print(f"{len(modules):3} {giver}.{name}")
+
+
+def names_of(checkout: Path, face: str) -> set[str]:
+    """Return the names that a module of the storage passes on."""
+    path = checkout / Path(*face.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not path.exists():
+        return set()
+    return {
+        alias.name
+        for node in ast.walk(ast.parse(path.read_text(), path))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{FACE}.")
+        for alias in node.names
+    }
 
 
 def taken_by_guests(checkout: Path) -> dict[tuple[str, str], set[Path]]:
@@ -80,10 +101,6 @@ def taken_by_guests(checkout: Path) -> dict[tuple[str, str], set[Path]]:
                             path.relative_to(checkout / "casnap")
                         )
     return taken
-
-
-def _is_inside(module: Path) -> bool:
-    return module.parts[0] == "maintenance"
 
 
 if __name__ == "__main__":
