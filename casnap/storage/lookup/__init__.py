@@ -1,4 +1,4 @@
-"""In which packs a chunk lies: the index of a store, and what this host and process remember.
+"""Finding the pack of a chunk: the index of a store, and the memory of this host and process.
 
-Imports ``commit_log`` and ``packs``. Begin with ``lookup_order.py``, then ``index.py``.
+This room imports ``commit_log`` and ``packs``. Begin with ``lookup_order.py``, then ``index.py``.
 """

@@ -1,11 +1,11 @@
-"""What a chunk stands on that is stored as a delta: its base, the base of that, and so on.
+"""Chains of deltas: a chunk that is stored as a delta, its base, the base of that, and so on.
 
-A chain begins with the wanted chunk, and ends with one that is no delta. It has no end if a base is
-nowhere, if it comes back to itself, or if it has more deltas than readers apply.
+A chain begins with the wanted chunk, and ends with a chunk that is no delta. It has no end if a
+base is nowhere, if it comes back to itself, or if it has more deltas than readers apply.
 
-Who wants to read or rely on chunks, each at one place, asks :func:`chains_below`. A check asks
-:class:`ShortestChains`, since a chunk is whole if it is so at any of its places. A collector, which
-scans the index, asks :func:`closure` for all bases that are needed.
+Readers and writers ask :func:`chains_below`, with one place for each chunk. A check asks
+:class:`ShortestChains`, since a chunk is whole if it is whole at any of its places. A collector,
+which scans the index, asks :func:`closure` for all needed bases.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ from casnap.storage.lookup.index import Index
 _DELTA = int(Codec.DELTA)
 
 Find = Callable[[list[Digest]], Sequence[Place | None]]
-"""Returns, for each digest, a place of it, or None."""
+"""Returns a place, or None, for each digest."""
 
 
 def bases_at(places: Iterable[Place | None]) -> list[Digest]:
-    """Return the bases of the deltas at some places, each once."""
+    """Return the bases of the deltas among some places, each base once."""
     return list(dict.fromkeys([Digest(p.base) for p in places if isinstance(p, DeltaPlace)]))
 
 
 def chains_below(digests: Iterable[Digest], find: Find) -> dict[Digest, list[Record]]:
-    """Return some chunks with all bases below them, and where each lies.
+    """Return the chains of chunks.
 
     Args:
         digests: The chunks.
-        find: Finds places. It is asked level by level, and once for each digest.
+        find: Finds places. It is called level by level, and gets each digest once.
 
     Returns:
-        The chain of each chunk; empty if the chunk is nowhere, or the chain has no end.
+        The chain of each chunk: the chunk and all bases below it, with their places. Empty if the
+        chunk is nowhere, or its chain has no end.
     """
     tops = level = list(dict.fromkeys(digests))
     places: dict[Digest, Place | None] = {}
@@ -74,23 +75,28 @@ def _chain(digest: Digest, places: Mapping[Digest, Place | None]) -> list[Record
 
 
 def exceeds(deltas: int, place: Place) -> bool:
-    """Whether a chain of so many deltas cannot go on with what lies at a place."""
+    """Whether a chain would be too long with the chunk at a place.
+
+    Args:
+        deltas: How many deltas the chain has so far.
+        place: The place of the next chunk.
+    """
     return deltas >= MOST_LINKS and place.codec == _DELTA
 
 
 def can_carry(chain: Sequence[Record], digest: Digest) -> bool:
-    """Whether a chunk can be stored as a delta on the first chunk of a chain.
+    """Whether a chunk can be stored as a delta of the first chunk of a chain.
 
-    It cannot if that chain has no end, or no room for one more delta, or stands on the chunk.
+    It cannot if that chain has no end, has no room for one more delta, or contains the chunk.
     """
     return 0 < len(chain) <= MOST_LINKS and digest not in dict(chain)
 
 
 class ShortestChains:
-    """How long chains are if each chunk is read at the place that makes them shortest.
+    """Measures chains if each chunk is read at the place that makes them shortest.
 
-    The lengths are remembered, as far as they follow from what was asked. A check asks for each
-    chunk of a store alone, and for many again, while it finds out which places do not count.
+    A check asks for each chunk of a store alone, and for many chunks again, while it finds places
+    that do not count. So lengths are remembered where one question answers others.
 
     Args:
         places: Returns all places of a chunk that count.
@@ -101,23 +107,24 @@ class ShortestChains:
         self._lengths: dict[Digest, float] = {}
 
     def forget(self) -> None:
-        """Forget all, since other places count now."""
+        """Forget all lengths, since other places count now."""
         self._lengths.clear()
 
     def ends(self, place: Place) -> bool:
-        """Whether what lies at a place can be read, or stands on what can."""
+        """Whether the chunk at a place is no delta, or its chain ends and is short enough."""
         return not isinstance(place, DeltaPlace) or self._below(Digest(place.base)) < MOST_LINKS
 
     def is_too_long(self, place: Place) -> bool:
-        """Whether what lies at a place stands on what can be read only by longer chains."""
+        """Whether the chain of the chunk at a place ends, but is too long for readers."""
         if not isinstance(place, DeltaPlace):
             return False
         return MOST_LINKS <= self._below(Digest(place.base)) < math.inf
 
     def _below(self, digest: Digest) -> float:
-        """Return how many deltas the shortest chain of a chunk has, as far as that is known.
+        """Return how many deltas the shortest chain of a chunk has.
 
-        Infinity if none ends; a number that is too large if all that end are too long for readers.
+        Infinity if no chain ends. If every chain that ends is too long for readers, the number is
+        too large for them, but need not be exact.
         """
         level, seen, deltas, best = [digest], {digest}, 0, math.inf
         line: list[Digest] = []
@@ -136,7 +143,7 @@ class ShortestChains:
                 seen.update(below)
             level, deltas = below, deltas + 1
         if level and best >= MOST_LINKS:
-            # What lies deeper was not looked at, so this says nothing of the others.
+            # The search stopped before the end, so this says nothing about the chunks below.
             best, line = 2 * MOST_LINKS, []
         self._lengths |= {each: best - number for number, each in enumerate(line)}
         self._lengths[digest] = best
@@ -144,12 +151,13 @@ class ShortestChains:
 
 
 class DeltaBases:
-    """On which chunks all deltas of some segments stand, at any of their places.
+    """The bases of all deltas in some segments, at any of their places.
 
-    How long a chain is does not count here: what readers refuse is no reason to delete anything.
+    The length of a chain does not count here: a collector must not delete a base because readers
+    refuse its chain.
 
     Attributes:
-        endless: The places of deltas whose chains have no end: packs, and offsets there.
+        endless: The places of deltas whose chains have no end, each as a pack and an offset.
         nowhere: The bases of such deltas.
     """
 
@@ -159,11 +167,11 @@ class DeltaBases:
         self.nowhere: set[bytes] = set()
 
     def note(self, digest: bytes, base: bytes) -> None:
-        """Note that a chunk is stored as a delta."""
+        """Note that a chunk is stored as a delta of a base."""
         self._bases[digest].add(base)
 
     def below(self, digests: Iterable[bytes]) -> set[bytes]:
-        """Return the bases of some chunks, and theirs."""
+        """Return the bases of chunks, the bases of these bases, and so on."""
         bases: set[bytes] = set()
         pending = [digest for digest in digests if digest in self._bases]
         while pending:
@@ -174,11 +182,11 @@ class DeltaBases:
 
 
 def closure(with_deltas: Iterable[SealedSegment], segments: Iterable[SealedSegment]) -> DeltaBases:
-    """Find out on which chunks the deltas of some segments stand, and which chains have an end.
+    """Find the bases of all deltas in some segments, and the chains that have no end.
 
     Args:
         with_deltas: The segments that have deltas.
-        segments: All segments; not looked at if there are no deltas.
+        segments: All segments; they are not read if there are no deltas.
     """
     bases = DeltaBases()
     deltas: dict[tuple[PackId, int], bytes] = {}
@@ -191,7 +199,7 @@ def closure(with_deltas: Iterable[SealedSegment], segments: Iterable[SealedSegme
             bases.note(digest, base)
     if not deltas:
         return bases
-    # From those that are stored alone, as they are or compressed, to all that stands on them.
+    # Go from the bases that are no deltas up to all chunks that stand on them.
     with_end = {
         digest
         for segment in segments
@@ -201,7 +209,7 @@ def closure(with_deltas: Iterable[SealedSegment], segments: Iterable[SealedSegme
     pending = list(with_end)
     while pending:
         for place in standing_on.pop(pending.pop(), ()):
-            # Two segments may list it; the first time counts.
+            # Two segments may list the same delta; only the first counts.
             delta = deltas.pop(place, None)
             if delta is not None and delta not in with_end:
                 with_end.add(delta)
@@ -211,13 +219,13 @@ def closure(with_deltas: Iterable[SealedSegment], segments: Iterable[SealedSegme
 
 
 class NewBases:
-    """Finds the bases of deltas that newer and newer roots name. It reads each segment once."""
+    """Finds the bases of deltas in a root, then in newer and newer roots; reads a segment once."""
 
     def __init__(self) -> None:
         self._read: frozenset[SegmentRef] = frozenset()
 
     def of(self, root: Root, index: Index) -> set[bytes]:
-        """Return the bases of all deltas in those segments of a root that were not read yet.
+        """Return the bases of all deltas in the segments of a root that were not read before.
 
         Raises:
             DamagedError: A segment is missing or damaged.

@@ -1,4 +1,4 @@
-"""A lookup that asks its owner for places: whoever checks a store cannot trust the index."""
+"""A lookup by places that its caller knows: a check of a store cannot trust the index."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from casnap.storage.lookup.lookup_order import Bases, Left, LocalLookup, Lookup,
 
 
 class GivenPlaces(LocalLookup):
-    """A lookup by given places, of any root. Its ladder has one rung.
+    """A lookup by given places, whatever root they are of. Its ladder has one rung.
 
     Args:
-        lookup: The lookup whose root and index it shares.
+        lookup: Another lookup of the store, which shares its root and index.
         places_of: Returns the places of a digest.
     """
 

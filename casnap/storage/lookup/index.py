@@ -1,7 +1,7 @@
-"""Where every chunk and node lies: the index segments of a store, as one root sees them.
+"""The index: where every chunk and node lies, by the segments of one root.
 
-The records of the segments are kept in a cache (``index_cache.py``) and stay true. Whether a record
-*counts* depends on the root alone: the pack of the record must be live in it.
+A cache (``index_cache.py``) keeps the records of the segments, which stay true. Whether a record
+*counts* depends on the root: a segment of the root must list the record's pack.
 """
 
 from __future__ import annotations
@@ -48,17 +48,19 @@ from casnap.storage.lookup.pack_lengths import PackLengths, RememberedLengths
 
 _log = logging.getLogger("casnap")
 T = TypeVar("T")
-# A cache has some 220 bytes a record, tree nodes included.
+# The size from which a cache is made anew: a base, and so much for each record of the store. Usual
+# caches take some 220 bytes a record, tree nodes included.
 _CACHE_BYTES, _BYTES_A_RECORD = 1 << 30, 1024
-# A larger cache is made anew once it has so many times the records of the store.
+# A cache of more bytes than the first number is made anew too once it has so many times the records
+# of the store.
 _SMALL_CACHE_BYTES, _MOST_TIMES = 4 << 20, 4
-# Segments of together so many records are read at a time; a record has 61 bytes.
+# The most records of the segments that are read at the same time; a record has 61 bytes.
 _TOGETHER_RECORDS = 1 << 20
 _LAST_SMALL = b"last small segment"
 
 
 def packs_in(cache: IndexCache, ref: SegmentRef) -> frozenset[PackId] | None:
-    """Return the packs of a segment, if it is cached."""
+    """Return the packs of a segment; None if the segment is not cached."""
     ident = SegmentId(ref.id)
     listed = cache.listed.get(ident)
     if listed is None and (packs := cache.packs_of(ident)) is not None:
@@ -66,19 +68,19 @@ def packs_in(cache: IndexCache, ref: SegmentRef) -> frozenset[PackId] | None:
     return listed
 
 
-# What this process found damaged, by the name of the cache; it stays when the cache is deleted.
+# The places that this process found damaged, by the name of the cache. They outlive the cache.
 _damaged: defaultdict[str, set[Record]] = defaultdict(set)
 
 
 class PackSet:
-    """The union of some sets of packs, without a few packs.
+    """The union of sets of packs, except for a few packs.
 
-    A store may have very many packs, and each commit adds few. So the sets are shared between the
-    views of an index, and no question asked here takes time in proportion to their size.
+    A store may have very many packs, and each commit adds few. So the views of an index share these
+    sets, and making a view or asking for a pack takes no time in proportion to their size.
 
     Args:
         parts: The sets.
-        without: Packs that are not in it.
+        without: The packs that the union lacks.
     """
 
     __slots__ = ("_parts", "_without")
@@ -101,19 +103,19 @@ class PackSet:
 
     @property
     def at_most(self) -> int:
-        """As many packs as it has, or more: a pack that lies in several sets counts for each."""
+        """No less than the number of packs: a pack counts once for each set that has it."""
         return sum(map(len, self._parts))
 
     def issuperset(self, packs: Iterable[PackId]) -> bool:
-        """Whether it has all of these packs."""
+        """Whether all these packs are in the set."""
         return all(pack in self for pack in packs)
 
     def lacking(self, packs: Iterable[PackId]) -> set[PackId]:
-        """Return those of these packs that it lacks."""
+        """Return the packs that are not in the set."""
         return {pack for pack in packs if pack not in self}
 
     def without(self, packs: Collection[PackId | bytes]) -> PackSet:
-        """Return the set without some packs."""
+        """Return a set that lacks some packs besides."""
         return PackSet(self._parts, self._without.union(packs))
 
 
@@ -124,9 +126,9 @@ class IndexView:
     Attributes:
         root: The root.
         segments: The packs that each segment of the root lists.
-        packs: All of these packs. They can be read.
-        live: The packs that a take may rely on: all but the condemned ones.
-        cache: The cache, which holds all segments of the root.
+        packs: All packs of these segments. They can be read.
+        live: The packs that a take may rely on: all but the condemned packs.
+        cache: A cache that holds all segments of the root.
     """
 
     root: Root
@@ -137,10 +139,14 @@ class IndexView:
 
 
 class Index:
-    """Finds the places of digests among the live packs of a root.
+    """The index of a store: finds the places of digests, by the segments of a root.
+
+    Args:
+        backend: The backend of the store.
+        store_id: The id of the store.
 
     Attributes:
-        pack_lengths: The lengths of the packs themselves.
+        pack_lengths: The lengths of the packs as they lie in the store.
     """
 
     def __init__(self, backend: Backend, store_id: str) -> None:
@@ -155,7 +161,7 @@ class Index:
 
     @property
     def cache(self) -> IndexCache:
-        """The cache; it is opened at the first use."""
+        """The cache of this host, opened at the first use."""
         cache = self._cache
         if cache is None or (isinstance(cache, LmdbCache) and not cache.usable()):
             if not self._name:
@@ -164,18 +170,18 @@ class Index:
         return cache
 
     def _look_where_it_is(self) -> None:
-        """Drop the cache if another store lies at this URI by now."""
+        """Drop the cache if another place lies at this URI now."""
         place = digest_of(os.fsencode(self._backend.identity)).hex()[:32]
         name = f"{self._store_id}-{place}"
         if name != self._name:
             self._name, self._cache, self._looked_at_size = name, None, False
 
     def view(self, root: Root) -> IndexView:
-        """Return the index as ``root`` sees it; read the segments that are not cached.
+        """Return the index as ``root`` sees it. Segments that are not cached are read.
 
         Raises:
             DamagedError: A segment is missing or damaged.
-            BackendError: The store is gone.
+            BackendError: The store is gone, or cannot be read.
         """
         self._look_where_it_is()
 
@@ -189,7 +195,7 @@ class Index:
         return IndexView(root, segments, packs, packs.without(root.condemned.keys()), cache)
 
     def refresh(self, root: Root) -> IndexView:
-        """Make the cache anew, since it may be wrong; return the view of a root."""
+        """Make the cache anew, since it may be wrong; return the view of ``root``."""
         with self._replacing:
             if isinstance(self._cache, LmdbCache):
                 self._cache.delete()
@@ -199,13 +205,13 @@ class Index:
     def _shed(self, cache: IndexCache, root: Root) -> None:
         """Delete a cache that is mostly about collected packs.
 
-        Single records are never removed. Views that have the cache open go on with it; the next
-        one makes it anew.
+        A cache never loses single records. Views that have it open go on with it; the next view
+        makes a new one.
         """
         if not isinstance(cache, LmdbCache):
             return
         records = sum(ref.count for ref in root.segments)
-        # Nodes may be larger than is usual, so the size alone is looked at only once for a store.
+        # A cache may stay large because its nodes are large, so the size counts only once.
         most = math.inf if self._looked_at_size else _CACHE_BYTES + _BYTES_A_RECORD * records
         self._looked_at_size = True
         size = cache.nbytes()
@@ -218,20 +224,23 @@ class Index:
                     self._cache = None
 
     def _learn_once(self, cache: IndexCache, root: Root) -> dict[SegmentId, frozenset[PackId]]:
-        """Cache all segments of a root; of a remote store one process of this host reads them."""
+        """Cache all segments of a root; return their packs.
+
+        If the store is remote, only one process of this host reads them.
+        """
         return self._learn_all(cache, root)
 
     def _learn_all(self, cache: IndexCache, root: Root) -> dict[SegmentId, frozenset[PackId]]:
         """Cache all segments of a root; return their packs."""
         packs = self.learn(cache, root.segments)
-        # For the next view, which differs in few segments.
+        # The next view uses this list, since it differs in few segments.
         cache.listed = packs
         return packs
 
     def learn(
         self, cache: IndexCache, segments: Collection[SegmentRef]
     ) -> dict[SegmentId, frozenset[PackId]]:
-        """Cache some segments; return their packs."""
+        """Cache segments; return the packs of each."""
         packs = {SegmentId(ref.id): packs_in(cache, ref) for ref in segments}
         uncached = [ref for ref in segments if packs[SegmentId(ref.id)] is None]
         while uncached:
@@ -248,7 +257,7 @@ class Index:
         return all(packs_in(cache, ref) is not None for ref in root.segments)
 
     def _read_some(self, segments: list[SegmentRef]) -> list[tuple[SegmentRef, tuple[bytes, str]]]:
-        """Take some segments off a list, and read them: on a remote store several at a time."""
+        """Take segments off a list and read them; on a remote store, several at a time."""
         refs = [segments.pop(0)]
         while segments and len(refs) < self._backend.in_flight:
             if sum(ref.weight for ref in refs) + segments[0].weight > _TOGETHER_RECORDS:
@@ -259,17 +268,17 @@ class Index:
     def _ask(
         self, cache: IndexCache, root: Root, ask: Callable[[IndexCache], T]
     ) -> tuple[IndexCache, T]:
-        """Ask a cache; if it fails, ask a new one; return the one that answered too."""
+        """Ask a cache, or a new one if it fails; return the cache that answered, and the answer."""
         try:
             return cache, ask(cache)
         except (lmdb.Error, OSError) as e:
             if not isinstance(cache, LmdbCache) or isinstance(e, TimeoutError):
                 raise
             if cache.is_deleted():
-                # By another thread or process, since it had outgrown the store, say.
+                # Another thread or process has deleted it, for example since it was too large.
                 return self._ask(self._reopen(cache), root, partial(self._learn_and_ask, root, ask))
             _log.warning("the cache %s failed (%s); the index is kept in memory", cache.folder, e)
-            # Out of file descriptors or memory, or busy: that says nothing about the cache.
+            # A lack of file descriptors or memory, or a busy cache, is no damage.
             if isinstance(e, lmdb.Error) or e.errno not in EXHAUSTED | {errno.EWOULDBLOCK}:
                 cache.delete()
         cache = self._replace(cache, root)
@@ -280,7 +289,7 @@ class Index:
         return ask(cache)
 
     def _reopen(self, deleted: IndexCache) -> IndexCache:
-        """Return a cache in place of a deleted one. It may hold nothing yet."""
+        """Return a new cache for a deleted one. It may hold nothing yet."""
         with self._replacing:
             if self._cache is deleted:
                 self._cache = None
@@ -294,7 +303,7 @@ class Index:
             else:
                 fresh = self._cache
             self._learn_all(fresh, root)
-            # Only now, since other threads rely on finding all segments there.
+            # Set it only now: other threads rely on finding all segments in it.
             self._cache = fresh
             return fresh
 
@@ -302,7 +311,7 @@ class Index:
         """Read a segment from the store.
 
         Raises:
-            DamagedError: It is missing or damaged.
+            DamagedError: The segment is missing or damaged.
         """
         return decode_segment(*self.sealed(ref))
 
@@ -310,7 +319,8 @@ class Index:
         """Read the bytes of a segment from the store; return them, and its name for messages.
 
         Raises:
-            DamagedError: It is missing, or has not as many records and deltas as the root says.
+            DamagedError: The segment is missing, or has other counts of records and deltas than the
+                root says.
         """
         key = segment_key(ref.id)
         name = self._backend.where(key)
@@ -326,30 +336,33 @@ class Index:
         return data, name
 
     def _read_named(self, key: str, ref: SegmentRef) -> bytes | None:
-        """Read a segment; return None if it is missing, or the newest root does not name it."""
+        """Read the bytes of a segment; return None if it is missing.
+
+        The segment is waited for as long as the newest root names it.
+        """
         try:
             return self._backend.read(key, max_segment_bytes(ref))
         except FileNotFoundError:
             if not self._appears(key, ref):
                 return None
-        # A client may also show the name of what was deleted.
+        # A client may show the name of a deleted file, so the file may still be missing.
         with suppress(FileNotFoundError):
             return self._backend.read(key, max_segment_bytes(ref))
         return None
 
     def _appears(self, key: str, ref: SegmentRef) -> bool:
-        # A collector may have deleted it, if an older root names it.
+        # If only an older root names the segment, a collector may have deleted it.
         return self._backend.appears(key, lambda: ref in newest_root(self._backend).segments)
 
     def pack_appears(self, pack: bytes, still: Callable[[], object]) -> bool:
-        """Wait for a pack that must be there; as :meth:`casnap.backends.Backend.appears`."""
+        """Wait for a pack that must be there, as :meth:`casnap.backends.Backend.appears` does."""
         return self._backend.appears(pack_key(pack), still)
 
     def check_there(self, root: Root) -> None:
-        """Check that the segments of a root are there, as far as this host has not cached them.
+        """Check that all segments of a root exist, except the ones that this host has cached.
 
         Raises:
-            DamagedError: One is missing.
+            DamagedError: A segment is missing.
         """
         for ref in root.segments:
             key = segment_key(SegmentId(ref.id))
@@ -362,9 +375,7 @@ class Index:
                 raise _missing_error(self._backend.where(key))
 
     def bases_in(self, ref: SegmentRef) -> Iterator[bytes]:
-        """Yield the bases of the deltas in a segment, once for each delta.
-
-        A segment without deltas is not read.
+        """Yield the base of each delta in a segment. A segment without deltas is not read.
 
         Raises:
             DamagedError: The segment is missing or damaged.
@@ -374,11 +385,11 @@ class Index:
     def keep_small(self, ident: SegmentId, sealed: bytes) -> None:
         """Keep the bytes of a small segment of a remote store, so that a commit need not read it.
 
-        Only those of one are kept: each commit replaces the one before.
+        Only the last one is kept, since each commit replaces the small segment before.
         """
 
     def sealed_or_kept(self, ref: SegmentRef) -> tuple[bytes, str]:
-        """Return what :meth:`sealed` does, from this host's cache if it is kept there."""
+        """Return the same as :meth:`sealed`, from this host's cache if it is kept there."""
         return self.sealed(ref)
 
     def find(
@@ -388,10 +399,10 @@ class Index:
 
         Args:
             view: The index as a root sees it.
-            digests: What to find.
-            only_live: Return only places that a take may rely on. Left out are condemned packs,
-                which are deleted some time later; places that are known to be damaged; and unknown
-                codecs, since the row of a snapshot that needs one must say so.
+            digests: The digests to find.
+            only_live: Return only places that a take may rely on. This leaves out condemned packs,
+                which will be deleted; places that are known to be damaged; and unknown codecs,
+                since the row of a snapshot that needs one must say so.
         """
         packs = view.live if only_live else view.packs
         if not packs:
@@ -407,21 +418,21 @@ class Index:
         return places
 
     def find_all(self, view: IndexView, digest: Digest) -> list[Place]:
-        """Return all places where a digest can be read."""
+        """Return all places of a digest in the packs of a view."""
         places = self._ask(view.cache, view.root, lambda cache: cache.places(digest))[1]
         return [place for place in places if place.pack in view.packs]
 
     def find_newest(self, view: IndexView, digests: list[Digest]) -> list[Place | None]:
         """Return, for each digest, its newest live place, or None.
 
-        Older places may be about to be collected.
+        A collector may be about to empty the packs of older places.
         """
         all_places = [self.find_all(view, digest) for digest in digests]
         live = [[p for p in places if p.pack in view.live] for places in all_places]
         return [max(places, key=lambda p: p.pack, default=None) for places in live]
 
     def note_damaged(self, records: Iterable[Record]) -> None:
-        """Note damaged places, for all takes of this process: they store anew what lies there."""
+        """Note damaged places: from now on, takes of this process store their chunks anew."""
         _damaged[self._name].update(records)
 
 

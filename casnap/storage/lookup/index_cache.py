@@ -1,9 +1,9 @@
-"""The cache of this host for a store, in LMDB: places of digests, tree nodes, and notes.
+"""This host's cache of a store, in LMDB: places of digests, tree nodes, and notes.
 
-A cached record (this digest lies at this place of this pack) stays true: packs never change and ids
-are never used again. So a cache may be stale, be shared between processes and between the branches
-of a store after a roll-back, or be deleted; that costs only time. Each place where a store is met
-has a cache of its own, since a copy of a store may hold other bytes under the same ids.
+A cached record (this digest lies at this place of this pack) stays true: packs never change, and
+ids are never used again. So a cache may be stale, deleted, or shared between processes and between
+the branches of a store after a roll-back: all that costs only time. Each place of a store has a
+cache of its own, since a copy of a store may hold other bytes under the same ids.
 """
 
 from __future__ import annotations
@@ -57,26 +57,26 @@ _log = logging.getLogger("casnap")
 C = TypeVar("C", bound="IndexCache")
 P = ParamSpec("P")
 R = TypeVar("R")
-# To read a member of an enum takes as long as to copy a small chunk.
+# Reading a member of an enum takes as long as copying a small chunk.
 _DELTA = int(Codec.DELTA)
-# LMDB sorts the places of a digest by these bytes. So of a chunk that stands twice in a pack, all
-# processes find the first place. Hints name that one too, and caches of chunks hold it.
+# LMDB sorts the places of a digest by these bytes. So if a chunk stands twice in a pack, all
+# processes find its first place. Hints name that place too, and caches of chunks hold it.
 _BARE_PLACE = struct.Struct(">16sQIIB")
-# Named by a store id and a place, or by a place.
+# A folder has the name of a store id and a place, or of a place alone.
 _FOLDER = re.compile("[0-9a-f]{32}(-[0-9a-f]{32})?")
 _URI = "uri"
 MOST_FOLDERS = 64
-"""So many caches are kept. A host that uses more stores loses time."""
+"""The most caches that a host keeps. A host that uses more stores loses time."""
 _UNUSED_SECONDS = 30 * 86400.0
-# Seconds to wait for other writers: to cache segments, and to cache what only saves time.
+# Seconds to wait for other writers: to cache segments, and to cache data that only saves time.
 _PATIENCE, _LITTLE = 30.0, 1.0
-# Seconds to wait for a process that learns the same segments, before this one reads them too.
+# Seconds to wait for a process that reads the same segments, before this process reads them too.
 _LEARNING = 60.0
 _NODES_BYTES = 64 << 20
 
 
 def _if_possible(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R | None]:
-    """Have a method that only saves time return None where the cache fails."""
+    """Make a method that only saves time return None if the cache fails."""
 
     @wraps(method)
     def try_it(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -94,8 +94,8 @@ class IndexCache(ABC):
     """Cached records and tree nodes.
 
     Attributes:
-        listed: The packs of each segment of the root that was looked at last.
-        identity: What tells this cache from every other, also from those of other hosts.
+        listed: The packs of each segment of the root that was viewed last.
+        identity: Bytes that no other cache has, on this host or another one.
     """
 
     def __init__(self) -> None:
@@ -106,39 +106,39 @@ class IndexCache(ABC):
 
     @abstractmethod
     def packs_of(self, segment: SegmentId) -> tuple[PackId, ...] | None:
-        """Return the packs that a segment covers; None if the segment is not cached."""
+        """Return the packs of a segment; None if the segment is not cached."""
 
     @abstractmethod
     def learn(self, segment: SegmentId, packs: Iterable[PackId], records: list[Record]) -> None:
         """Cache a segment."""
 
     def learning(self) -> AbstractContextManager[object]:
-        """Wait while another process of this host learns segments, then keep others waiting.
+        """Wait while another process of this host caches segments; then make others wait.
 
-        Then the caller finds in the cache what that process has learned. Nothing rests on it.
+        So the caller finds the segments of that process in the cache. This only saves time.
         """
         return contextlib.nullcontext()
 
     @abstractmethod
     def place(self, digests: Iterable[Digest], live: Container[PackId]) -> list[Place | None]:
-        """Return a place in a live pack, or None, for each digest."""
+        """Return the preferred place in a live pack, or None, for each digest."""
 
     @abstractmethod
     def places(self, digest: Digest) -> list[Place]:
         """Return all known places of a digest."""
 
-    # --- what only saves time: none of these raises if the cache fails ---
+    # --- methods that only save time: none raises if the cache fails ---
 
     @_if_possible
     def keep_segment(
         self, segment: SegmentId, packs: Iterable[PackId], records: list[Record]
     ) -> None:
-        """Cache a segment that this process wrote, so that it need not be read."""
+        """Cache a segment that this process wrote, so that nobody on this host need read it."""
         self.learn(segment, packs, records)
 
     @abstractmethod
     def node(self, digest: Digest) -> bytes | None:
-        """Return a tree node, verified, or None."""
+        """Return a verified tree node, or None."""
 
     @abstractmethod
     def keep_nodes(self, nodes: Iterable[tuple[Digest, bytes]]) -> None:
@@ -150,11 +150,11 @@ class IndexCache(ABC):
 
     @abstractmethod
     def keep_notes(self, notes: Mapping[bytes, bytes]) -> None:
-        """Cache notes. They must do no harm if they are lost, or out of date."""
+        """Cache notes. A note must do no harm if it is lost or out of date."""
 
 
 class MemoryCache(IndexCache):
-    """A cache in dicts, where there is no place for LMDB."""
+    """A cache in memory, for hosts where LMDB cannot be used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,10 +209,13 @@ class MemoryCache(IndexCache):
 class LmdbCache(IndexCache):
     """A cache in an LMDB environment.
 
-    Every record carries a checksum and every node is verified, since a take believes the cache.
-    LMDB's commits are not synced. So after a crash of the machine, which the boot id tells, the
-    cache is made anew. The same goes for a process that died while it wrote: LMDB aborts the
-    process if it finds its own pages in disorder.
+    Every record has a checksum and every node is verified, since a take believes the cache. LMDB's
+    commits are not synced, so after a reboot, which the boot id shows, the cache is made anew. It
+    is also made anew if a process died while it wrote: LMDB aborts a process that finds the pages
+    in disorder.
+
+    Args:
+        folder: The folder of the cache.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -224,29 +227,29 @@ class LmdbCache(IndexCache):
         self._inode = inode(folder)
         self.identity = f"{boot_id()} {folder.stat().st_dev} {self._inode}".encode()
         with self._turn(_PATIENCE), self._write_mark():
-            # Without "sorted-", older versions keep places in another form.
+            # Older versions keep places in another form, in databases without "sorted-".
             self._segments = self._env.open_db(b"sorted-segments")
             self._places = self._env.open_db(b"sorted-places", dupsort=True)
             self._nodes = self._env.open_db(b"nodes")
             self._notes = self._env.open_db(b"notes")
 
     def usable(self) -> bool:
-        """Whether this is the process that opened it: LMDB does not survive a fork."""
+        """Whether this process opened the cache: LMDB does not survive a fork."""
         return self._pid == os.getpid()
 
     def nbytes(self) -> int:
-        """Return how many bytes it takes up."""
+        """Return how many bytes the cache takes up."""
         return nbytes(self._env)
 
     def count(self) -> int:
-        """Return how many records it has."""
+        """Return how many records the cache has."""
         with self._env.begin(db=self._places) as txn:
             return int(txn.stat(self._places)["entries"])
 
     def delete(self) -> None:
-        """Delete the files. Processes that have them open can go on.
+        """Delete the files of the cache. Processes that have them open can go on.
 
-        Files that another process has made in their place since are left alone.
+        If another process has made a new cache in the folder since, that cache stays.
         """
         with contextlib.suppress(ValueError):
             _recent.remove(self)
@@ -254,7 +257,7 @@ class LmdbCache(IndexCache):
             remove(self.folder)
 
     def is_deleted(self) -> bool:
-        """Whether its files are gone, or those of a later cache."""
+        """Whether the files of this cache are gone, or a later cache has its folder."""
         return inode(self.folder) != self._inode
 
     @override
@@ -268,7 +271,7 @@ class LmdbCache(IndexCache):
     @override
     def learn(self, segment: SegmentId, packs: Iterable[PackId], records: list[Record]) -> None:
         joined = b"".join(packs)
-        # Joined: so many tuples at a time would keep Python's cycle collector busy.
+        # Joined into bytes, since many tuples would keep Python's cycle collector busy.
         places = sorted(d + _encode_place(d, p) for d, p in records)
         with self._writing(_PATIENCE) as txn:
             with txn.cursor(self._places) as cursor:
@@ -344,7 +347,7 @@ class LmdbCache(IndexCache):
 
     @contextlib.contextmanager
     def _write_mark(self) -> Iterator[None]:
-        """Leave a mark while LMDB writes. If it aborts, the next process finds the mark."""
+        """Leave a mark while LMDB writes. If this process dies, the next one finds the mark."""
         mark = self.folder / f"{WRITING}{os.getpid()}"
         try:
             mark.touch()
@@ -354,10 +357,13 @@ class LmdbCache(IndexCache):
 
     @contextlib.contextmanager
     def _turn(self, patience: float) -> Iterator[None]:
-        """Wait for the write lock and hold it. LMDB's own lock has no timeout.
+        """Hold the write lock for a block of code. LMDB's own lock has no timeout.
+
+        Args:
+            patience: How many seconds to wait for it.
 
         Raises:
-            BusyError: Another process has held it for so many seconds.
+            BusyError: Another process holds the lock, and did not free it in that time.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -370,9 +376,10 @@ class LmdbCache(IndexCache):
 
 
 def preferred(places: Iterable[Place]) -> Place | None:
-    """Return the first of some places where a chunk is stored as it is, or in planes.
+    """Return the preferred place of a chunk; None if there is no place.
 
-    Else the first one of a delta; else the first one of a form that this version does not know.
+    It is the first place where the chunk is stored raw or in planes, else the first place of a
+    delta, else the first place of a codec that this version does not know.
     """
     return min(places, key=_rank, default=None)
 
@@ -414,7 +421,7 @@ def _all_places(txn: lmdb.Transaction, digest: Digest) -> list[Place]:
 
 
 # A process must not open an LMDB file twice, so all open caches are listed here. The last few stay
-# open, since opening takes a while. The others are closed when nothing refers to them any more.
+# open, since opening takes a while. Any other cache closes when nothing refers to it any more.
 _open: WeakValueDictionary[Path, LmdbCache] = WeakValueDictionary()
 _recent: deque[LmdbCache] = deque(maxlen=8)
 _inherited: list[LmdbCache] = []
@@ -423,20 +430,20 @@ _open_lock = new_lock()
 
 @in_child
 def _forget_inherited() -> None:
-    # None may be closed: after a fork LMDB cannot even do that.
+    # They must stay open: after a fork LMDB cannot even close a cache.
     _inherited.extend(_open.values())
     _open.clear()
     _recent.clear()
 
 
 class CachedIndex(NamedTuple):
-    """A cache of this host.
+    """A cache in the cache folder of this host, whether or not a process uses it.
 
     Attributes:
         last_use: When a process opened it last, in seconds since the epoch.
-        folder: Its folder.
-        uri: Where the store is, or was; empty if that is not known.
-        boot: The boot that it was made in.
+        folder: The folder of the cache.
+        uri: The URI of the store, now or once; "" if it is not known.
+        boot: The id of the boot in which the cache was made.
     """
 
     last_use: float
@@ -446,33 +453,33 @@ class CachedIndex(NamedTuple):
 
     @property
     def store_id(self) -> str | None:
-        """The id of the store; None for what is known of a place alone."""
+        """The id of the store; None if the cache has only notes about a place."""
         ident, _, place = self.folder.name.partition("-")
         return ident if place else None
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it takes up on the disk; 0 if it is gone."""
+        """How many bytes the cache takes up on the disk; 0 if it is gone."""
         with contextlib.suppress(OSError):
             return sum(file.stat().st_blocks * 512 for file in self.folder.iterdir())
         return 0
 
     def is_needless(self, boot: str) -> bool:
-        """Whether its boot is over, its local store is gone, or nobody used it for a month.
+        """Whether the cache's boot is over, its local store is gone, or a month passed without use.
 
         Args:
-            boot: This boot.
+            boot: The id of this boot.
         """
         is_unused = time.time() - self.last_use > _UNUSED_SECONDS
         return is_unused or self.boot != boot or _is_gone(self.uri)
 
     def delete(self) -> None:
-        """Delete the files. Processes that have them open can go on."""
+        """Delete the files of the cache. Processes that have them open can go on."""
         remove(self.folder)
 
 
 def _is_gone(uri: str) -> bool:
-    """Whether a store on a disk of this host is not there any more."""
+    """Whether a URI is a local path where no store is any more."""
     if not uri.startswith("/") or is_on_shared(uri):
         return False
     try:
@@ -485,11 +492,11 @@ def _is_gone(uri: str) -> bool:
 
 
 def cached_indexes(base: Path) -> Iterator[CachedIndex]:
-    """Yield the caches in a folder; one that vanishes meanwhile is skipped."""
-    # Each new cache looks at all others, and `Path` would take longer than the system.
+    """Yield the caches in a folder. A cache that another process deletes meanwhile is skipped."""
+    # Each new cache looks at all others, and `Path` would take longer than the system calls.
     for name in filter(_FOLDER.fullmatch, os.listdir(base)):  # noqa: PTH208
         folder = f"{base}/{name}"
-        # Without this file, the cache is just being made.
+        # A cache without this file is still being made.
         with contextlib.suppress(OSError):
             boot, last_use = _read(f"{folder}/boot")
             uri = ""
@@ -499,16 +506,16 @@ def cached_indexes(base: Path) -> Iterator[CachedIndex]:
 
 
 def _read(path: str) -> tuple[str, float]:
-    """Return the text of a small file, and when it was changed last."""
+    """Return the text of a small file, and the time of its last change."""
     with opened(path, os.O_RDONLY | os.O_CLOEXEC) as fd:
         info = os.fstat(fd)
         return os.read(fd, info.st_size).decode("utf-8", "surrogateescape"), info.st_mtime
 
 
 def _make_room(base: Path) -> None:
-    """Remove needless caches and, if there are many, the least recently used ones.
+    """Delete needless caches and, if too many are left, the least recently used ones.
 
-    Processes that have one of these open can go on.
+    Processes that have such a cache open can go on.
     """
     caches: list[CachedIndex] = []
     boot = boot_id()
@@ -523,9 +530,10 @@ def _make_room(base: Path) -> None:
 
 
 def _folder_of(base: Path, name: str) -> Path:
-    """Return the folder of a cache. A fork of a process that has it open uses another one.
+    """Return the folder of a cache.
 
-    In the fork, LMDB takes the inherited file for open, and would not open it again.
+    If this process is a fork of one that has the cache open, it gets another folder: LMDB takes the
+    inherited file for open, and would not open it again.
     """
     inherited = {cache.folder for cache in _inherited}
     while base / name in inherited:
@@ -534,11 +542,11 @@ def _folder_of(base: Path, name: str) -> Path:
 
 
 def open_cache(name: str, uri: str) -> IndexCache:
-    """Return the cache of this name, the same for the whole process; in memory if LMDB fails.
+    """Return the cache of a name. If LMDB fails, it is a new one in memory.
 
     Args:
-        name: The name, made of a store's id and its place.
-        uri: Where the store is.
+        name: The name of the cache. All callers of this process with the same name share it.
+        uri: The URI of the store.
     """
     base = cache_folder()
     if base is None:
@@ -568,7 +576,7 @@ def _open_folder(base: Path, folder: Path, uri: str) -> LmdbCache:
     elif refusal := why_refused(folder):
         raise lmdb.Error(f"it {refusal}")
     cache = LmdbCache(folder)
-    # It is told to people, and says whether the store is still there.
+    # The URI is shown to people, and by it another process sees whether the store still exists.
     if not (folder / _URI).exists():
         put_text(folder / _URI, uri)
     return cache

@@ -1,4 +1,4 @@
-"""The files of an LMDB environment: opened if they can be used, else made anew."""
+"""The files of an LMDB environment. They are opened if they can be used, and else made anew."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ _LOCK_BYTES = 8192
 
 
 def open_environment(folder: Path) -> lmdb.Environment:
-    """Open the cache; make it anew if it is of another boot, cut short, or no LMDB file."""
+    """Open the cache in a folder; make it anew if it cannot be used.
+
+    It cannot be used if it is from another boot, if a process died while it wrote, or if its file
+    is cut short or no LMDB file.
+
+    Raises:
+        lmdb.Error: No cache can be made there.
+    """
     boot = folder / "boot"
     with contextlib.suppress(OSError):
         if boot.read_bytes() != boot_id().encode() or _cut_off(folder):
@@ -44,7 +51,7 @@ def open_environment(folder: Path) -> lmdb.Environment:
 
 
 def put_text(path: Path, text: str) -> None:
-    """Put a small file, whole: another process that reads a part of it would delete the cache."""
+    """Put a small file as a whole: a process that reads a part of it would delete the cache."""
     partial = path.with_name(f"{path.name}-{os.urandom(6).hex()}")
     partial.write_text(text, "utf-8", "surrogateescape")
     partial.rename(path)
@@ -59,8 +66,8 @@ def _cut_off(folder: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Delete the files, as far as possible."""
-    import shutil  # slow to import, and only needed for a cache that failed
+    """Delete the files of a cache, as far as possible."""
+    import shutil  # slow to import, and needed only for a cache that failed
 
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -74,7 +81,7 @@ def _map_environment(folder: Path) -> lmdb.Environment:
             )
         except (lmdb.MemoryError, MemoryError):
             continue
-        # Killed processes leave entries in the table of readers, which is short.
+        # Killed processes leave entries in the table of readers, which has few.
         env.reader_check()
         return env
     raise lmdb.Error("no address space for the map")
@@ -86,13 +93,13 @@ def _reserve(lock: Path) -> None:
         try:
             os.posix_fallocate(fd, 0, _LOCK_BYTES)
         except OSError as e:
-            # Not supported here: hope for space.
+            # Any other error means that the file system cannot allocate: go on without.
             if e.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
 
 
 def inode(folder: Path) -> int | None:
-    """Return the inode of the file, to tell it from a later one; None if it is gone."""
+    """Return the inode of the data file, which a later cache changes; None if it is gone."""
     try:
         return (folder / "data.mdb").stat().st_ino
     except OSError:
@@ -100,8 +107,8 @@ def inode(folder: Path) -> int | None:
 
 
 def _cut_short(env: lmdb.Environment, folder: Path) -> bool:
-    """Whether the file ends before its last page. Touching the missing part would be fatal."""
-    # In this order: another process may be making the file longer.
+    """Whether the data file ends before its last page. Touching the missing part would be fatal."""
+    # Ask in this order, since another process may be making the file longer.
     needed = nbytes(env)
     return (folder / "data.mdb").stat().st_size < needed
 

@@ -4,7 +4,7 @@ A fetch goes down the ladder until it has read everything. On a disk:
 
 1. **The hint** that a root or a row has for a node; chunks have none.
 2. **The index** of this host, as a recent root sees it.
-3. **Other places** that this index has, of what was not whole at the first one.
+3. **Other places** that this index has, for chunks that were not whole at the first one.
 4. **Newer roots**, as long as there are any: a collector may have moved what was not found. It is
    looked for in their index, then at its other places there.
 5. **The index made anew** from the store, since the cache of it may be wrong. A pack that this host
@@ -17,11 +17,11 @@ that it does not know, while at most 64 chunks are left to find:
 - **Ranges** of large segments (``segment_search.py``).
 
 So a chunk in a bucket is looked for by hints, in ranges, in the index, at other places, by newer
-roots, in an index made anew. Hints and ranges are not believed: what fails there is no damage, and
-is looked for further down. Whatever place a rung gives, the read cache is asked for it first
-(``reading/chunk_cache.py``). The base of a delta is looked for in ranges, then in the index. The
-newest root is remembered (``newest_root.py``). A node is first looked for in its whole pack, which
-is read at once.
+roots, in an index made anew. Hints and ranges are not believed: a failure there is no damage, and
+the chunk is looked for further down. Whatever place a rung gives, the read cache is asked for it
+first (``reading/chunk_cache.py``). The base of a delta is looked for in ranges, then in the index.
+The newest root is remembered (``newest_root.py``). A node is first looked for in its whole pack,
+which is read at once.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _DELTA = int(Codec.DELTA)
 
 
 class Step(NamedTuple):
-    """Some places to try.
+    """Places to try next.
 
     Attributes:
-        places: The places, each with who wants what lies there.
-        is_alone: Whether it is one chunk, and may be read while others wait for buffers.
-        counts: Whether the index has these places, so that a failure there says something.
+        places: The places, each with the wants for its chunk.
+        is_alone: Whether there is one chunk, which is then read without a buffer of the pool.
+        counts: Whether the index has these places, so that a failure there counts as damage.
     """
 
     places: list[Located]
@@ -60,23 +60,29 @@ class Step(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A chunk that was on no rung, and where the index has it but it is not whole."""
+    """A chunk that no rung has found.
+
+    Attributes:
+        want: A want for the chunk.
+        attempts: The failed reads at the places that the index has.
+    """
 
     want: Want
     attempts: list[FailedRead]
 
 
 class Left:
-    """What a fetch has not read yet.
+    """The chunks that a fetch has not read yet.
 
     Args:
         hints: Where some of the chunks may lie.
 
     Attributes:
-        wants: The wants of each chunk: equal chunks are read once.
-        attempts: Where the index has each of them, and why it is not whole there.
-        lost: The chunks that were on no rung.
-        view: The index as it was asked last; None as long as it was not.
+        hints: The same.
+        wants: The wants for each chunk: equal chunks are read once.
+        attempts: The failed reads of each chunk at the places that the index has.
+        lost: The chunks that no rung has found.
+        view: The view of the index that was asked last; None before the first one.
     """
 
     def __init__(self, hints: Mapping[Digest, Place]) -> None:
@@ -95,12 +101,12 @@ class Left:
             self.wants.setdefault(want.digest, []).append(want)
 
     def at(self, digests: Iterable[Digest], places: Iterable[Place | None]) -> list[Located]:
-        """Return the places of some chunks, with who wants them; without those that have none."""
+        """Return the places of chunks with their wants; a chunk without a place is left out."""
         each = zip(digests, places, strict=True)
         return [(place, self.wants[digest]) for digest, place in each if place is not None]
 
     def note(self, step: Step, failures: list[FailedRead]) -> None:
-        """Note that all places of a step were read, except for some."""
+        """Note that the chunks of a step were read, except for some failures."""
         failed = {unread.wants[0].digest: unread for unread in failures}
         for _, wants in step.places:
             digest = wants[0].digest
@@ -110,21 +116,21 @@ class Left:
                 self.attempts.setdefault(digest, []).append(failed[digest])
 
     def give_up(self) -> None:
-        """Count what is left as lost."""
+        """Count the chunks that are left as lost."""
         for digest, wants in self.wants.items():
             self.lost += [Lost(want, self.attempts.get(digest, [])) for want in wants]
         self.wants, self.attempts = {}, {}
 
 
 Rung: TypeAlias = Callable[[Left], Iterator[Step]]
-"""Yields places to try for what is left. It goes on after each step with what is left then."""
+"""Yields places to try for the chunks that are left. After each step, fewer may be left."""
 
 
 class Bases(NamedTuple):
     """Finds the bases of deltas, for one read: all by the same root.
 
     Attributes:
-        find: Returns a place, or None, of each digest; what is no delta is preferred.
+        find: Returns a place, or None, for each digest. A place of no delta is preferred.
         find_all: Returns all places of a digest.
     """
 
@@ -133,7 +139,7 @@ class Bases(NamedTuple):
 
 
 class Lookup(Protocol):
-    """How chunks and nodes of one store are found; chosen once, when the store is opened.
+    """Finds chunks and nodes of one store. It is chosen once, when the store is opened.
 
     Attributes:
         newest: The newest root.
@@ -147,13 +153,18 @@ class Lookup(Protocol):
         """Return the ladder, from the top."""
 
     def node(self, digest: Digest, hint: Place | None) -> tuple[bytes | None, Place | None]:
-        """Return a node if it is known without the ladder; and a hint for the first rung."""
+        """Return a node if it is known without the ladder, and a hint for the first rung.
+
+        Args:
+            digest: The digest of the node.
+            hint: The hint that a root or row has, if any.
+        """
 
     def bases(self) -> Bases:
-        """Return what finds the bases of deltas."""
+        """Return a finder of the bases of deltas."""
 
     def note_damage(self, attempts: Iterable[FailedRead]) -> None:
-        """Note where the index has chunks that are not whole there."""
+        """Note failed reads at places that the index has."""
 
 
 def lookup_at(backend: Backend, config: StoreConfig, newest: NewestRoot | None = None) -> Lookup:
@@ -162,7 +173,7 @@ def lookup_at(backend: Backend, config: StoreConfig, newest: NewestRoot | None =
     Args:
         backend: The place.
         config: The record of the store.
-        newest: Its newest root, if it was looked for already.
+        newest: The newest root of the store, if it was looked for before.
     """
     if backend.costly_requests:
         newest = newest or RememberedRoot(backend, config)
@@ -193,12 +204,12 @@ class LocalLookup:
         )
 
     def node(self, digest: Digest, hint: Place | None) -> tuple[bytes | None, Place | None]:
-        """Return a node if this host has it, and else the hint."""
+        """Return the node if this host has cached it, and the hint."""
         return self.index.cache.node(digest), hint
 
     def bases(self) -> Bases:
-        """Return what finds bases in the index, by one recent root."""
-        # One view for all: if a collector moves a base meanwhile, the caller reads again.
+        """Return a finder of bases in the index, by one recent root."""
+        # One view serves all: if a collector moves a base meanwhile, the caller reads again.
         view = cache(self._recent_view)
         return Bases(
             lambda digests: self.index.find(view(), digests) if digests else [],
@@ -206,10 +217,10 @@ class LocalLookup:
         )
 
     def note_damage(self, attempts: Iterable[FailedRead]) -> None:
-        """Note where the index has chunks that are not whole there."""
+        """Note failed reads at places that the index has."""
         attempts = list(attempts)
-        # A take notices by itself if a file is gone or too short, and a file that cannot be read
-        # may be whole.
+        # Only these reasons mean damage to takes. They notice a missing or short file themselves,
+        # and a file that cannot be read may be whole.
         self.index.note_damaged(
             (unread.wants[0].digest, unread.place)
             for unread in attempts
@@ -240,21 +251,21 @@ class LocalLookup:
         assert left.view is not None
         while left and self.newest.look() != left.view.root:
             view = left.view = self.newest.read(self.index.view)
-            # What the newest root still places where it failed is damaged.
+            # A chunk that the newest root has at the failed places alone is damaged, not moved.
             moved = [digest for digest in left.wants if self._has_moved(view, left, digest)]
             if not moved:
                 return
             yield from self._again_at(view, left, moved)
 
     def _by_new_index(self, left: Left) -> Iterator[Step]:
-        # If something was lost before, the index was made anew for it.
+        # If a chunk was lost before, the index was made anew then.
         if not left.lost:
             self._wait_for_packs(left)
             left.view = self.index.refresh(self.newest.look())
             yield from self._again_at(left.view, left, list(left.wants))
 
     def _wait_for_packs(self, left: Left) -> None:
-        """Wait until a pack is seen that the newest root names; by then all others are, too."""
+        """Wait until this host sees a pack that the newest root names; by then it sees all."""
         tried = (attempt for attempts in left.attempts.values() for attempt in attempts)
         missing = {a.place.pack for a in tried if a.failure.reason is Reason.MISSING}
         if missing:
@@ -274,7 +285,7 @@ class LocalLookup:
         for digest in digests:
             attempts = left.attempts.get(digest)
             if not attempts:
-                # It has no place at all.
+                # The index has no place for it.
                 continue
             first = attempts[0].place
             for place in self.index.find_all(view, digest):
@@ -284,7 +295,7 @@ class LocalLookup:
     def _has_moved(self, view: IndexView, left: Left, digest: Digest) -> bool:
         attempts = left.attempts.get(digest, [])
         if any(unread.place.codec == _DELTA for unread in attempts):
-            # A base of it may have.
+            # One of its bases may have moved.
             return True
         places = {unread.place for unread in attempts}
         return not places.issuperset(self.index.find_all(view, digest))
@@ -361,6 +372,6 @@ class RemoteLookup(LocalLookup):
             yield Step(left.at(digests, places), counts=False)
 
     def _spares_index(self, left: Left) -> bool:
-        """Whether so few chunks are left that the index need not be read for them."""
+        """Whether the index is not read yet, and so few chunks are left that it need not be."""
         is_few = left.view is None and sum(map(len, left.wants.values())) <= self._costs.few
         return is_few and not self.index.knows(self.newest.recent())

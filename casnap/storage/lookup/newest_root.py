@@ -1,9 +1,9 @@
 """The newest root of a store, which says what the store holds.
 
-On a disk it is looked for each time. Of a remote store it is remembered: this process knows when it
-saw the root, and this host keeps a note of it, so that opening lists nothing. Roots are never
-removed, and a commit id is random. So if the root of that number still has that commit id, the same
-store lies at the place, and no older root is the newest one.
+On a disk, each look reads it from the store. On a remote store it is remembered: this process knows
+when it saw the root, and this host keeps a note of it, so that opening a store lists nothing. Roots
+are never removed, and a commit id is random. So if the root of that number still has that commit
+id, the same store lies at the place, and no older root is the newest one.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ from casnap.storage.lookup.index_cache import IndexCache, open_cache
 
 V = TypeVar("V")
 
-# How often to read again from a newer root, after a collector has changed the store.
+# How many times to read from newer roots, after a collector has changed the store.
 _TRIES = 10
 _NOTE = b"last root"
 
 
 class NewestRoot:
-    """The newest root of a store on a disk. The place is noted to be that of this store.
+    """The newest root of a store on a disk.
+
+    Once this object is made, the backend refuses changes if another store has come to the place.
 
     Args:
         backend: The place.
@@ -65,7 +67,7 @@ class NewestRoot:
         try:
             root = newest_root(self._backend, self._known, stands=stands)
         except NotAStoreError as e:
-            # Its record was there when it was opened.
+            # The record was there when the store was opened.
             if self._backend.size_if_there(CONFIG_KEY) is None:
                 raise gone_error(self._backend.uri) from e
             raise
@@ -74,27 +76,30 @@ class NewestRoot:
         return root
 
     def recent(self) -> Root:
-        """Return the newest root, or of a remote store one that was the newest a moment ago."""
+        """Return the newest root; on a remote store, one that was the newest a moment ago."""
         return self.look()
 
     def note(self, root: Root) -> None:
-        """Note a root that this process has just read, or put, as the newest one."""
+        """Note a root that this process has just read or put as the newest one."""
         self._known = root
 
     def observe(self, root: Root) -> None:
-        """Note a root that another rank has just read, unless a newer one is known here."""
+        """Note a root that another rank has just read, unless this process knows a newer one."""
         if self._known is None or root.seq >= self._known.seq:
             self.note(root)
 
     def read(self, read: Callable[[Root], V], first_root: Callable[[], Root] | None = None) -> V:
-        """Read from the newest root; read again if a collector has changed the store meanwhile.
+        """Read from the newest root, and again if a collector has changed the store meanwhile.
 
         Args:
-            read: Reads from the store, given the root.
-            first_root: Returns the root to begin with, by default the newest.
+            read: Reads from the store, given a root.
+            first_root: Returns the root to begin with; by default the newest.
+
+        Returns:
+            The result of ``read``.
 
         Raises:
-            DamagedError: The store is damaged; no collector has moved anything meanwhile.
+            DamagedError: The store is damaged: the read failed, though no collector moved anything.
         """
         for attempt in count(1):
             root = (first_root or self.look)() if attempt == 1 else self.look()
@@ -102,31 +107,30 @@ class NewestRoot:
                 return read(root)
             except DamagedError:
                 newer = self.look()
-                # If segments were only added, nothing was moved.
+                # If segments were only added, no collector has moved anything.
                 if attempt == _TRIES or set(root.segments) <= set(newer.segments):
                     raise
         raise AssertionError
 
 
 class RememberedRoot(NewestRoot):
-    """The newest root of a remote store. It is looked for no more often than needed."""
+    """The newest root of a remote store, which looks at the store no more often than needed."""
 
     def __init__(self, backend: Backend, config: StoreConfig) -> None:
         super().__init__(backend, config)
         # When the root was last read or put, and when it was last the newest, by `time.monotonic`.
         self._seen_at = self._newest_at = -math.inf
         self._looked_ahead = False
-        # What this host has noted of it.
+        # Number and commit of the root that this process has noted for this host.
         self._kept: tuple[int, bytes] | None = None
 
     @classmethod
     def at(cls, backend: Backend, *, look_ahead: bool) -> tuple[StoreConfig, RememberedRoot]:
-        """Return the record of a store and its root; with one request if this host knows it.
+        """Return the record of a store and its root, by one request if this host knows the store.
 
         Args:
             backend: The place.
-            look_ahead: Look for the newest root at once, for the next use, which then need not
-                look.
+            look_ahead: Whether to look for the newest root now, so that the next use need not.
 
         Raises:
             NotAStoreError: There is no store, or its creation was cut off.
@@ -141,19 +145,19 @@ class RememberedRoot(NewestRoot):
         if isinstance(root, NotAStoreError):
             raise root
         newest = cls(backend, config)
-        # A damaged root is for the first use to report.
+        # The first use reports a damaged root.
         if isinstance(root, Root):
             newest.note(root)
             newest._looked_ahead = look_ahead
             if known is not None and not look_ahead:
-                # This host may not have looked for long.
+                # This host may have looked long ago.
                 newest._newest_at = -math.inf
         return config, newest
 
     @override
     def look(self) -> Root:
-        # Roots are never removed, so one is not read again each time. It is now and then, for the
-        # store may have been rolled back.
+        # Roots are never removed, so a known root is not read again each time. It is read now and
+        # then, since the store may have been rolled back.
         known, looked_ahead = self._known, self._looked_ahead
         self._looked_ahead = False
         if (
@@ -194,17 +198,21 @@ class _Note(msgspec.Struct, array_like=True):
 
 
 def _host_notes(backend: Backend) -> IndexCache:
-    # Not the cache of the store: its name has the store's id, which is not known yet.
+    # Not the cache of the store: its name contains the store's id, which is not known yet.
     name = digest_of(os.fsencode(backend.identity)).hex()[:32]
     return open_cache(name, backend.uri)
 
 
 def _known_to_host(backend: Backend, *, look_ahead: bool) -> tuple[StoreConfig, Root] | None:
-    """Return the record of the store and the root that this host saw last, if it still stands.
+    """Return the record of the store and the root that this host saw last.
 
     Args:
         backend: The place.
-        look_ahead: Return the newest root instead.
+        look_ahead: Whether to return the newest root instead.
+
+    Returns:
+        Record and root; None if this host knows no store there, or that root does not stand any
+        more.
     """
     try:
         note = decoder(_Note).decode(_host_notes(backend).note(_NOTE) or b"")
@@ -224,7 +232,7 @@ def _is_within(seconds: float, since: float) -> bool:
 
 
 def _try(look: Callable[[Backend], Root], backend: Backend) -> Root | NotAStoreError | DamagedError:
-    """Look for a root; return the error if there is none, or it is damaged."""
+    """Look for a root; return the error if there is none, or if it is damaged."""
     try:
         return look(backend)
     except (NotAStoreError, DamagedError) as e:

@@ -1,7 +1,7 @@
-"""Fewer requests for nodes of a remote store: whole packs of nodes, and the hints in them.
+"""Fewer requests for nodes of a remote store: reading whole packs of nodes, with their hints.
 
-A hint says where a node or chunk may lie. This host keeps the hints that it has read in the cache,
-so that a later process finds them beside the nodes. No take believes them.
+A hint says where a node or chunk may lie. The cache of this host keeps the hints that were read, so
+that a later process finds them beside the nodes. No take believes a hint.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from casnap.storage.lookup.index_cache import IndexCache
 from casnap.storage.packs.chunk_reads import is_possible
 
 MOST_HINTED_BYTES = 1 << 20
-"""A pack of more bytes of nodes has no hints: it is not read whole."""
+"""The most bytes of nodes in a pack with hints. A larger pack is not read whole."""
 _MOST_BYTES = 4 << 20
-# So much is read in any case: it is one request.
+# The least bytes to read: one request brings them as soon as fewer.
 _LEAST_BYTES = 1 << 20
-# A pack's bytes behind a hinted node: the later nodes of its commit.
+# The bytes of a pack to expect behind a hinted node: the later nodes of its commit.
 _BEHIND = 64 << 10
 _MOST_RAW = 64 << 20
-# Begin the notes of the hints of a pack, and of the pack that has hints for a node.
+# The prefixes of two kinds of notes: the hints of a pack; and the pack that has hints for a node.
 _HINTS, _HINTED_BY = b"hints", b"hinted by"
 _MOST_PACKS, _MOST_NODES = 16, 256
 
 
 @dataclass(frozen=True)
 class NodePack:
-    """What was found in a pack of nodes.
+    """The nodes and hints that were found in a pack of nodes.
 
     Attributes:
-        nodes: Its nodes, verified, and those that its hints hold.
-        hints: Its hints, None if it has none.
+        nodes: The verified nodes of the pack, and the nodes that stand in its hints.
+        hints: The hints; None if the pack has none.
         hints_form: The bytes of the hints.
-        is_gone: Whether the pack is not there.
+        is_gone: Whether the pack is missing.
     """
 
     nodes: dict[Digest, bytes] = field(default_factory=dict)
@@ -57,17 +57,17 @@ class NodePack:
 
 
 def read_node_pack(backend: Backend, hint: Place) -> NodePack:
-    """Return the nodes of the pack that a hint names; none if the pack is large.
+    """Return the nodes of the pack that a hint names. A large pack is not read.
 
     A commit writes its nodes into one pack, each twice: first the trees, then the manifest, then
-    the table, whose top the hint of a root names.
+    the table. The hint of a root names the top of the table, the last node.
 
     Args:
-        backend: Where the store lives.
+        backend: The backend of the store.
         hint: The place of a node, from a root, a row or the hints of a pack.
     """
     end = hint.offset + hint.stored_size + _BEHIND
-    # Each node lies there twice. The footer is a small part of that.
+    # The pack has each node twice, and a footer of at most a quarter of these bytes.
     most = max(2 * end + end // 2 + PAGE + MOST_HINTS_BYTES, _LEAST_BYTES)
     if not is_possible(hint) or most > _MOST_BYTES:
         return NodePack()
@@ -78,11 +78,11 @@ def read_node_pack(backend: Backend, hint: Place) -> NodePack:
     except FileNotFoundError:
         return NodePack(is_gone=True)
     except (DamagedError, BackendError):
-        # The reader of the node itself says what is wrong.
+        # Reading the node itself will report the error.
         return NodePack()
     nodes = _nodes(memoryview(content)[:n], records)
     hints_digest = next((digest for digest, node in nodes.items() if are_hints(node)), None)
-    # No tree needs it, so it is not kept among the nodes.
+    # No tree needs the hints, so they are not kept among the nodes.
     hints_form = b"" if hints_digest is None else nodes.pop(hints_digest)
     hints = decode_hints(hints_form, hint.pack)
     if hints is None:
@@ -91,7 +91,7 @@ def read_node_pack(backend: Backend, hint: Place) -> NodePack:
 
 
 def _nodes(content: memoryview, records: list[Record]) -> dict[Digest, bytes]:
-    """Return the nodes of a pack that are whole."""
+    """Return the nodes of a pack that are whole, by digest."""
     nodes: dict[Digest, bytes] = {}
     total = 0
     for digest, place in records:
@@ -111,11 +111,11 @@ def _nodes(content: memoryview, records: list[Record]) -> dict[Digest, bytes]:
 
 
 class KnownHints:
-    """The hints in the packs whose nodes this process has used lately."""
+    """The hints of packs whose nodes this process has used lately."""
 
     def __init__(self) -> None:
         self._packs: OrderedDict[bytes, Hints] = OrderedDict()
-        # Nodes that were used, whose hints were not looked for in the cache yet.
+        # Used nodes whose hints were not looked for in the cache yet.
         self._used: deque[Digest] = deque(maxlen=_MOST_NODES)
         self._lock = new_lock()
 
@@ -132,11 +132,11 @@ class KnownHints:
             )
 
     def use(self, digest: Digest) -> None:
-        """Note that a cached node is used: what it names may be looked for next."""
+        """Note that a cached node is used: the things that it names may be needed next."""
         self._used.append(digest)
 
     def find(self, cache: IndexCache, digest: Digest) -> Place | None:
-        """Return the hinted place of a digest; None without a hint."""
+        """Return the place that a hint gives for a digest; None if there is no hint."""
         with self._lock:
             while self._used:
                 pack = cache.note(_HINTED_BY + self._used.popleft())

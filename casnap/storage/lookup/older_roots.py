@@ -1,8 +1,8 @@
-"""Older roots, for a store whose newest one names files that are not here.
+"""Older roots, for a store whose newest root names files that are missing.
 
-A store that was copied file by file while it was written may have a root, and not yet the packs or
-segments that it names. An older root may have all of its own. It can be read as of that one; only a
-repair makes that one the last, under a number of its own.
+If a store was copied file by file while others wrote to it, the copy may have a root, but not all
+packs and segments that the root names. An older root may have all its files. The copy can be read
+as that older root has it. Only a repair makes it the newest root, under a new number.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from casnap.storage.lookup.pack_lengths import GONE, listed_packs
 
 
 class OlderRoot(NewestRoot):
-    """An older root that stands in for the newest one, as long as that is the newest and not whole.
+    """An older root that stands in for the newest root.
+
+    It does so as long as no newer root appears, and the newest one still lacks a file.
 
     Args:
         backend: The place.
         config: The record of the store.
         newest: The newest root.
-        lacked: The key of a file that it names, and that is missing or cut off.
-        older: The root that stands in for it.
+        lacked: The key of a file that the newest root names, and that is missing or cut off.
+        older: The root that stands in.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class OlderRoot(NewestRoot):
 
 
 class FilesThere:
-    """Tells of roots whether the files that they name are here, by one listing of all packs.
+    """Says whether the files that a root names exist, by one listing of all packs.
 
     Args:
         backend: The place.
@@ -66,12 +68,12 @@ class FilesThere:
         self._ends: dict[bytes, dict[PackId, int]] = {}
 
     def lacking(self, root: Root) -> str | None:
-        """Return the key of a file that a root names and that is missing or cut off; None for none.
+        """Return the key of a file that a root names, but that is missing or cut off; else None.
 
-        A condemned pack may be gone: nothing that the root needs lies in it alone.
+        A condemned pack may be gone: no chunk that the root needs lies in it alone.
 
         Raises:
-            DamagedError: A segment is here, and damaged.
+            DamagedError: A segment exists, but is damaged.
         """
         for ref in reversed(root.segments):
             key = segment_key(SegmentId(ref.id))

@@ -1,8 +1,9 @@
-"""How long the packs of a store are, and whether they are there.
+"""The lengths of a store's packs, and whether the packs exist.
 
-The index says what was written. A pack may have been deleted by hand since, or cut off by a backup
-that was restored in part. On a local disk a look is one call. On a remote store it is a request, so
-many packs are looked at in one listing, and a process believes what it saw for a day.
+The index says what was written. Since then somebody may have deleted a pack by hand, or a backup
+may have been restored in part and have cut it off. On a local disk, a look at a pack is one system
+call. On a remote store it is a request. So one listing looks at many packs, and a process believes
+for a day what it saw.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from casnap.runtime.threads import mapped
 from casnap.runtime.typing import override
 
 GONE = -1
-"""The length of a pack that is not there."""
+"""The length of a pack that is missing."""
 _BELIEVED = 86400.0
-# A page of a listing names so many objects.
+# The objects in a page of a listing; the number of packs from which folders are listed one by one.
 _PAGE_KEYS, _MANY = 1000, 64_000
-# One rank tells the others of so many packs at most, in some 5 MB.
+# The most packs that one rank lists for the others, in some 5 MB.
 _MOST_TOLD = 1 << 18
 
 
 class PackLengths:
-    """The lengths of packs on a disk: each is looked at each time.
+    """The lengths of packs on a disk. Each question looks at the packs.
 
     Args:
         backend: The place.
@@ -37,11 +38,11 @@ class PackLengths:
         self._backend = backend
 
     def of(self, packs: Collection[PackId], total: int) -> dict[PackId, int]:
-        """Return the length of each pack, ``GONE`` for one that is not there.
+        """Return the length of each pack; ``GONE`` for a missing one.
 
         Args:
             packs: The packs.
-            total: How many packs the store has, about.
+            total: About how many packs the store has.
         """
         return {pack: self._length(pack) for pack in packs}
 
@@ -49,20 +50,23 @@ class PackLengths:
         """Note the lengths of packs that this process wrote, or another rank has listed."""
 
     def has_to_list(self) -> bool:
-        """Whether, of many ranks, one lists the packs for all: nothing is known here yet."""
+        """Whether one of many ranks should list the packs for all, since this rank knows none."""
         return False
 
     def listed_for(self, ranks: int, total: int) -> dict[PackId, int]:
-        """List the packs for many ranks; return their lengths, or none if looks cost less.
+        """List the packs for many ranks.
 
         Args:
-            ranks: How many ranks look at some packs each.
-            total: How many packs the store has, about.
+            ranks: How many ranks will look at packs.
+            total: About how many packs the store has.
+
+        Returns:
+            The length of each pack; empty if it costs less that each rank looks for itself.
         """
         return {}
 
     def forget(self, packs: Collection[PackId]) -> None:
-        """Look at these packs again: a read found them missing, or cut off."""
+        """Forget the lengths of packs that a read found missing or cut off."""
 
     def _length(self, pack: PackId) -> int:
         size = self._backend.size_if_there(pack_key(pack))
@@ -70,12 +74,12 @@ class PackLengths:
 
 
 class RememberedLengths(PackLengths):
-    """The lengths of packs at a remote place."""
+    """The lengths of packs on a remote store, which a process remembers for a day."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
         self._lock = new_lock()
-        # What this process saw or wrote, since when; and its single looks.
+        # The lengths that this process saw or wrote; since when; and how many single looks it made.
         self._seen: dict[bytes, int] = {}
         self._since = -math.inf
         self._single_looks = 0
@@ -88,7 +92,7 @@ class RememberedLengths(PackLengths):
             if self._single_looks + len(unseen) > total // _PAGE_KEYS:
                 self._seen |= listed_packs(self._backend, are_many=total > _MANY)
                 self._single_looks = 0
-                # A list may be older than the newest packs.
+                # A listing may be older than the newest packs.
                 unseen = [pack for pack in unseen if pack not in self._seen]
             self._single_looks += len(unseen)
             lengths = dict(mapped(self._length, unseen, self._backend.in_flight))
@@ -114,7 +118,7 @@ class RememberedLengths(PackLengths):
 
     @override
     def listed_for(self, ranks: int, total: int) -> dict[PackId, int]:
-        # Each rank would make a request or more.
+        # Each rank would make a request or more, so list if that takes no more requests.
         if not 0 < total <= min(ranks * _PAGE_KEYS, _MOST_TOLD):
             return {}
         listed = listed_packs(self._backend, are_many=total > _MANY)
@@ -133,10 +137,10 @@ def listed_packs(
     """Return the length of each pack of a remote store, whether or not a root names it.
 
     Args:
-        backend: Where the store lives.
-        are_many: Whether there are so many that their folders are listed one by one, several at
-            a time.
-        others: Gets the keys of what is there and no pack: casnap deletes only files whose names
+        backend: The backend of the store.
+        are_many: Whether to list the folders of packs one by one, several at a time, since there
+            are many packs.
+        others: Gets the keys of files that are no packs. Casnap deletes only files whose names
             match its own grammar.
     """
     folders = [f"packs/{n:02x}" for n in range(256)] if are_many else ["packs"]

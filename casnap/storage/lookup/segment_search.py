@@ -1,8 +1,8 @@
-"""Looking a few digests up in large segments by ranges, without reading them whole.
+"""Looking up a few digests in large segments by reading ranges of them.
 
-The records of a segment are sorted, and digests are evenly spread. So the place of a record is
-known to within a few thousand records. Records are not verified here. A chunk is, when it is read;
-if a record is wrong, the reader reads the whole index instead.
+The records of a segment are sorted, and digests are evenly spread. So the position of a record is
+known to within a few thousand records. This module does not verify records. A reader verifies each
+chunk; if a record was wrong, the reader uses the whole index instead.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from casnap.storage.lookup.index import PackSet, RemoteIndex, packs_in
 _log = logging.getLogger("casnap")
 # A smaller index is read whole even for one digest.
 _WHOLE_BYTES = 8 << 20
-# A digest is nearly always within so many standard deviations of where it is expected.
+# A digest is nearly always within this many standard deviations of its expected position.
 _DEVIATIONS = 3
 _LOOKS = 3
-# How often one digest is looked for in all segments, and others then where that one is.
+# How many digests are looked for in all segments, to look for the others where these were found.
 _WAVES = 3
 
 
 class SegmentRanges:
-    """Finds a few digests by ranges of the large segments, of a remote store.
+    """Finds a few digests in a remote store by ranges of its large segments.
 
     Args:
-        backend: Where the store lives.
-        index: Its index.
+        backend: The backend of the store.
+        index: The index of the store.
     """
 
     def __init__(self, backend: Backend, index: RemoteIndex) -> None:
@@ -56,15 +56,15 @@ class SegmentRanges:
         self._lengths: dict[SegmentId, int] = {}
 
     def find(self, root: Root, digests: list[Digest]) -> list[Place | None]:
-        """Find some digests without reading a large index whole.
+        """Find digests without reading a large index as a whole.
 
         Returns:
-            For each digest a place, or None where it was not found so. A place may be wrong.
+            A place for each digest, or None if this search did not find it. A place may be wrong.
         """
         try:
             return self._find(root, digests)
         except TimeoutError:
-            # No error of the file system: a user's alarm raises it.
+            # Though an OSError, it is not the file system's: a user's alarm raises it.
             raise
         except (lmdb.Error, OSError, BackendError, DamagedError) as e:
             _log.debug("%s: the index is read whole: %s", self._backend.uri, e)
@@ -77,7 +77,7 @@ class SegmentRanges:
         large = [ref for ref in unknown if ref.weight > small]
         nbytes = sum(ref.weight for ref in unknown) * SEGMENT_RECORD_SIZE
         windows = [window_bytes(ref.count) for ref in large]
-        # Most of the digests are looked for where the first one is.
+        # The first digest is looked for in all segments, most others only where it was found.
         expected = sum(windows) + max(windows, default=0) * len(digests)
         if nbytes < _WHOLE_BYTES or expected * 4 > nbytes:
             return [None] * len(digests)
@@ -95,7 +95,7 @@ class SegmentRanges:
         return [by_digest.get(digest) for digest in digests]
 
     def _lengths_of(self, refs: list[SegmentRef]) -> dict[SegmentId, int]:
-        """Return the lengths of some segments, which never change."""
+        """Return the lengths of segments, which never change."""
         unseen = [ref for ref in refs if SegmentId(ref.id) not in self._lengths]
         if len(unseen) == 1:
             self._lengths[SegmentId(unseen[0].id)] = self._backend.size(segment_key(unseen[0].id))
@@ -111,16 +111,16 @@ def search(
     lengths: Mapping[SegmentId, int],
     digests: Iterable[Digest],
 ) -> dict[Digest, list[tuple[SegmentId, Place]]]:
-    """Return places that some segments give for some digests, as far as they are found.
+    """Return the places that segments give for digests, as far as this search finds them.
 
-    The chunks of a tensor mostly lie in one segment. So one digest is looked for in all of them,
-    and the others where that one was found; then again, for those that are not there.
+    The chunks of a tensor mostly lie in one segment. So one digest is looked for in all segments,
+    and the others only where that one was found. The digests that were not found there begin again.
 
     Args:
-        backend: Where the store lives.
+        backend: The backend of the store.
         segments: The segments.
-        lengths: How many bytes each of them has.
-        digests: What to look for.
+        lengths: The length of each segment in bytes.
+        digests: The digests to look for.
 
     Raises:
         PlaceError: A segment cannot be read.
@@ -139,7 +139,7 @@ def search(
 
 
 def _look_in_waves(searches: list[_Search], todo: list[Digest], at_once: int) -> None:
-    """Look digests up, few of them in all segments."""
+    """Look digests up, only a few of them in all segments."""
     for _ in range(_WAVES):
         if len(todo) < 2:
             break
@@ -157,7 +157,7 @@ def _look(
 
 
 def window_bytes(count: int) -> int:
-    """Return about how many bytes are read to find one digest among ``count`` records."""
+    """Return about how many bytes to read, to find one digest among ``count`` records."""
     return min(count, 2 * _reach(count, 0.5)) * SEGMENT_RECORD_SIZE
 
 
@@ -173,7 +173,7 @@ class _Search:
     """A search in one segment.
 
     Attributes:
-        ident: The segment.
+        ident: The id of the segment.
         found: The records that were found.
     """
 
@@ -186,7 +186,7 @@ class _Search:
         self._layout = layout
 
     def look(self, digests: list[Digest]) -> set[Digest]:
-        """Look some digests up; return those that the segment has."""
+        """Look digests up; return the digests that the segment has."""
         before = len(self.found)
         todo = {digest: self._window(digest, 0) for digest in digests}
         for look in range(1, _LOOKS + 1):
@@ -232,7 +232,7 @@ class _Search:
         }
 
     def places(self) -> list[tuple[Digest, Place]]:
-        """Return the places of all records that were found: read the ids of their packs."""
+        """Return the places of the found records; this reads the ids of their packs."""
         numbers = sorted({n for _, (_, n, *_) in self.found if n < self._layout.packs})
         ids = {n: bytearray(ID_SIZE) for n in numbers}
         if ids:
@@ -241,6 +241,6 @@ class _Search:
         return [
             (digest, Place(PackId(bytes(ids[n])), *fields))
             for digest, (_, n, *fields) in self.found
-            # Which base a delta has is told by its own bytes.
+            # The place of a delta lacks its base here, but the delta's own bytes name it.
             if n in ids
         ]
