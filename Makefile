@@ -188,28 +188,28 @@ test-filesystems: $(STAMP)
 test-integrations: export HF_HUB_OFFLINE = 1
 test-integrations: $(STAMP) $(TRAINERS_STAMP) $(TITAN_STAMP) $(DEEPSPEED_STAMP) $(MEGATRON_STAMP)
 	$(TRAINERS)/bin/python -m pytest -m integrations $(ON_ALL_CORES) --dist loadfile \
-		--ignore tests/integrations/test_torchtitan.py --ignore tests/integrations/test_deepspeed.py \
-		--ignore tests/integrations/test_trainers_deepspeed.py --ignore tests/integrations/test_megatron.py \
-		tests/integrations
-	$(TITAN)/bin/python -m pytest -m integrations tests/integrations/test_torchtitan.py
-	$(DEEPSPEED)/bin/python -m pytest -m integrations tests/integrations/test_deepspeed.py \
-		tests/integrations/test_trainers_deepspeed.py
-	$(MEGATRON)/bin/python -m pytest -m integrations tests/integrations/test_megatron.py
+		--ignore tests/guests/integrations/test_torchtitan.py --ignore tests/guests/integrations/test_deepspeed.py \
+		--ignore tests/guests/integrations/test_trainers_deepspeed.py --ignore tests/guests/integrations/test_megatron.py \
+		tests/guests/integrations
+	$(TITAN)/bin/python -m pytest -m integrations tests/guests/integrations/test_torchtitan.py
+	$(DEEPSPEED)/bin/python -m pytest -m integrations tests/guests/integrations/test_deepspeed.py \
+		tests/guests/integrations/test_trainers_deepspeed.py
+	$(MEGATRON)/bin/python -m pytest -m integrations tests/guests/integrations/test_megatron.py
 
 # Nothing is compiled for a model that answers for seconds; 1 GiB for its cache.
 test-engines: export HF_HUB_OFFLINE = 1
 test-engines: export TORCHDYNAMO_DISABLE = 1
 test-engines: export VLLM_CPU_KVCACHE_SPACE = 1
 test-engines: $(STAMP) $(ENGINES_STAMP)
-	$(ENGINES)/bin/python -m pytest -m engines tests/integrations/test_vllm.py tests/integrations/test_vllm_patches.py
+	$(ENGINES)/bin/python -m pytest -m engines tests/guests/integrations/test_vllm.py tests/guests/integrations/test_vllm_patches.py
 
 test-sglang: export HF_HUB_OFFLINE = 1
 test-sglang: $(STAMP) $(SGLANG_STAMP)
-	$(SGLANG)/bin/python -m pytest -m engines tests/integrations/test_sglang_real.py
+	$(SGLANG)/bin/python -m pytest -m engines tests/guests/integrations/test_sglang_real.py
 
 test-torch: $(OTHER_TORCH)/.set-up
 	$(OTHER_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'
-	$(OTHER_TORCH)/bin/python -m pytest $(ON_ALL_CORES) tests/integrations tests/state tests/take \
+	$(OTHER_TORCH)/bin/python -m pytest $(ON_ALL_CORES) tests/guests/integrations tests/state tests/take \
 		tests/restore tests/ranks
 
 # The compiled kernels are kept in a folder of Triton's, so that one is empty.

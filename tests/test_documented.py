@@ -98,7 +98,7 @@ def test_the_table_of_frameworks_is_filled_from_tests() -> None:
     for framework, shown_by in frameworks.TESTS.items():
         for test in shown_by.values():
             file, _, name = test.partition("::")
-            text = (ROOT / "tests/integrations" / file).read_text()
+            text = (ROOT / "tests/guests/integrations" / file).read_text()
             contract, _, inherited = name.rpartition(".")
             if contract:
                 assert hasattr(getattr(trainer_contract, contract), inherited)

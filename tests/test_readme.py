@@ -1,7 +1,8 @@
 """README.md and docs/ run as tests, and the code and files that they name exist.
 
 ``tests/support/pages.py`` says how the examples of a page run. ``s3://my-bucket`` is a bucket of a
-server that runs on this machine. ``tests/integrations`` runs the guides for trainers and engines.
+server that runs on this machine. ``tests/guests/integrations`` runs the guides for trainers and
+engines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``casnap pull``: what it prints, and what it refuses. ``--follow``: tests/serving."""
+"""``casnap pull``: what it prints, and what it refuses. ``--follow``: tests/guests/serving."""
 
 from __future__ import annotations
 

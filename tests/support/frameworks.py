@@ -109,7 +109,7 @@ TESTS: dict[str, dict[str, str]] = {
         "killed": f"test_megatron.py::{_RESUMES}",
     },
 }
-"""Framework → column → the test that shows it, in ``tests/integrations``."""
+"""Framework → column → the test that shows it, in ``tests/guests/integrations``."""
 
 
 def table() -> str:

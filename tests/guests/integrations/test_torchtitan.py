@@ -29,7 +29,7 @@ from tests.support.trainer_contract import TrainerContract
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
-GUIDES = Path(__file__).parents[2] / "docs/guides"
+GUIDES = Path(__file__).parents[3] / "docs/guides"
 FROZEN = 4096 * 64 * 4
 
 

@@ -35,7 +35,7 @@ from tests.support.versioned import versioned
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
-GUIDE = Path(__file__).parents[2] / "docs/guides/lightning.md"
+GUIDE = Path(__file__).parents[3] / "docs/guides/lightning.md"
 FROZEN = 4096 * 64 * 4
 
 

@@ -23,7 +23,7 @@ from tests.support.trainer_contract import RunContract, TrainerContract
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
-GUIDE = Path(__file__).parents[2] / "docs/guides/accelerate.md"
+GUIDE = Path(__file__).parents[3] / "docs/guides/accelerate.md"
 FROZEN = 4096 * 64 * 4
 
 

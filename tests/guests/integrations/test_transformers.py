@@ -24,7 +24,7 @@ from tests.support.volumes import volume
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
-GUIDE = Path(__file__).parents[2] / "docs/guides/transformers.md"
+GUIDE = Path(__file__).parents[3] / "docs/guides/transformers.md"
 FROZEN = 4096 * 32 * 4
 
 

@@ -28,7 +28,7 @@ from tests.support.vllm_engines import VllmServer
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default"), pytest.mark.timeout(1800)]
 
-GUIDE = Path(__file__).parents[2] / "docs/guides/vllm.md"
+GUIDE = Path(__file__).parents[3] / "docs/guides/vllm.md"
 BACKEND = ["--weight-transfer-config", '{"backend": "casnap"}']
 
 

@@ -26,7 +26,7 @@ from tests.support.versioned import versioned
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
-GUIDE = Path(__file__).parents[2] / "docs/guides/torch-checkpointing.md"
+GUIDE = Path(__file__).parents[3] / "docs/guides/torch-checkpointing.md"
 BASE = 1024 * 256 * 4
 
 

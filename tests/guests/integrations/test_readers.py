@@ -26,7 +26,7 @@ from tests.support.faults import in_child
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
-PAGE = Path(__file__).parents[2] / "docs/compatibility.md"
+PAGE = Path(__file__).parents[3] / "docs/compatibility.md"
 HEAD = "| reader | folder of | gives |\n|---|---|---|\n"
 
 Case = Callable[[Path], bool]
