@@ -9,7 +9,7 @@ snapshot, or if the moment is known to need another shape here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,11 +26,27 @@ from casnap.state.flatten import fill_targets, live_parts
 from casnap.state.values import encode_key
 from casnap.storage import Contents
 
-_OF_ITS_SHAPE = (
-    *("acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq"),
-    *("momentum_buffer", "prev", "square_avg", "step_size", "sum", "variance"),
-)
-"""The moments of torch's own optimizers that have the shape of their parameter."""
+_OF_ADAM = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
+_OF_ITS_SHAPE: Mapping[str, Collection[str]] = {
+    "_adafactor": ("variance",),
+    "_muon": ("momentum_buffer",),
+    "adadelta": ("acc_delta", "square_avg"),
+    "adagrad": ("sum",),
+    "adam": _OF_ADAM,
+    "adamax": ("exp_avg", "exp_inf"),
+    "asgd": ("ax",),
+    "nadam": _OF_ADAM,
+    "radam": _OF_ADAM,
+    "rmsprop": ("grad_avg", "momentum_buffer", "square_avg"),
+    "rprop": ("prev", "step_size"),
+    "sgd": ("momentum_buffer",),
+    "sparse_adam": _OF_ADAM,
+}
+"""The moments of torch's own optimizers that have the shape of their parameter.
+
+They stand by the module of ``torch.optim`` that has the step. A subclass with this step may have
+moments of its own, of any name and shape.
+"""
 
 
 class Taken(NamedTuple):
@@ -164,17 +180,18 @@ def _shape_by_torch(
     optimizer: torch.optim.Optimizer, shape: tuple[int, ...], name: str
 ) -> tuple[int, ...] | None:
     """Return the shape of a moment of one of torch's own optimizers; None for any other one."""
-    if not type(optimizer).step.__module__.startswith("torch.optim."):
+    package, _, module = type(optimizer).step.__module__.rpartition(".")
+    if package != "torch.optim":
         return None
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if module == "lbfgs":
         # One flat vector of all parameters is the state of the first.
         flat: Any = optimizer
         return (flat._numel(),) if name in ("d", "prev_flat_grad") else None
-    if len(shape) > 1 and name == "row_var":
+    if module == "_adafactor" and len(shape) > 1 and name == "row_var":
         return (*shape[:-1], 1)
-    if len(shape) > 1 and name == "col_var":
+    if module == "_adafactor" and len(shape) > 1 and name == "col_var":
         return (*shape[:-2], 1, shape[-1])
-    return shape if name in (*_OF_ITS_SHAPE, "row_var", "col_var") else None
+    return shape if name in _OF_ITS_SHAPE.get(module, ()) else None
 
 
 # --- by the names of parameters -------------------------------------------------------------------

@@ -411,6 +411,30 @@ def test_moments_that_never_had_the_shape_of_their_parameter(store, steps, alone
     assert_same(new["o"].state_dict(), old["o"].state_dict())
 
 
+class WithOwnMoments(torch.optim.AdamW):
+    """It has torch's step, and moments of its own that other optimizers of torch have as well."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.register_step_post_hook(lambda *_: self.note())
+
+    def note(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state |= {"sum": torch.tensor(3.0), "variance": torch.rand(parameter.shape[:1])}
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_moments_of_a_subclass_may_have_names_of_other_optimizers(store, steps):
+    shapes = {"body": (300, 100), "head": (40, 100)}
+    old = trained(WithOwnMoments, **shapes)
+    snapshot = store.take(old, "step")
+    new = trained(WithOwnMoments, steps=steps, **shapes)
+    assert not snapshot.restore(new)
+    assert_same(new["o"].state_dict(), old["o"].state_dict())
+
+
 @pytest.mark.parametrize("make", [LowRank, Whole])
 @pytest.mark.parametrize("steps", [0, 1])
 def test_the_module_tells_which_moments_are_of_another_shape(store, make, steps):
