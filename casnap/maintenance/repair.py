@@ -369,7 +369,7 @@ class _Repair:
     def _heal(self) -> None:
         """Look for lost chunks and nodes in the cache and in the sources."""
         for digest in self._still_lost():
-            node = self._store.index.cache.node(digest)
+            node = self._store.cached_node(digest)
             if node is not None:
                 self._heal_one(digest, memoryview(node))
         for source in self._sources:

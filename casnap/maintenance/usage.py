@@ -14,7 +14,7 @@ from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.entries import Entry
 from casnap.format.names import folder_of
-from casnap.format.records import DeltaPlace, Row, SealedSegment, pack_key, segment_key
+from casnap.format.records import DeltaPlace, Row, pack_key, segment_key
 from casnap.runtime.progress import Progress
 from casnap.storage import Contents, Repository
 from casnap.storage.inspecting import (
@@ -128,7 +128,7 @@ def disk_usage(store: Repository) -> DiskUsage:
 def _saved_bytes(store: Repository, view: IndexView) -> int:
     saved = 0
     for segment in view.root.segments:
-        sealed = SealedSegment(*store.index.sealed_or_kept(segment))
+        sealed = store.segment(segment)
         is_live = [pack in view.live for pack in sealed.packs]
         saved += sum(
             raw_size - stored_size
@@ -225,7 +225,7 @@ class _Walk:
     def _number(self, references: list[bytes]) -> array[int]:
         """Return the numbers of nodes and chunks; new ones get a number."""
         unnumbered = [r for r in dict.fromkeys(references) if r not in self._numbers]
-        places = self._store.index.find(self._view, [digest_in(r) for r in unnumbered])
+        places = self._store.find([digest_in(r) for r in unnumbered], self._view)
         for reference, place in zip(unnumbered, places, strict=True):
             number = self._numbers[reference] = len(self._numbers)
             if is_node(reference):

@@ -350,7 +350,7 @@ def _agree(
     one_asks = backend.costs.one_asks and comm.size > 1
     own_keys = _OwnKeys([component_of(key) for key in random_states_first(app_state)])
     if one_asks:
-        own_keys.cache = contents.store.index.cache.identity
+        own_keys.cache = contents.store.cache_identity
     elif comm.size > 1 and (boot := boot_id()):
         own_keys.cache = f"{boot} {backend.identity}".encode()
     everyone = comm.gather_messages(own_keys, _OwnKeys)

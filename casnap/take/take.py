@@ -337,9 +337,9 @@ class _Steps:
 
     def _tell_lengths(self, packs: int) -> None:
         """Let rank 0 list the packs for all ranks, where otherwise each rank would look at some."""
-        comm, lengths = self._comm, self._repository.index.pack_lengths
-        told = lengths.listed_for(comm.size, packs) if comm.rank == 0 else None
-        lengths.note(comm.broadcast_message(told, dict[PackId, int]))
+        comm, store = self._comm, self._repository
+        told = store.list_packs_for(comm.size, packs) if comm.rank == 0 else None
+        store.note_packs(comm.broadcast_message(told, dict[PackId, int]))
 
     def _store_once(self, batches_for: Callable[[Session], Batches], crew: Crew) -> TakeResult:
         comm, options = self._comm, self._options

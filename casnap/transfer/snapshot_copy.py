@@ -123,7 +123,7 @@ class SnapshotCopy:
                 self._looks_again = True
                 continue
             lacking = self._lacking(batch, reuse, planned)
-            places = self._source.index.find(view, lacking) if lacking else []
+            places = self._source.find(lacking, view) if lacking else []
             planned.update(zip(lacking, places, strict=True))
             nbytes += sum(place.stored_size for place in places if place is not None)
         return planned, False

@@ -19,9 +19,12 @@ from casnap.format.codec import Codec
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.format.names import is_row_name
 from casnap.format.records import (
+    PackId,
     Place,
     Root,
     Row,
+    SealedSegment,
+    SegmentRef,
     StoreConfig,
     decode_row,
 )
@@ -252,6 +255,29 @@ class Repository:
                 return store
         return None
 
+    # --- packs ---
+
+    def segment(self, ref: SegmentRef) -> SealedSegment:
+        """Return a segment of the index."""
+        return SealedSegment(*self.index.sealed_or_kept(ref))
+
+    def has_to_list_packs(self) -> bool:
+        """Whether, of many ranks, one lists the packs for all: nothing is known here yet."""
+        return self.index.pack_lengths.has_to_list()
+
+    def list_packs_for(self, ranks: int, total: int) -> dict[PackId, int]:
+        """List the packs for many ranks; return their lengths, or none if looks cost less.
+
+        Args:
+            ranks: How many ranks look at some packs each.
+            total: How many packs the store has, about.
+        """
+        return self.index.pack_lengths.listed_for(ranks, total)
+
+    def note_packs(self, lengths: Mapping[PackId, int]) -> None:
+        """Note the lengths of packs that another rank has listed."""
+        self.index.pack_lengths.note(lengths)
+
     # --- nodes ---
 
     def node(self, digest: Digest, hint: Place | None = None) -> bytes:
@@ -291,6 +317,15 @@ class Repository:
             self.fetch([Want(d, -1, partial(_keep_copy, group, d), "") for d in group])
             self.index.cache.keep_nodes(list(group.items()))
 
+    def cached_node(self, digest: Digest) -> bytes | None:
+        """Return a node that this host keeps; None if it keeps none."""
+        return self.index.cache.node(digest)
+
+    @property
+    def cache_identity(self) -> bytes:
+        """What tells the cache of nodes from those of other hosts and users."""
+        return self.index.cache.identity
+
     def keep_nodes(self, nodes: Iterable[bytes]) -> None:
         """Keep nodes that another rank has read, for later calls of :meth:`node`."""
         self.index.cache.keep_nodes([(digest_of(node), node) for node in nodes])
@@ -304,9 +339,9 @@ class Repository:
 
     # --- chunks ---
 
-    def find(self, digests: list[Digest]) -> list[Place | None]:
-        """Return where the index has each chunk, or None, as a recent root sees it."""
-        return self.index.find(self.recent_view(), digests)
+    def find(self, digests: list[Digest], view: IndexView | None = None) -> list[Place | None]:
+        """Return where the index has each chunk, or None; by default as a recent root sees it."""
+        return self.index.find(view or self.recent_view(), digests)
 
     def fetch(
         self,

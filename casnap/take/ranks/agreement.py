@@ -86,7 +86,7 @@ def agree(
         codec,
         seed=int.from_bytes(os.urandom(7), "big"),
         root=root if store.backend.costs.one_asks else None,
-        lists=comm.size > 1 and store.index.pack_lengths.has_to_list(),
+        lists=comm.size > 1 and store.has_to_list_packs(),
     )
     agreed = comm.broadcast_message(mine, Agreement)
     if agreed.root is not None and comm.rank:
