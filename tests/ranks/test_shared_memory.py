@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from casnap import StateDict, Store, release_memory
 from casnap.ranks import processes
 from casnap.ranks.shared_memory import Address, OwnMemory, Ring, mapped
-from casnap.take import exchange
+from casnap.take.ranks import exchange
 from tests.support.links import forget_links, links
 from tests.support.ranks import Worlds
 
