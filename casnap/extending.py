@@ -158,23 +158,23 @@ if TYPE_CHECKING:
     from casnap.storage import Contents as Contents
     from casnap.storage import Entries as Entries
     from casnap.storage import Fill as Fill
-    from casnap.storage import MissingFoldersChange as MissingFoldersChange
     from casnap.storage import ReadOptions as ReadOptions
     from casnap.storage import Repository as Repository
     from casnap.storage import Table as Table
     from casnap.storage import TagMove as TagMove
+    from casnap.storage import Verdict as Verdict
     from casnap.storage import Want as Want
     from casnap.storage import advice_at as advice_at
     from casnap.storage import advice_in as advice_in
-    from casnap.storage import check_has_folders as check_has_folders
     from casnap.storage import check_no_foreign_checkpoint as check_no_foreign_checkpoint
-    from casnap.storage import forget_unheld as forget_unheld
     from casnap.storage import link_advice as link_advice
     from casnap.storage import locate_store as locate_store
     from casnap.storage import marked_commit as marked_commit
     from casnap.storage import move_of as move_of
     from casnap.storage import open_at as open_at
+    from casnap.storage import prune_judged as prune_judged
     from casnap.storage import published_row as published_row
+    from casnap.storage import was_taken_here as was_taken_here
     from casnap.take.capture import CapturedState as CapturedState
     from casnap.take.capture import DividedLeaves as DividedLeaves
     from casnap.take.capture import LiveState as LiveState
@@ -246,9 +246,9 @@ _NAMES = {
     ),
     "state.values": "decode_value encode_key encode_object",
     "storage": (
-        "Contents Entries Fill MissingFoldersChange ReadOptions Repository Table TagMove Want "
-        "advice_at advice_in check_has_folders check_no_foreign_checkpoint forget_unheld "
-        "link_advice locate_store marked_commit move_of open_at published_row"
+        "Contents Entries Fill ReadOptions Repository Table TagMove Verdict Want advice_at "
+        "advice_in check_no_foreign_checkpoint link_advice locate_store marked_commit move_of "
+        "open_at prune_judged published_row was_taken_here"
     ),
     "take.capture": "CapturedState DividedLeaves LiveState StateSource",
     "take.options": "TakeOptions",

@@ -8,7 +8,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -821,7 +820,7 @@ class Store:
 
         view = self._view
         folder = view.folder(prefix)
-        return self._named_here(
+        return self._view.named_here(
             prune_by(view.repository, retention, folder, view.free_later, dry_run=dry_run)
         )
 
@@ -853,44 +852,6 @@ class Store:
         folder = view.folder(prefix)
         lost = thin_by(view.repository, rules, folder, view.free_later, dry_run=dry_run)
         return {view.local_of(name): keys for name, keys in lost.items()}
-
-    def prune_missing_folders(
-        self, *, prefix: str | None = None, dry_run: bool = False
-    ) -> casnap.PruneReport:
-        """Delete the snapshots whose folders were deleted, as trainers do; all in one commit.
-
-        A snapshot on a disk has a folder with a marker, ``<name>/casnap-snapshot.json``. One whose
-        folder is gone is deleted. Kept are those that are tagged, copied from another store, or
-        not mirrored yet; those whose folder was renamed within the folder of the run; and all of a
-        run if no marker of its snapshots stands there any more. Snapshots that were taken without
-        markers, and a backup that was restored without them, look deleted: look at a dry run first.
-
-        Args:
-            prefix: Only the runs in and below this folder.
-            dry_run: Only report what would be deleted.
-
-        Returns:
-            For each snapshot whether it is kept, and why.
-
-        Raises:
-            StoreError: The store is not in a folder of this machine.
-        """
-        from casnap.storage import prune_missing_folders
-
-        view = self._view
-        folder = view.folder(prefix)
-        return self._named_here(
-            prune_missing_folders(view.repository, folder, view.free_later, dry_run=dry_run)
-        )
-
-    def _named_here(self, report: casnap.PruneReport) -> casnap.PruneReport:
-        """Return a report with the names of this view."""
-        local_of = self._view.local_of
-        return replace(
-            report,
-            verdicts=[replace(verdict, name=local_of(verdict.name)) for verdict in report.verdicts],
-            thinned={local_of(name): keys for name, keys in report.thinned.items()},
-        )
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from casnap.mirror.mirror import Mirror
     from casnap.mirror.status import MirrorOptions
     from casnap.ranks.comm import Comm
-    from casnap.storage import AutomaticCollector, CommitHooks
+    from casnap.storage import AutomaticCollector, CommitHooks, PruneReport
 
 _log = logging.getLogger("casnap")
 V = TypeVar("V")
@@ -374,6 +374,14 @@ class View:
                 f"Root {newest} may have one, but names files that are not here. "
                 + _ADVICE.format(uri=self.uri)
             )
+
+    def named_here(self, report: PruneReport) -> PruneReport:
+        """Return a report with the names of this view."""
+        return replace(
+            report,
+            verdicts=[replace(each, name=self.local_of(each.name)) for each in report.verdicts],
+            thinned={self.local_of(name): keys for name, keys in report.thinned.items()},
+        )
 
     def free_later(self, rows: Sequence[Row]) -> None:
         """Have the bytes of snapshots that were let go freed, on a nearly full disk at once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -116,7 +117,7 @@ def prune(
     if collect:
         check_allowed(repository_of(place), options)
     _check_folder(place, prefix)
-    prunes = place.prune_missing_folders if retention is None else partial(place.prune, retention)
+    prunes = _missing_folders_of(place) if retention is None else partial(place.prune, retention)
     if not (dry_run or yes):
         _ask(prunes(prefix=prefix, dry_run=True))
     report = prunes(prefix=prefix, dry_run=dry_run)
@@ -138,6 +139,12 @@ def prune(
         emit(document, place)
     else:
         _show_garbage(place, report, garbage)
+
+
+def _missing_folders_of(place: Store) -> Callable[..., PruneReport]:
+    from casnap.integrations.folders import prune_missing_folders
+
+    return partial(prune_missing_folders, place)
 
 
 def _retention(rules: dict[str, Any], *, missing_folders: bool) -> Retention | None:

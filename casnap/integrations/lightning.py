@@ -41,7 +41,7 @@ from casnap.extending import (
     local_path,
     map_leaves,
 )
-from casnap.integrations.rotation import forget
+from casnap.integrations.folders.rotation import forget
 from casnap.integrations.trainers import (
     Save,
     StrPath,

@@ -3,7 +3,8 @@
 A notice stands where a library's own file would be. Whoever unpickles it gets an error that says
 casnap: torch's safe unpickler refuses the name of the function in it, and any other one calls it,
 or does not find casnap. So it never passes for what it stands for. Notices
-are removed with the marker of their snapshot (backends/local/backend.py).
+are removed with the marker of their snapshot (backends/local/backend.py). The name of this module
+stands in each notice, so it cannot move.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.state_dict_saver import (
 
 from casnap.extending import advice_in, is_file, local_path
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
+from casnap.integrations.folders.rotation import forget
 from casnap.integrations.notices import is_notice
-from casnap.integrations.rotation import forget
 from casnap.integrations.trainers import Checkpoints, check_version, snapshot_at
 
 check_version("torchtitan", "0.3", "0.4")

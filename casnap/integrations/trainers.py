@@ -1,8 +1,9 @@
 """What all trainers do with checkpoints: save, find the last one, let old ones go, load, refuse.
 
 An adapter says how its framework calls a checkpoint, and what of a state is whose. The rest is
-here: a :class:`Save` takes the snapshot, and has the process know its folder (``rotation.py``);
-:class:`Checkpoints` finds and prunes those that are numbered; and the errors have one form.
+here: a :class:`Save` takes the snapshot, and has the process know its folder
+(``folders/rotation.py``); :class:`Checkpoints` finds and prunes those that are numbered; and the
+errors have one form.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from casnap.extending import (
     own_rank,
     paths_in,
 )
+from casnap.integrations.folders.rotation import forget, forget_deleted, note_saved
 from casnap.integrations.notices import put_notices
-from casnap.integrations.rotation import forget, forget_deleted, note_saved
 
 StrPath: TypeAlias = str | os.PathLike[str]
 _log = logging.getLogger("casnap")

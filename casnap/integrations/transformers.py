@@ -36,8 +36,8 @@ from casnap.extending import (
     paths_in,
 )
 from casnap.integrations import with_deepspeed
+from casnap.integrations.folders.rotation import forget
 from casnap.integrations.notices import is_notice, put_whole
-from casnap.integrations.rotation import forget
 from casnap.integrations.trainers import (
     Checkpoints,
     Notices,

@@ -68,16 +68,9 @@ if TYPE_CHECKING:
     from casnap.storage.snapshots.contents import has_wildcards as has_wildcards
     from casnap.storage.snapshots.marker_files import marked_commit as marked_commit
     from casnap.storage.snapshots.marker_files import replace_markers as replace_markers
-    from casnap.storage.snapshots.missing_folders import (
-        MissingFoldersChange as MissingFoldersChange,
-    )
-    from casnap.storage.snapshots.missing_folders import check_has_folders as check_has_folders
-    from casnap.storage.snapshots.missing_folders import (
-        prune_missing_folders as prune_missing_folders,
-    )
     from casnap.storage.snapshots.pruning import forget as forget
-    from casnap.storage.snapshots.pruning import forget_unheld as forget_unheld
     from casnap.storage.snapshots.pruning import prune_by as prune_by
+    from casnap.storage.snapshots.pruning import prune_judged as prune_judged
     from casnap.storage.snapshots.pruning import thin_by as thin_by
     from casnap.storage.snapshots.published import PUBLISHED as PUBLISHED
     from casnap.storage.snapshots.published import TagMove as TagMove
@@ -92,6 +85,7 @@ if TYPE_CHECKING:
     from casnap.storage.snapshots.retention import Best as Best
     from casnap.storage.snapshots.retention import PruneReport as PruneReport
     from casnap.storage.snapshots.retention import Retention as Retention
+    from casnap.storage.snapshots.retention import Verdict as Verdict
     from casnap.storage.snapshots.retention import check_retention as check_retention
     from casnap.storage.snapshots.rewinding import rewind as rewind
     from casnap.storage.snapshots.run_upkeep import Upkeep as Upkeep
@@ -99,6 +93,7 @@ if TYPE_CHECKING:
     from casnap.storage.snapshots.runs import in_commit_order as in_commit_order
     from casnap.storage.snapshots.runs import is_copy_from_here as is_copy_from_here
     from casnap.storage.snapshots.runs import rows_of_run as rows_of_run
+    from casnap.storage.snapshots.runs import was_taken_here as was_taken_here
     from casnap.storage.snapshots.table import Table as Table
     from casnap.storage.snapshots.table import check_free as check_free
     from casnap.storage.snapshots.table import check_path_is_free as check_path_is_free
@@ -132,17 +127,16 @@ _NAMES = {
     "snapshots.changes": "change_settings change_table",
     "snapshots.contents": "Contents Entries Listed has_wildcards",
     "snapshots.marker_files": "marked_commit replace_markers",
-    "snapshots.missing_folders": "MissingFoldersChange check_has_folders prune_missing_folders",
     "opening.opening": "open_at",
-    "snapshots.pruning": "forget forget_unheld prune_by thin_by",
+    "snapshots.pruning": "forget prune_by prune_judged thin_by",
     "snapshots.published": (
         "PUBLISHED TagMove add_tags checked_tag move_of publish_tag published_row remove_tags "
         "tag_moves tagged_row"
     ),
-    "snapshots.retention": "Best PruneReport Retention check_retention",
+    "snapshots.retention": "Best PruneReport Retention Verdict check_retention",
     "snapshots.rewinding": "rewind",
     "snapshots.run_upkeep": "Upkeep upkeep_of_run",
-    "snapshots.runs": "in_commit_order is_copy_from_here rows_of_run",
+    "snapshots.runs": "in_commit_order is_copy_from_here rows_of_run was_taken_here",
     "snapshots.table": "Table check_free check_path_is_free row_of",
     "writing.copying": "ChunkBuffer",
     "writing.handovers": "Handover segment_writers",

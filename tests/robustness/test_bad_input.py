@@ -28,6 +28,7 @@ from casnap.errors import (
     UnsupportedTypeError,
 )
 from casnap.format.digest import digest_of
+from casnap.integrations.folders import prune_missing_folders
 from tests.support.faults import (
     CHUNK,
     app_state,
@@ -612,7 +613,7 @@ def test_what_is_no_folder_of_snapshots(base: Path, prefix: Any) -> None:
         lambda: store.usage(prefix),
         lambda: store.prune(Retention(keep_last=1), prefix=prefix),
         lambda: store.thin({"model": 1}, prefix=prefix),
-        lambda: store.prune_missing_folders(prefix=prefix),
+        lambda: prune_missing_folders(store, prefix=prefix),
     ):
         with pytest.raises(InvalidNameError, match=r"the name of a snapshot|the snapshot name"):
             use()

@@ -26,6 +26,7 @@ from casnap.backends import LocalBackend
 from casnap.backends.local import safe_paths
 from casnap.errors import BackendError, CasnapError, DamagedError
 from casnap.format.records import CONFIG_KEY, root_key, segment_key
+from casnap.integrations.folders import prune_missing_folders
 from casnap.storage.commit_log.roots import COPIES
 from tests.support.far import FarFolder
 from tests.support.faults import in_child, untouched
@@ -481,7 +482,7 @@ def test_a_marker_of_lists_of_lists(path: Path) -> None:
     Store(path).prune(Retention(keep_last=1))
     assert marker(path, "run/step_0").exists()
     assert not marker(path, "run/step_1").exists()
-    assert Store(path).prune_missing_folders().deleted == []
+    assert prune_missing_folders(Store(path)).deleted == []
 
 
 def test_a_umask_that_takes_every_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 
 from casnap import Store
 from casnap.errors import InvalidNameError, StateError, StoreError
-from casnap.extending import check_has_folders, is_file, view_of
+from casnap.extending import is_file, view_of
 from casnap.integrations.dcp.place import name_below
 from casnap.integrations.dcp.reader import CasnapReader
 from casnap.integrations.dcp.staging import torch_copy, true_copy
 from casnap.integrations.dcp.writer import CasnapWriter
+from casnap.integrations.folders.missing import check_has_folders
 
 try:
     from torch.distributed.checkpoint.fsspec_filesystem import (  # type: ignore[import-not-found]

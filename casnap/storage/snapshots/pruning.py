@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -25,6 +25,7 @@ from casnap.storage.snapshots.retention import (
     judge_runs,
     step_of,
 )
+from casnap.storage.snapshots.runs import in_commit_order
 from casnap.storage.snapshots.table import Table
 from casnap.storage.snapshots.thinning import (
     Rules,
@@ -41,6 +42,8 @@ _warned: set[str] = set()
 
 OnRelease = Callable[[Sequence[Row]], None]
 """Called after a commit, with the rows of the snapshots that it let go, or thinned."""
+Judge = Callable[[Table], Iterable[Verdict]]
+"""Returns, for some snapshots of a table, why each is to stay; no reason if it is to go."""
 
 
 class PruneChange(ABC):
@@ -232,35 +235,34 @@ def forget(store: Repository, name: str, commit_id: str) -> None:
     unmark(store, {name: bytes.fromhex(commit_id)})
 
 
-def forget_unheld(
-    store: Repository, find: Callable[[Table], Mapping[str, Row]], on_release: OnRelease
-) -> bool:
-    """Remove some snapshots, but for those that something holds, in one commit.
+def prune_judged(
+    store: Repository, judge: Judge, on_release: OnRelease, *, dry_run: bool = False
+) -> PruneReport:
+    """Remove the snapshots that a judge does not keep, in one commit.
 
     Args:
         store: The store.
-        find: Returns them, by name. It is asked of each table that is to be changed.
+        judge: Returns the verdicts on some snapshots of a table. It is asked of each table that is
+            to be changed.
         on_release: As it says.
-
-    Returns:
-        Whether none of them is left.
+        dry_run: Only report what would be done.
     """
-    change = _UnheldChange(find)
-    report = prune(store, change, dry_run=True)
-    if report.deleted:
-        report = prune(store, change)
+    report = prune(store, _JudgedChange(judge), dry_run=dry_run)
+    if not dry_run:
         on_release([verdict.row for verdict in report.deleted])
-    return not report.kept
+    return report
 
 
-class _UnheldChange(PruneChange):
-    def __init__(self, find: Callable[[Table], Mapping[str, Row]]) -> None:
+class _JudgedChange(PruneChange):
+    def __init__(self, judge: Judge) -> None:
         super().__init__()
-        self._find = find
+        self._judge = judge
 
     @override
     def judge(self, table: Table) -> list[Verdict]:
-        return [Verdict(name, row, tuple(row.holds)) for name, row in self._find(table).items()]
+        verdicts = {verdict.name: verdict for verdict in self._judge(table)}
+        rows = in_commit_order((name, verdict.row) for name, verdict in verdicts.items())
+        return [verdicts[name] for name, _ in rows]
 
 
 def _unmark_pruned(store: Repository, change: PruneChange) -> None:

@@ -30,6 +30,7 @@ from casnap import Store
 from casnap.errors import FileFormatError, StateError, StoreError
 from casnap.integrations.dcp import CasnapReader, install, uninstall
 from casnap.integrations.dcp.redirect import FsspecReader, FsspecWriter
+from casnap.integrations.folders import prune_missing_folders
 from tests.support.bitwise import assert_same
 from tests.support.dcp_saves import files_of_dcp
 from tests.support.faults import backend_faults, in_child
@@ -325,7 +326,7 @@ def test_code_that_deletes_the_folders_of_old_checkpoints(tmp_path: Path, dcp_fi
         dcp.save(state(), checkpoint_id=tmp_path / f"ckpts/step_{step}")
         if step >= 2:
             shutil.rmtree(tmp_path / f"ckpts/step_{step - 2}")
-    Store(tmp_path / "ckpts").prune_missing_folders()
+    prune_missing_folders(Store(tmp_path / "ckpts"))
     assert names(tmp_path / "ckpts") == ["step_3", "step_4"]
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from casnap import Retention, Store
-from casnap.integrations import rotation
 from casnap.integrations.dcp import CasnapWriter, install, uninstall
+from casnap.integrations.folders import prune_missing_folders, rotation
 from tests.support.disk import SAVES, STATE
 from tests.support.faults import in_child
 from tests.support.mounts import tmpfs
@@ -332,7 +332,7 @@ def test_after_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
         f"`casnap prune {folder} --missing-folders` deletes these"
     ]
     assert steps(folder) == [1, 5, 6, 7]
-    Store(folder).prune_missing_folders()
+    prune_missing_folders(Store(folder))
     assert steps(folder) == [6, 7]
 
 

@@ -14,6 +14,7 @@ import torch
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import StoreError
+from casnap.integrations.folders import prune_missing_folders
 from tests.support.cli_calls import document, failure, invoke
 from tests.support.faulty.acts import fail
 from tests.support.faulty.backend import Fault, FaultyBackend
@@ -33,7 +34,7 @@ def names(path: Path | Store) -> list[str]:
 
 
 def reasons(store: Store, *, dry_run: bool = True) -> dict[str, str]:
-    verdicts = store.prune_missing_folders(dry_run=dry_run).verdicts
+    verdicts = prune_missing_folders(store, dry_run=dry_run).verdicts
     return {v.name.rpartition("/")[2]: "; ".join(v.reasons) for v in verdicts}
 
 
@@ -60,7 +61,7 @@ def test_a_trainer_that_deletes_folders(tmp_path: Path, run: str) -> None:
         if step >= 2:
             shutil.rmtree(path / run / f"step_{step - 2}")
     assert len(names(path)) == 6
-    store.prune_missing_folders()
+    prune_missing_folders(store)
     assert names(path) == ["step_4", "step_5"]
     store.gc(grace=0)
     assert store.check(data=True).ok
@@ -69,11 +70,11 @@ def test_a_trainer_that_deletes_folders(tmp_path: Path, run: str) -> None:
 def test_without_a_missing_folder_nothing_is_committed(path: Path) -> None:
     store = Store(path).make()
     seq = store._view.repository.newest().seq
-    store.prune_missing_folders()
+    prune_missing_folders(store)
     assert store._view.repository.newest().seq == seq
     for step in (0, 1, 2):
         shutil.rmtree(path / f"run/step_{step}")
-    store.prune_missing_folders()
+    prune_missing_folders(store)
     assert store._view.repository.newest().seq == seq + 1
 
 
@@ -111,7 +112,7 @@ def test_one_that_the_mirror_lacks_stays_until_it_is_there(tmp_path: Path) -> No
     assert reasons(store, dry_run=False)["step_2"] == ""
     # The copies at the mirror have markers, too.
     mirror = Store(there).make()
-    mirror.prune_missing_folders()
+    prune_missing_folders(mirror)
     shutil.rmtree(there / "run/step_1")
     assert reasons(mirror, dry_run=False)["step_1"] == "copied from another store"
     assert names(mirror) == ["step_0", "step_1", "step_2", "step_3"]
@@ -132,7 +133,7 @@ def test_a_copied_one_stays(path: Path, tmp_path: Path) -> None:
 
 def test_a_remote_store_and_one_without_markers(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="not in a folder of this machine"):
-        Store("memory://other").make().prune_missing_folders()
+        prune_missing_folders(Store("memory://other").make())
     store = Store(tmp_path / "store", markers=False).make()
     for step in range(2):
         take(store, step)

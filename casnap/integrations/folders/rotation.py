@@ -13,23 +13,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from casnap import Snapshot
 from casnap.errors import CasnapError
 from casnap.extending import (
-    MissingFoldersChange,
     Row,
     Table,
+    Verdict,
     View,
     folder_of,
-    forget_unheld,
     marked_commit,
     new_lock,
+    prune_judged,
     view_of,
 )
+from casnap.integrations.folders.missing import judge_folders
 from casnap.integrations.notices import is_notice
 
 _log = logging.getLogger("casnap")
@@ -135,7 +136,7 @@ class RunFolder:
                 self.note(name, row.commit)
         if self._inner:
             return
-        verdicts = MissingFoldersChange(repository, run).judge(table)
+        verdicts = judge_folders(repository, table, run)
         if count := sum(not verdict.kept for verdict in verdicts if self._is_own(verdict.name)):
             uri = repository.backend.uri
             text = (
@@ -206,7 +207,7 @@ def forget(snapshot: Snapshot) -> bool:
         row = table.get(name)
         return {name: row} if row is not None and row.commit == snapshot.row.commit else {}
 
-    is_gone = forget_unheld(view.repository, find, view.free_later)
+    is_gone = _forget_unheld(view, find, view.free_later)
     if not is_gone:
         note_saved(view, name, snapshot.row.commit)
     return is_gone
@@ -220,7 +221,30 @@ def forget_deleted(view: View, name: str) -> None:
     for folder in _run_folders(view, name):
         # What cannot be seen was not deleted.
         with suppress(OSError, CasnapError):
-            forget_unheld(view.repository, folder.deleted, view.hooks.on_release)
+            _forget_unheld(view, folder.deleted, view.hooks.on_release)
+
+
+def _forget_unheld(
+    view: View,
+    find: Callable[[Table], Mapping[str, Row]],
+    on_release: Callable[[Sequence[Row]], None],
+) -> bool:
+    """Forget some snapshots, but for those that something holds; return whether none is left.
+
+    Args:
+        view: The store.
+        find: Returns them, by name.
+        on_release: Called with the rows of those that are forgotten.
+    """
+
+    def judge(table: Table) -> list[Verdict]:
+        return [Verdict(name, row, tuple(row.holds)) for name, row in find(table).items()]
+
+    # Most often there is none, and to look costs less than a change of the table.
+    report = prune_judged(view.repository, judge, on_release, dry_run=True)
+    if report.deleted:
+        report = prune_judged(view.repository, judge, on_release)
+    return not report.kept
 
 
 def note_saved(view: View, name: str, commit: bytes) -> None:
