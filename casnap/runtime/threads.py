@@ -17,10 +17,28 @@ from casnap.runtime.typing import override
 
 T = TypeVar("T")
 U = TypeVar("U")
-NO_THREADS = (
+_NO_THREADS = (
     "no more threads can be started: the process exits, or a limit is reached (ulimit -u, "
     "pids.max of its control group, memory)"
 )
+
+
+def start_thread(start: Callable[[], None]) -> None:
+    """Start a thread by its ``start`` method.
+
+    Raises:
+        UnavailableError: No thread can be started.
+        KeyboardInterrupt: Somebody pressed Ctrl-C. Inside of ``start``, that may come as an error
+            about a lock, and the thread may run.
+    """
+    try:
+        start()
+    except RuntimeError as e:
+        if "new thread" in str(e):
+            raise UnavailableError(_NO_THREADS, reason="exhausted") from e
+        if isinstance(e.__context__, KeyboardInterrupt):
+            raise e.__context__ from None
+        raise
 
 
 def cores() -> int:
@@ -60,10 +78,7 @@ class Worker(threading.Thread):
         Raises:
             UnavailableError: The system starts no more threads.
         """
-        try:
-            super().start()
-        except RuntimeError as e:
-            raise UnavailableError(NO_THREADS, reason="exhausted") from e
+        start_thread(super().start)
 
     @override
     def run(self) -> None:

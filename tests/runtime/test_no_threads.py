@@ -81,6 +81,23 @@ def test_a_thread_that_cannot_start(store: Store, k: int, lasting: bool) -> None
     assert_store(store.uri, {int(s.name[5:]) for s in store.snapshots()})
 
 
+@pytest.mark.parametrize("k", range(3))
+def test_an_interrupt_inside_of_a_start_is_told_as_one(store: Store, k: int) -> None:
+    """Then the lock of the condition that ``start`` waits for is given back twice."""
+
+    def interrupted() -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            threading.Lock().release()
+
+    with faults(threading.Thread, ["start"], k, interrupted), pytest.raises(KeyboardInterrupt):
+        take(store, 2)
+    assert_given_back()
+    take(store, 3)
+    assert_store(store.uri, {1, 3})
+
+
 def test_threads_that_are_slow_to_end_have_ended_when_a_call_returns(store: Store) -> None:
     """A thread on a busy machine may stand between its last step and its end."""
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from casnap.errors import UnavailableError
 from casnap.runtime.fork import in_child, never_free, new_lock
-from casnap.runtime.threads import NO_THREADS
+from casnap.runtime.threads import start_thread
 from casnap.runtime.typing import override
 
 T = TypeVar("T")
@@ -48,11 +48,12 @@ class EventLoop:
             if self._loop is None:
                 loop = asyncio.new_event_loop()
                 loop.set_default_executor(_Threads())
+                thread = threading.Thread(target=loop.run_forever, name="casnap-io", daemon=True)
                 try:
-                    threading.Thread(target=loop.run_forever, name="casnap-io", daemon=True).start()
-                except RuntimeError as e:
+                    start_thread(thread.start)
+                except UnavailableError:
                     loop.close()
-                    raise UnavailableError(NO_THREADS, reason="exhausted") from e
+                    raise
                 self._loop = loop
             return self._loop
 
@@ -133,10 +134,7 @@ class _Threads(ThreadPoolExecutor):
             except BaseException as e:  # noqa: BLE001 - raised to the caller
                 future.set_exception(e)
 
-        try:
-            threading.Thread(target=work, name="casnap-io-call", daemon=True).start()
-        except RuntimeError as e:
-            raise UnavailableError(NO_THREADS, reason="exhausted") from e
+        start_thread(threading.Thread(target=work, name="casnap-io-call", daemon=True).start)
         return future
 
 
