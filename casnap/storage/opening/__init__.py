@@ -1,4 +1,4 @@
-"""Finding the store of a path, making one, opening it; and what is there if there is none.
+"""Finding the store of a path, making it, opening it; and errors that say what is there instead.
 
-Imports ``commit_log`` and ``reading``. Begin with ``opening.py`` and ``location.py``.
+This room imports ``commit_log`` and ``reading``. Begin with ``opening.py`` and ``location.py``.
 """

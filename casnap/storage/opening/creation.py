@@ -1,4 +1,4 @@
-"""Making stores: the first objects, and the places where no store is made."""
+"""Making stores: their first objects, and the places where casnap refuses to make one."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ from casnap.storage.commit_log.roots import WRITER, read_root, sealed_root
 from casnap.storage.opening.location import has_object, is_ours
 
 _log = logging.getLogger("casnap")
-# Seconds after which another process has put what it was about to put, where all puts win.
+# Where all puts win: the seconds after which other processes have put their records.
 _SETTLED = 1.0
 
 
 class CreatedStore(NamedTuple):
-    """A store that is complete.
+    """A complete store.
 
     Attributes:
-        is_new: Whether there was no store yet.
-        config: Its record.
-        root: Its first root, if that was put just now.
+        is_new: Whether there was no store before.
+        config: The record of the store.
+        root: Its first root, if this process has just put it.
     """
 
     is_new: bool
@@ -69,13 +69,13 @@ def create_store(
     is_explicit: bool,
     settings: Mapping[str, Any] | None = None,
 ) -> CreatedStore:
-    """Make a store, or finish making one; do nothing if it is complete.
+    """Make a store, or finish a making that was cut off; do nothing if the store is complete.
 
     Args:
-        backend: Where to make it.
-        chunk_size: Bytes; a power of two from 64 KiB to 64 MiB.
+        backend: The backend of the store.
+        chunk_size: The chunk size in bytes, a power of two from 64 KiB to 64 MiB.
         is_explicit: Whether the user named this very place as a store.
-        settings: Those that a new store has from its first root on.
+        settings: The settings of a new store.
 
     Raises:
         StoreError: No store can be made here.
@@ -86,7 +86,7 @@ def create_store(
         _check_folder(backend, is_explicit=is_explicit)
     backend.make()
     ours: StoreConfig | None = None
-    # A list of a remote place shows more, and its objects are few folders.
+    # At a remote place, one listing answers more questions, and it is short.
     names = set(backend.names("")) if backend.costly_requests else None
     is_new = not has_object(backend, CONFIG_KEY) if names is None else CONFIG_KEY not in names
     if is_new:
@@ -96,7 +96,7 @@ def create_store(
     if not config.put_if_absent and (ours is not None or not has_object(backend, root_key(0))):
         config = _adopted_config(backend, is_ours=ours is not None)
         ours = config if config == ours else None
-    # If the creation was cut off, folders may be there already. Beside our record there were none.
+    # If a creation was cut off, folders may be there. If this process put the record, none were.
     is_complete = ours is None and (
         has_object(backend, root_key(0)) or any(map(backend.names, ("roots/0", "packs", "index")))
     )
@@ -115,8 +115,8 @@ def chunk_size_of(size: object) -> int:
     """Return the bytes of a chunk size that a user gave. ``64k`` can only mean 64 KiB here.
 
     Raises:
-        TypeError: It is neither a number nor a text.
-        ValueError: No store has chunks of this size.
+        TypeError: The size is neither a number nor a text.
+        ValueError: No store can have this chunk size.
     """
     nbytes = parsed_size(size, 1024) if isinstance(size, str) else whole_number(size)
     sizes = (1 << n for n in range(MIN_CHUNK_SIZE.bit_length() - 1, MAX_CHUNK_SIZE.bit_length()))
@@ -142,9 +142,10 @@ def _first_root(config: StoreConfig, settings: dict[str, Any]) -> Root:
 
 
 def _adopted_config(backend: Backend, *, is_ours: bool) -> StoreConfig:
-    """Return the record that all processes adopt that make a store at once, where all puts win.
+    """Return the record that all processes adopt which make one store at the same time.
 
-    It is the one that was put last; or the one that root 0 holds, if that is there.
+    Such processes exist only where all puts win. They adopt the record in root 0 if there is one,
+    and else the record that was put last.
     """
     time.sleep(_SETTLED)
     config = read_config(backend)
@@ -152,7 +153,7 @@ def _adopted_config(backend: Backend, *, is_ours: bool) -> StoreConfig:
         return config
     config_of_root = config_in(read_root(backend, 0)) or config
     if is_ours and config_of_root != config:
-        # This process was held up between its look and its put, which came later than root 0.
+        # This process was held up between its look and its put, so its put came after root 0.
         backend.delete(CONFIG_KEY)
         backend.put_if_absent(CONFIG_KEY, config_content(config_of_root))
     return config_of_root
@@ -163,7 +164,7 @@ def _warn_of_rules(backend: Backend) -> None:
         for text in backend.bucket_warnings():
             _log.warning("%s: %s", backend.uri, text)
     except PLACE_ERRORS as e:
-        # `casnap check` says so.
+        # `casnap check` reports this.
         _log.debug("%s: the rules of the bucket cannot be looked at: %s", backend.uri, e)
 
 
@@ -174,16 +175,16 @@ def _put_config(
     *,
     is_explicit: bool,
 ) -> StoreConfig | None:
-    """Put the record of a new store, which begins to exist by that.
+    """Put the record of a new store. From then on the store exists.
 
     Args:
-        backend: Where to make it.
-        names: What there is already.
-        chunk_size: Bytes.
+        backend: The backend of the store.
+        names: The names that are already at the place.
+        chunk_size: The chunk size in bytes.
         is_explicit: Whether the user named this very place as a store.
 
     Returns:
-        The record; None if another process was faster, or something of a store was there.
+        The record; None if another process was faster, or parts of a store were there.
     """
     if chunk_size > backend.max_chunk_bytes:
         most = backend.max_chunk_bytes >> 20
@@ -193,13 +194,13 @@ def _put_config(
         raise NotAStoreError(
             f"{backend.uri} is a snapshot of a store further up; name that store, or another place"
         )
-    # A maker that was killed leaves nothing but temporary files.
+    # A process that was killed while it made the store leaves only temporary files.
     others = names - {"tmp"}
     if not backend.costly_requests and "tmp" in names:
         expire = (TEMPORARY, NOTE)
         left = (n for n in backend.names("tmp") if not any(e.fullmatch(n) for e in expire))
         others.update(f"tmp/{name}" for name in left)
-    # Another process may have just made the store: it puts the record before any root.
+    # Another process may have just made the store. It then has a record, which comes first.
     if others and not has_object(backend, CONFIG_KEY):
         raise _foreign_error(backend, others)
     honoured = honours_put_if_absent(backend)
@@ -251,7 +252,7 @@ def _check_folder(backend: LocalBackend, *, is_explicit: bool) -> None:
         raise NotAStoreError(f"{folder} is a file; a store is a folder")
     if exists(folder / STORE_FOLDER / CONFIG_KEY):
         return
-    # Before its folder is made.
+    # Check this before the folder of the store is made.
     backend.check_changes()
     begun = None if is_explicit else status(folder / STORE_FOLDER, follow=False)
     if begun is not None and begun.st_uid != 0 and not is_ours(folder, begun.st_uid):

@@ -36,7 +36,7 @@ from casnap.storage.commit_log.roots import newest_root
 from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
-# The system follows no more on one path.
+# The most links that the system follows on one path.
 _MOST_LINKS = 40
 
 
@@ -44,10 +44,10 @@ class Location(NamedTuple):
     """A place in a store.
 
     Attributes:
-        backend: Where the store lives, or would.
-        name: A name or prefix in the store; empty for the store itself.
-        exists: Whether there is a store. None for a remote one, which was not asked, and for a
-            backend that did not answer: to open it costs no more.
+        backend: The backend of the store, whether or not the store exists.
+        name: A name or prefix in the store; "" for the store itself.
+        exists: Whether there is a store. None for a remote store, which was not asked since opening
+            costs no more; and for a backend that did not answer.
     """
 
     backend: Backend
@@ -61,14 +61,14 @@ class Location(NamedTuple):
 
 
 class _Use(NamedTuple):
-    """What a store is looked for to be used for.
+    """The use that a store is looked for.
 
-    Whoever reads needs no trust in a store. What is taken must not be captured by one that somebody
-    has put above the path.
+    Reading needs no trust in a store. But a store that a stranger has put above the path must not
+    capture snapshots that are taken.
 
     Attributes:
-        may_take: Whether snapshots may be taken to it, or others be made.
-        is_typed: Whether a person has typed the path, and is told which store it was.
+        may_take: Whether the caller may take snapshots to the store, or make others there.
+        is_typed: Whether a person has typed the path, and sees which store was found.
     """
 
     may_take: bool
@@ -87,13 +87,14 @@ def locate_snapshot(
     Args:
         path: A path or URI.
         storage_options: How a remote place is reached.
-        may_take: Whether snapshots may be taken to it, or others be made.
-        is_typed: Whether a person has typed the path, and is told which store it was.
+        may_take: Whether the caller may take snapshots to the store, or make others there.
+        is_typed: Whether a person has typed the path, and sees which store was found.
 
     Raises:
-        InvalidNameError: The path is a store itself, no name, or too long.
-        StoreError: The path holds something else, or cannot be looked at.
-        DamagedError: It lies in a store that has lost its ``casnap.json``.
+        InvalidNameError: The path is a store itself, has no name at its end, or a name that is too
+            long or reserved.
+        StoreError: The path holds a checkpoint of TorchSnapshot, or cannot be looked at.
+        DamagedError: The path lies in a store that has lost its ``casnap.json``.
         ValueError: A local path has storage options.
     """
     uri = store_uri(path)
@@ -134,11 +135,11 @@ def locate_store(
     Args:
         uri: A path, URI or backend.
         storage_options: How a remote place is reached.
-        may_take: Whether snapshots may be taken to it, or others be made.
-        is_typed: Whether a person has typed the path, and is told which store it was.
+        may_take: Whether the caller may take snapshots to the store, or make others there.
+        is_typed: Whether a person has typed the path, and sees which store was found.
 
     Raises:
-        StoreError: A file is there, or it cannot be looked at.
+        StoreError: The path is a file, or cannot be looked at.
         DamagedError: The store has lost its ``casnap.json``.
         ValueError: A local path, or a backend, has storage options.
     """
@@ -174,19 +175,19 @@ def _named(backend: Backend, name: str) -> Location:
     """Return the location of a store that was named by its backend or URI.
 
     Raises:
-        DamagedError: It has lost its ``casnap.json``.
+        DamagedError: The store has lost its ``casnap.json``.
     """
     if backend.costly_requests:
         return Location(backend, name, None)
     try:
-        # A new store has its record before it has a root.
+        # A new store has its record before a root, so look for the record again after a root.
         exists = has_object(backend, CONFIG_KEY)
         if not exists and has_object(backend, root_key(0)):
             exists = has_object(backend, CONFIG_KEY)
             if not exists:
                 raise no_config_error(backend.uri)
     except PLACE_ERRORS:
-        # Who opens it is told; the place may come back.
+        # Opening the store will report the error; the place may come back before that.
         return Location(backend, name, None)
     return Location(backend, name, exists)
 
@@ -194,7 +195,12 @@ def _named(backend: Backend, name: str) -> Location:
 def _local(
     path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
 ) -> tuple[str, str]:
-    """Return a local path as it was given, and as the system knows it."""
+    """Return a local path as the user gave it, and as the system knows it.
+
+    Raises:
+        InvalidNameError: The path lies in the inner folder of a store.
+        ValueError: It has storage options.
+    """
     text = given_path(path)
     _check_no_options(text, storage_options)
     local = local_path(text)
@@ -220,7 +226,7 @@ def _resolved(folder: Path) -> Path:
     try:
         return folder.resolve()
     except (OSError, RuntimeError, ValueError) as e:
-        # A loop of links, a NUL, a character that the file system does not have.
+        # A loop of links, a NUL, or a character that the file system lacks.
         raise NotAStoreError(f"{str(folder)!r} is not a folder: {e}") from e
 
 
@@ -230,10 +236,10 @@ def has_object(backend: Backend, key: str) -> bool:
 
 
 def _find_store(folder: Path, use: _Use) -> tuple[Path, str] | None:
-    """Return the nearest store at or above a folder, on the same mount, and the way down from it.
+    """Return the nearest store at or above a folder, and the path from the store to the folder.
 
     It looks above the folder as it is written first, since below a store a link is a name like any
-    other; then above the place that the folder resolves to.
+    other; then above the place that the folder resolves to. It stays on one mount.
 
     Raises:
         DamagedError: A store of this user lacks its ``casnap.json``.
@@ -241,7 +247,7 @@ def _find_store(folder: Path, use: _Use) -> tuple[Path, str] | None:
     """
     found = _find_seen_store(folder, use)
     if found is None:
-        # Another host may have made one here, and this one have kept that there is none.
+        # Another host may have made a store that this host does not see yet.
         backend = LocalBackend(_resolved(folder))
         if backend.name_lag and has_object(backend, CONFIG_KEY):
             found = _find_seen_store(folder, use)
@@ -254,8 +260,8 @@ def _find_seen_store(folder: Path, use: _Use) -> tuple[Path, str] | None:
         for place in _mounted_above(way):
             is_named = place == way
             if nearest is not None:
-                # A name below a store that leads to another one is a name of the first, if that
-                # has such names: somebody may have put the link in the place of their folder.
+                # Links lead from this store to the nearer one. The path means this store only if it
+                # has snapshots below such a link: a user may have replaced their folder by it.
                 links = [p for p in _between(nearest, place) if is_link(p)]
                 if not any(_has_below(place, str(link.relative_to(place))) for link in links):
                     continue
@@ -267,7 +273,7 @@ def _find_seen_store(folder: Path, use: _Use) -> tuple[Path, str] | None:
 
 
 def _mounted_above(way: Path) -> Iterator[Path]:
-    """Yield a folder and those above it, on the same mount."""
+    """Yield a folder, then the folders above it on the same mount."""
     device: int | None = None
     for place in (way, *way.parents):
         info = status(place)
@@ -281,17 +287,17 @@ def _mounted_above(way: Path) -> Iterator[Path]:
 
 
 def _between(place: Path, ancestor: Path) -> Iterator[Path]:
-    """Yield a folder, and those above it up to another one, without that."""
+    """Yield a path, then the folders above it, up to but without an ancestor."""
     while place != ancestor:
         yield place
         place = place.parent
 
 
 def _has_below(place: Path, folder: str) -> bool:
-    """Whether a store has a snapshot of a name, or below it; False for one that is damaged.
+    """Whether a store has a snapshot with a name, or below it; False if the store is damaged.
 
     Raises:
-        PlaceError: It cannot be looked at.
+        PlaceError: The store cannot be looked at.
     """
     try:
         store = Repository(LocalBackend(place))
@@ -304,21 +310,21 @@ def _has_below(place: Path, folder: str) -> bool:
 
 
 def _holds_store(place: Path, *, is_explicit: bool) -> bool:
-    """Whether a store is in a folder.
+    """Whether a folder is the folder of a store.
 
     Args:
         place: The folder.
-        is_explicit: Whether the user named it, as a store or as the folder of a snapshot.
+        is_explicit: Whether the user named the folder, as a store or as the folder of a snapshot.
 
     Raises:
-        DamagedError: It is this user's, and lacks its ``casnap.json``.
+        DamagedError: The store is this user's, and lacks its ``casnap.json``.
     """
     inner = place / STORE_FOLDER
-    # In this order: a new store has its record before it has a root.
+    # Look for roots before the record: a new store has its record before a root.
     has_roots = _has_roots(inner, is_explicit=is_explicit)
     if exists(inner / CONFIG_KEY) and not is_folder(inner / CONFIG_KEY):
         return True
-    # Where every user may write, any of them can put roots.
+    # If every user may write to a folder, any of them can put roots there.
     if has_roots and (is_explicit or not _is_open_to_all(place)):
         if LocalBackend(place).appears(CONFIG_KEY, lambda: True):
             return True
@@ -332,19 +338,19 @@ def _is_open_to_all(place: Path) -> bool:
 
 
 def _is_usable(place: Path, way: Path, use: _Use) -> bool:
-    """Whether a store is in a folder above a path, and is to be used for it.
+    """Whether a folder above a path is the folder of a store that the path may mean.
 
-    Where every user may write, any of them can have put it there: neither does it get what is
-    taken, nor do its faults stop the users of all folders below.
+    If every user may write to the folder, any of them may have put the store there. Such a store
+    gets no snapshots, and its faults do not stop users of the folders below.
 
     Args:
         place: The folder.
         way: The path.
-        use: What a store is looked for.
+        use: The use that a store is looked for.
 
     Raises:
-        DamagedError: It is this user's, and lacks its ``casnap.json``.
-        PlaceError: It cannot be looked at.
+        DamagedError: The store is this user's, and lacks its ``casnap.json``.
+        PlaceError: The folder cannot be looked at.
     """
     inner = str(way.relative_to(place))
     try:
@@ -361,7 +367,7 @@ def _is_usable(place: Path, way: Path, use: _Use) -> bool:
         refusal = _why_not_ours(place.resolve(), is_parent=False)
         if refusal is None:
             return True
-        # What lies in a folder of ours is not looked for in a store that somebody put above it.
+        # A path below a folder of this user does not mean a store that a stranger put above it.
         is_sought = use.is_typed or not any(map(_is_own, _between(way, place)))
         if is_sought and not use.may_take:
             _warn(f"{refusal}, where every user may write; it is read, since the path leads to it")
@@ -371,7 +377,7 @@ def _is_usable(place: Path, way: Path, use: _Use) -> bool:
 
 
 def _is_passed_over(place: Path) -> bool:
-    """Whether a store that cannot be used is none of this user's, where any may have put it."""
+    """Whether to skip a store that cannot be used: not this user's, where all users may write."""
     if not _is_open_to_all(place):
         return False
     try:
@@ -381,22 +387,29 @@ def _is_passed_over(place: Path) -> bool:
 
 
 def _serves(store: Path, inner: str) -> bool:
-    """Whether a store serves a path below it: any, or only those of its own snapshots."""
+    """Whether a store serves a path below it.
+
+    A store that a path alone has made serves only its own snapshots and the paths below them.
+
+    Args:
+        store: The folder of the store.
+        inner: The path below it.
+    """
     backend = LocalBackend(store)
     try:
         root = newest_root(backend)
         if serves_below(root):
             return True
         table, parts = Repository(backend).table(root), inner.split("/")
-        # Nothing can be below a snapshot; the take says so.
+        # No snapshot can lie below a snapshot, which the take will report.
         return any(table.get("/".join(parts[: n + 1])) is not None for n in range(len(parts)))
     except NotAStoreError:
-        # It is being made, or its making was cut off: whoever finishes that says what it serves.
+        # The store is being made, or its making was cut off. The process that finishes it decides.
         return True
 
 
 def not_served_text(folder: Path) -> str:
-    """Return what a message about a folder is to say of a store above that does not serve it."""
+    """Return an addition to a message about a folder, if a store above does not serve it; or ""."""
     try:
         store = next((p for p in folder.parents if exists(p / STORE_FOLDER / CONFIG_KEY)), None)
         if store is None or serves_below(newest_root(LocalBackend(store))):
@@ -410,7 +423,7 @@ def not_served_text(folder: Path) -> str:
 
 
 def _has_roots(inner: Path, *, is_explicit: bool) -> bool:
-    """Whether there are roots; of this user, unless the folder was named."""
+    """Whether a folder has roots. Unless the user named the folder, they must be this user's."""
     info = status(inner / root_key(0), follow=False)
     if info is None or not stat.S_ISREG(info.st_mode):
         return False
@@ -433,10 +446,11 @@ def _advice(store: Path) -> str:
 
 
 def is_ours(store: Path, uid: int) -> bool:
-    """Whether an owner of files in the folder of a store is this user.
+    """Whether a user id, on files in the folder of a store, stands for this user.
 
-    On a volume that gives all files to one user, that is the one whom a new file of ours belongs
-    to: an access point of EFS, an export with ``all_squash`` or, for root, ``root_squash``, CIFS.
+    Some volumes give all files to one user id: an access point of EFS, an export with
+    ``all_squash`` or, for root, ``root_squash``, CIFS. There, the id of a new file of this process
+    stands for this user.
     """
     if uid == os.geteuid():
         return True
@@ -450,12 +464,14 @@ def _is_own(path: Path) -> bool:
 
 
 def _led_to(folder: Path, way: Path, check: Callable[[], None] | None = None) -> LocalBackend:
-    """Return the place that a path leads to; if by a stranger's link, it is only to be read.
+    """Return the backend of the place that a path leads to.
+
+    If a stranger's link is on the path, the backend refuses changes.
 
     Args:
         folder: The place.
         way: The path.
-        check: What else is to be checked before the first change there.
+        check: Another check to make before the first change there.
     """
     backend = LocalBackend(folder)
     link = _link_of_a_stranger(way)
@@ -473,10 +489,11 @@ def _refuse_link(link: str, folder: str) -> None:
 
 
 def _link_of_a_stranger(way: Path) -> Path | None:
-    """Return a link on a path that neither this user, root nor the owner of its folder has put.
+    """Return a stranger's link on a path; None if there is none.
 
-    Only where every user may write is that looked at. Linux follows no such link in a sticky folder
-    where ``fs.protected_symlinks`` is set.
+    A stranger is neither this user, nor root, nor the owner of the link's folder. Only links in
+    folders where every user may write count. In sticky folders, Linux itself follows no such link
+    if ``fs.protected_symlinks`` is set.
     """
     folder, rest = Path("/"), [*(Path.cwd() / way).parts[1:]]
     links_left = _MOST_LINKS
@@ -490,7 +507,7 @@ def _link_of_a_stranger(way: Path) -> Path | None:
         around = folder.stat()
         if around.st_mode & stat.S_IWOTH and info.st_uid not in (os.geteuid(), around.st_uid, 0):
             return place
-        # What it leads to may lead through links again.
+        # The target of the link may lead through links again.
         links_left -= 1
         rest = [*(folder / place.readlink()).parts[1:], *rest]
         folder = Path("/")
@@ -498,7 +515,7 @@ def _link_of_a_stranger(way: Path) -> Path | None:
 
 
 def _guarded(store: Path, way: Path, use: _Use, *, is_parent: bool) -> LocalBackend:
-    """Return the place of a store that a path leads to; another user's is only to be read."""
+    """Return the backend of a store that a path leads to; it refuses changes of others' stores."""
     is_ours = use.is_typed or _why_distrusted(store, is_parent=is_parent) is None
     check = None if is_ours else partial(_check_ours, store, is_parent=is_parent)
     return _led_to(store, way, check)
@@ -514,9 +531,10 @@ def _check_ours(store: Path, *, is_parent: bool) -> None:
 
 
 def _why_not_ours(store: Path, *, is_parent: bool) -> str | None:
-    """Do as :func:`_why_distrusted`, also where files do not get the owner or mode of their maker.
+    """Return the same as :func:`_why_distrusted`, for all kinds of volumes.
 
-    A file is made in the store's folder, and removed, to find out.
+    On some volumes files do not get the owner or mode of their maker. To find out, this makes a
+    file in the store's folder, and removes it.
     """
     new_file = LocalBackend(store).new_file()
     refusal = _why_distrusted(store, is_parent=is_parent)
@@ -526,20 +544,23 @@ def _why_not_ours(store: Path, *, is_parent: bool) -> str | None:
 
 
 def _why_distrusted(store: Path, *, is_parent: bool, owners: Owners | None = None) -> str | None:
-    """Return why a store that a path leads to does not get what is taken; None if it does.
+    """Return why a store that a path leads to must get no snapshots, in words; None if it may.
 
-    All of it has to be this user's, or root's, and other users must not be able to write to it: one
-    that somebody else has put there must not get the snapshots of all who take below.
+    The store must belong to this user or to root, and other users must not be able to write to it.
+    Else a stranger could put a store there, and get the snapshots of all users who take below.
 
     Args:
-        store: The folder.
-        is_parent: Whether the snapshot lies right in it, so that the path names it. Then others may
-            write to it.
-        owners: Whose it may be; by default this user's and root's.
+        store: The folder of the store.
+        is_parent: Whether the snapshot lies right in the folder, so that the path names the store.
+            Other users may then write to it.
+        owners: The trusted owners; by default this user and root.
+
+    Raises:
+        BackendError: The store was just moved or removed.
     """
     owners = owners or owners_by()
     inner = store / STORE_FOLDER
-    # Not followed: a link to a file of this user proves nothing.
+    # Links are not followed: a link to a file of this user proves nothing.
     folder, record = status(inner, follow=False), status(inner / CONFIG_KEY, follow=False)
     if folder is None or record is None:
         raise BackendError(f"{store} was moved, or removed, just now; try again")

@@ -1,6 +1,7 @@
-"""What is there where no store or snapshot was found: stores below, a marker, other files.
+"""Errors where no store or snapshot was found: they name stores below, markers, other checkpoints.
 
-A program that has changed libraries finds no snapshot, and would begin its run anew without a word.
+A program that has just changed to casnap finds no snapshot. Without a word about its old
+checkpoints, it would begin its run anew.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from casnap.format.records import CONFIG_KEY
 from casnap.storage.opening.location import not_served_text
 
 _MOST = 1000
-"""How many names of a folder are looked at."""
+"""The most names of a folder to look at."""
 _SHOWN = 8
-"""How many stores a message names."""
+"""The most stores that a message names."""
 
 
 class Form(NamedTuple):
     """A form of checkpoints of another library.
 
     Attributes:
-        name: How messages call it.
-        telltales: Globs; each checkpoint of this form is a file, or a folder with a file, that one
-            of them matches.
-        is_sure: Whether nothing else is called so.
-        reader: What reads it, if ``casnap import`` does not.
+        name: The name of the form in messages.
+        telltales: Globs. A checkpoint of this form is a file that one of them matches, or a folder
+            with such a file.
+        is_sure: Whether no other files match the globs.
+        reader: The program that reads the form, if ``casnap import`` does not; else "".
     """
 
     name: str
@@ -48,7 +49,7 @@ class Form(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """What can be done with one: goes on after "a checkpoint of {name}, which"."""
+        """How to read a checkpoint of the form, in words after "a checkpoint of {name}, which"."""
         return f"{self.reader} loads" if self.reader else "`casnap import` imports as a snapshot"
 
 
@@ -65,13 +66,13 @@ _FOLDERS = (
     _SAFETENSORS,
     Form("torch_checkpointing", ("metadata.pkl", "*_0.pt"), is_sure=False),
 )
-"""The forms of folders. The first that matches counts."""
+"""The forms of folders. The first one that matches counts."""
 _LATEST = "latest"
 """DeepSpeed writes the name of its last checkpoint into this file, beside the checkpoint."""
 
 
 def form_of(path: Path) -> Form | None:
-    """Return the form of a checkpoint of another library, judged by names; None if it is none."""
+    """Return the form of another library's checkpoint, judged by names; None if it is none."""
     try:
         if is_file(path):
             return next((form for form in _FILES if _matches(form, path.name)), None)
@@ -79,7 +80,7 @@ def form_of(path: Path) -> Form | None:
             return None
         return _folder_form(path, _FOLDERS)
     except (OSError, *PLACE_ERRORS):
-        # It is only for an advice.
+        # The form only serves for advice.
         return None
 
 
@@ -88,12 +89,12 @@ def check_no_foreign_checkpoint(folder: Path, saver: str = "") -> None:
 
     Args:
         folder: The folder.
-        saver: The library that saves, as messages call its form: one of that is looked for too, if
-            others may be called so as well.
+        saver: The name of the form of the library that saves. A checkpoint of this form counts even
+            if its names are not sure.
 
     Raises:
-        SnapshotExistsError: It does. Whoever then looks for one by this name may find the other.
-        PlaceError: It cannot be looked at.
+        SnapshotExistsError: The folder holds one. A search by the name could find either of them.
+        PlaceError: The folder cannot be looked at.
     """
     form = _folder_form(folder, [form for form in _FOLDERS if form.is_sure or form.name == saver])
     if form is not None:
@@ -106,7 +107,7 @@ def check_no_foreign_checkpoint(folder: Path, saver: str = "") -> None:
 
 
 def _folder_form(folder: Path, forms: Sequence[Form]) -> Form | None:
-    """Return the first of some forms that a folder has, or its last checkpoint of DeepSpeed."""
+    """Return the first form that a folder matches, or its last checkpoint of DeepSpeed does."""
     folders = [folder]
     if is_file(latest := folder / _LATEST):
         with translated(str(latest)), latest.open(errors="replace") as file:
@@ -117,8 +118,8 @@ def _folder_form(folder: Path, forms: Sequence[Form]) -> Form | None:
 
 
 def _has(folder: Path, form: Form) -> bool:
-    """Whether a folder has a file that only a form has."""
-    # A name is looked for itself: there may be too many others to look at.
+    """Whether a folder has a file that a telltale of a form matches."""
+    # Ask for a plain name directly: the folder may have too many names to look at.
     names = [glob for glob in form.telltales if "*" not in glob]
     if len(names) < len(form.telltales) and is_folder(folder):
         with translated(str(folder)):
@@ -132,23 +133,23 @@ def _matches(form: Form, name: str) -> bool:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file only stands there for programs that look for it (integrations/notices.py)."""
+    """Whether a file is a notice, which casnap put for other programs (integrations/notices.py)."""
     with translated(str(path)), path.open("rb") as file:
         return file.read(len(NOTICE_HEAD)) == NOTICE_HEAD
 
 
 def advice_at(path: Path) -> str:
-    """Return what an error is to add if there is a checkpoint of another form; "" if not."""
+    """Return advice for an error if a checkpoint of another library is at a path; else ""."""
     form = form_of(path)
     return "" if form is None else f". There is a checkpoint of {form.name}, which {form.advice}"
 
 
 def link_advice(backend: Backend, name: str) -> str:
-    """Return what an error is to add if a name that a store lacks is a link there; "" if not.
+    """Return advice for an error if a name that a store lacks leads over a link there; else "".
 
     Args:
-        backend: The place of the store.
-        name: The full name of a snapshot, or of a folder of them.
+        backend: The backend of the store.
+        name: The full name of a snapshot, or of a folder of snapshots.
     """
     if backend.folder is None or not name:
         return ""
@@ -158,7 +159,7 @@ def link_advice(backend: Backend, name: str) -> str:
         link = next(filter(is_link, ways), None)
         target = None if link is None else link.resolve()
     except (OSError, RuntimeError, *PLACE_ERRORS):
-        # It is only for an advice.
+        # The link only serves for advice.
         return ""
     if link is None:
         return ""
@@ -170,7 +171,7 @@ def link_advice(backend: Backend, name: str) -> str:
 
 
 def advice_in(folder: Path) -> str:
-    """Return what to say of a folder that holds checkpoints of another form; "" if it does not."""
+    """Return a message about checkpoints of other libraries in a folder; "" if there are none."""
     try:
         entries = sorted(
             _entries(folder), key=lambda entry: entry.stat(follow_symlinks=False).st_mtime
@@ -192,7 +193,7 @@ def advice_in(folder: Path) -> str:
 
 
 def no_store_error(folder: Path) -> NotAStoreError:
-    """Return the error for a folder that is in no store: it says what is there instead."""
+    """Return the error for a folder that is in no store. It says what is there instead."""
     if narrow := not_served_text(folder):
         return NotAStoreError(f"{folder} is not a casnap store, nor in one{narrow}")
     base = f"{folder} is not a casnap store, nor is any folder above it"
@@ -211,7 +212,7 @@ def no_store_error(folder: Path) -> NotAStoreError:
 
 
 class _Marker(msgspec.Struct):
-    """What an error tells of a marker."""
+    """The fields of a marker that an error tells."""
 
     commit: str
     name: str = ""
@@ -219,11 +220,11 @@ class _Marker(msgspec.Struct):
 
 
 def only_marker_error(backend: Backend, name: str) -> NotAStoreError | None:
-    """Return the error for a folder that has a marker, where there is no store.
+    """Return the error for a folder that has a marker, but is in no store; None without a marker.
 
     Args:
         backend: The place.
-        name: The name of the folder in it; empty for the place itself.
+        name: The name of the folder below the place; "" for the place itself.
     """
     if backend.folder is None:
         # The error of a remote place says how to name a store further up.

@@ -39,17 +39,17 @@ def open_at(
     """Open a store, or make it.
 
     Args:
-        place: The place of the store; with a name, of a folder of snapshots in it.
-        create: Make the store if there is none.
+        place: The place of the store. With a name, it means a folder of snapshots in the store.
+        create: Whether to make the store if there is none.
         is_explicit: Whether the user named this very place as a store.
-        chunk_size: For a new store, in bytes.
-        settings: For a new store: those that it has from its first root on.
+        chunk_size: The chunk size of a new store, in bytes.
+        settings: The settings of a new store.
         exclusive: Whether the user vouches that no other process writes to the store.
-        config: The record of the store, if it was read already.
+        config: The record of the store, if it was read before.
         look_ahead: Whether a use follows at once, so that a remote store looks for its newest root
             now.
-        cache_bytes: How many bytes of chunks of remote stores this host keeps; 0 for none, None for
-            the bound in the environment.
+        cache_bytes: The most bytes of chunks of remote stores that this host caches; 0 for no
+            cache, None for the bound in the environment.
         markers: Whether snapshots get markers.
 
     Returns:
@@ -58,8 +58,8 @@ def open_at(
     Raises:
         NotAStoreError: There is no store, and ``create`` is False.
         UnsupportedFormatError: A newer casnap made the store, or this machine is big-endian.
-        StoreError: A store cannot be made at this place, or the cache is not to be used.
-        ValueError: ``cache_bytes`` were given for a store on this machine.
+        StoreError: A store cannot be made at this place, or the folder of the cache is not safe.
+        ValueError: ``cache_bytes`` was given for a store on this machine.
     """
     backend = place.backend
     if sys.byteorder != "little":
@@ -69,7 +69,8 @@ def open_at(
         )
     room = room_for(backend, cache_bytes)
     backend.exclusive |= exclusive
-    # If only the record of the store above is there, its making was cut off.
+    # With a name, the path lies below a store. That store is finished if its making was cut off. It
+    # is not made if it is missing.
     may_make = create and (not place.name or bool(place.exists))
     open_here = partial(Repository, backend, marks=markers)
     store = open_here(config=config) if config is not None else None
@@ -94,7 +95,7 @@ def _made(
     *,
     is_explicit: bool,
 ) -> tuple[Repository, bool]:
-    """Make a store, or finish the making of one that was cut off, and open it."""
+    """Make a store, or finish a making that was cut off, and open the store."""
     from casnap.storage.opening.creation import create_store
 
     created = create_store(
@@ -112,9 +113,9 @@ def _made(
 
 
 def _warn_of_neighbours(store: Path) -> None:
-    """Warn once of stores beside each other that this process has made by paths alone.
+    """Warn once about stores beside each other that this process has made by paths alone.
 
-    Names with slashes, as ``step_5/model``, make one of each step.
+    Names with slashes, such as ``step_5/model``, make a store of each step.
     """
     first = _made_by_paths.setdefault(store.parent, store)
     if first is not None and first != store:
@@ -130,12 +131,12 @@ def _warn_of_neighbours(store: Path) -> None:
         )
 
 
-# The first such store in a folder; None once that was warned of.
+# The folder → the first store that this process made in it by a path alone; None after the warning.
 _made_by_paths: dict[Path, Path | None] = {}
 
 
 def _absent_error(backend: Backend) -> NotAStoreError:
-    """Return the error for a place without a store, which says what is there instead."""
+    """Return the error for a place without a store. It says what is there instead."""
     from casnap.storage.opening.no_store import no_store_error, only_marker_error
 
     if error := only_marker_error(backend, "") or _no_name_error(backend):
@@ -145,13 +146,13 @@ def _absent_error(backend: Backend) -> NotAStoreError:
 
 
 def _no_name_error(backend: Backend) -> NotAStoreError | None:
-    """Return the error for a path right in the folder of a store that has no such name."""
+    """Return the error for a name that the store right above lacks; None if there is no store."""
     folder = backend.folder
     try:
         if folder is None or not exists(folder.parent / STORE_FOLDER / CONFIG_KEY):
             return None
     except PLACE_ERRORS:
-        # It was passed over: every user may write there.
+        # The store above was passed over, since every user may write there.
         return None
     return NotAStoreError(
         f"{folder} is not a casnap store, and the store {folder.parent} has no snapshot "
@@ -161,7 +162,13 @@ def _no_name_error(backend: Backend) -> NotAStoreError | None:
 
 
 def _at(backend: Backend, *, or_none: bool, look_ahead: bool, marks: bool) -> Repository | None:
-    """Open a remote store; with ``look_ahead`` for a use that follows at once.
+    """Open a remote store.
+
+    Args:
+        backend: The place.
+        or_none: Whether to return None if there is no store.
+        look_ahead: Whether to look for the newest root now, so that the next use need not.
+        marks: Whether snapshots get markers.
 
     Raises:
         NotAStoreError: There is no store, or its creation was cut off; unless ``or_none``.

@@ -1,4 +1,4 @@
-"""A repository: nodes and chunks by digest, at whichever place has them.
+"""The repository: an open store, which reads nodes and chunks by digest.
 
-Imports ``commit_log``, ``packs`` and ``lookup``. Begin with ``repository.py``.
+This room imports ``commit_log``, ``packs`` and ``lookup``. Begin with ``repository.py``.
 """

@@ -1,4 +1,4 @@
-"""What this host keeps of stores, for people: their indexes, and chunks of remote ones."""
+"""The caches of this host, store by store, for people: indexes, and chunks of remote stores."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from casnap.storage.reading.chunk_cache import FOLDER, cached_packs, noted_uri
 
 @dataclass
 class CachedStore:
-    """What this host keeps of a store.
+    """The caches of one store on this host.
 
     Attributes:
-        store_id: The id of the store; empty for what is known of places, whatever stores are there.
-        uri: Where the store is, or was, when it was used last; empty if that is not known.
+        store_id: The id of the store; "" for notes about places, whatever stores are there.
+        uri: The URI of the store when it was used last; "" if it is not known.
         last_use: When it was used last, in seconds since the epoch.
-        index_bytes: How many bytes its index takes up on the disk.
-        cached_bytes: How many bytes its chunks take up there.
-        pack_count: In so many packs these lie.
+        index_bytes: How many bytes its cached index takes up on the disk.
+        cached_bytes: How many bytes its cached chunks take up on the disk.
+        pack_count: How many packs have cached chunks.
     """
 
     store_id: str
@@ -37,12 +37,12 @@ class CachedStore:
     _deletions: list[Callable[[], None]] = field(default_factory=list)
 
     def clear(self) -> None:
-        """Delete it. Processes that use it can go on."""
+        """Delete these caches. Processes that use them can go on."""
         for delete in self._deletions:
             delete()
 
     def _add(self, uri: str, last_use: float, *deletions: Callable[[], None]) -> None:
-        # A store that was moved or copied has the index of each place.
+        # A store that was moved or copied has a cached index for each place.
         if uri and (last_use >= self.last_use or not self.uri):
             self.uri = uri
         self.last_use = max(self.last_use, last_use)
@@ -50,13 +50,13 @@ class CachedStore:
 
 
 def cached_stores(base: Path | None) -> list[CachedStore]:
-    """Return what this host keeps of each store, by their URIs.
+    """Return the caches of each store on this host, in the order of their URIs.
 
     Args:
         base: The folder for caches; None if there is none.
 
     Raises:
-        StoreError: Another user can change what is there.
+        StoreError: The folder is not this user's, or not on a disk of this host.
     """
     if base is None:
         return []

@@ -1,9 +1,9 @@
-"""A cache of chunks on the disk of this host, for stores on servers: a host fetches each byte once.
+"""The read cache: chunks of remote stores on the disk of this host, which fetches each byte once.
 
-Each pack has a sparse file of its name. A cached chunk lies at the same offset as in the pack. Only
-the file system says which chunks are cached, because it knows the holes. Cached chunks are verified
-like all others, and read from the store if that fails. So a file may be torn, flipped, truncated or
-deleted at any time, by any process, and no write is synced. A lock serves only to keep the bound.
+Each pack has a sparse file with its name. A cached chunk lies in it at the same offset as in the
+pack. Only the file system records which chunks are cached, since it knows the holes. Cached chunks
+are verified like all others, and read from the store if that fails. So any process may tear, flip,
+truncate or delete a file at any time, and no write is synced. A lock serves only to keep the bound.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from casnap.storage.packs.chunk_reads import ReadOptions, Want, read_places
 
 _log = logging.getLogger("casnap")
 FOLDER = "chunks"
-"""The folder of all this, in the folder for caches."""
-# The file that says where a store was.
+"""The folder of the read cache, in the folder for caches."""
+# The file with the URI of a store.
 _URI = "uri"
-# Packs that were used so few seconds ago stay. So a snapshot that is larger than the bound does not
-# push itself out while it is read, but keeps a part of itself.
+# A pack stays this many seconds after its last use. So a snapshot that is larger than the bound
+# does not push itself out while it is read, but keeps a part of itself.
 _YOUNG = 600.0
-# How many seconds old the time of use may be.
+# How many seconds the noted time of use may lag.
 _TOUCH = 60.0
-# How many seconds nothing is kept after there was no room, since that was found by counting files.
+# For how many seconds to cache nothing once there is no room: to find that out, files are counted.
 _FULL = 5.0
-# How many seconds to wait for other writers; and how many to keep nothing, if one seems to hang.
+# How many seconds to wait for other writers; for how many to cache nothing if one seems to hang.
 _PATIENCE, _BUSY = 5.0, 60.0
 _SECTOR = 512
 _SAFE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -76,7 +76,7 @@ class CachedPack(NamedTuple):
 
 
 class _Files(LocalBackend):
-    """The files, read as those of a store on this host. Each failure is a miss."""
+    """The files of the cache, read like the files of a local store. Each failure is a miss."""
 
     inner = ""
 
@@ -93,9 +93,9 @@ class ChunkCache:
 
     Args:
         folder: The folder of the cached chunks of all stores.
-        nbytes: How many bytes the files of all stores may take up.
-        store_id: The store. Copies of it share the cache: each chunk is verified.
-        uri: Where the store is; told to people.
+        nbytes: The most bytes that the files of all stores may take up.
+        store_id: The id of the store. Copies of the store share the cache: each chunk is verified.
+        uri: The URI of the store, for people.
     """
 
     def __init__(self, folder: Path, nbytes: int, store_id: str, uri: str) -> None:
@@ -110,7 +110,13 @@ class ChunkCache:
     # --- reading ---
 
     def read(self, places: Placed, chunk_size: int, options: ReadOptions) -> Placed:
-        """Hand over the chunks that are here and whole; return the others."""
+        """Hand the cached chunks that are whole to their sinks; return the others.
+
+        Args:
+            places: The places of chunks, each with its wants.
+            chunk_size: The chunk size of the store.
+            options: How to read.
+        """
         cached, elsewhere = self._divide(places)
         if cached:
             failed = read_places(self._files, chunk_size, cached, options)
@@ -120,7 +126,7 @@ class ChunkCache:
         return elsewhere
 
     def _divide(self, places: Placed) -> tuple[Placed, Placed]:
-        """Return the places that seem to be here, and the others."""
+        """Return the places that seem to be cached, and the others."""
         cached: Placed = []
         elsewhere: Placed = []
         runs: dict[bytes, list[tuple[int, int]]] = {}
@@ -136,9 +142,9 @@ class ChunkCache:
         return cached, elsewhere
 
     def _runs(self, pack: bytes) -> list[tuple[int, int]]:
-        """Return the runs of a pack's file that have data, in order; note that it is used."""
+        """Return the runs of a pack's file that have data, in order; note the use of the pack."""
         try:
-            # A pipe in the place of a file would be waited for.
+            # Not blocking: someone may have put a pipe in the place of the file.
             with opened(self._path(pack), os.O_RDONLY | _SAFE) as fd:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     return []
@@ -155,11 +161,11 @@ class ChunkCache:
     # --- writing ---
 
     def keep(self, pack: bytes, runs: Sequence[Target]) -> None:
-        """Cache runs of a pack, as far as there is room. Never raises an error of the disk.
+        """Cache runs of a pack, as far as there is room. This never raises an error of the disk.
 
         Args:
-            pack: The pack.
-            runs: Where each begins, on a page, and its bytes, which were verified.
+            pack: The id of the pack.
+            runs: Verified runs of bytes, each with its offset in the pack, which begins a page.
         """
         if not runs or self._stopped or time.monotonic() < self._pause_until:
             return
@@ -167,8 +173,8 @@ class ChunkCache:
         try:
             path = self._path(pack)
             self._make_folders(path.parent)
-            # One after the other on this host, so that files can be counted at any time. A disk
-            # writes no faster by several at once, for they are large.
+            # The writers of this host take turns, so that files can be counted at any time. A disk
+            # writes large runs no faster at the same time.
             with locked(self._all / "used", _PATIENCE):
                 room = self._room_for(nbytes)
                 if room:
@@ -185,7 +191,7 @@ class ChunkCache:
             self._stop(e)
 
     def _stop(self, error: OSError) -> None:
-        """Write no more, and warn, once."""
+        """Cache nothing more in this process, and warn once."""
         with _stopping:
             before, self._stopped = self._stopped, True
         if not before:
@@ -200,13 +206,13 @@ class ChunkCache:
         if folder.is_dir():
             return
         top = self._all.parent
-        # One by one, since what `parents` makes lets others look in.
+        # One by one, since other users could look into folders that `parents` makes.
         for path in (top, self._all, self._folder, folder.parent, folder):
             path.mkdir(mode=0o700, parents=path == top, exist_ok=True)
         (self._folder / _URI).write_text(self._uri, "utf-8", "surrogateescape")
 
     def _room_for(self, nbytes: int) -> int:
-        """Return for how many of these bytes there is room, and count them; make it if need be."""
+        """Make room for bytes if need be; return for how many there is room, and count these."""
         nbytes = min(nbytes, self.nbytes // PAGE * PAGE)
         count = self._all / "used"
         content = count.read_bytes()
@@ -215,14 +221,15 @@ class ChunkCache:
             total = self._make_room(nbytes)
             self._counted = True
         room = max(0, min(nbytes, (self.nbytes - total) // PAGE * PAGE))
-        # Before the write: if this process is killed, too many are counted, until the next time.
+        # Count them before writing: if this process is killed, the count is too high, until files
+        # are counted anew.
         count.write_bytes((total + room).to_bytes(_COUNT_BYTES, "little"))
         return room
 
     def _make_room(self, nbytes: int) -> int:
-        """Delete the packs that were used least recently; return how many bytes are left.
+        """Make room by deleting the least recently used packs; return how many bytes are in use.
 
-        If there is no room, a sixteenth is made, so that files are not counted for each run.
+        If there is none, this frees a sixteenth of the bound, so that not each run counts files.
         """
         packs = sorted(cached_packs(self._all))
         total = sum(pack.nbytes for pack in packs)
@@ -244,7 +251,13 @@ def _in_pages(content: memoryview) -> int:
 
 
 def _write(path: Path, runs: Sequence[Target], room: int) -> None:
-    """Write runs into a file, as many pages as there is room for."""
+    """Write runs into a file, as far as there is room.
+
+    Args:
+        path: The file.
+        runs: The runs, each with its offset.
+        room: The most bytes to write, in whole pages.
+    """
     with opened(path, os.O_CREAT | os.O_WRONLY | _SAFE, 0o600) as fd:
         for start, content in runs:
             write_at(fd, content[:room], start)
@@ -262,7 +275,7 @@ def _data_runs(fd: int) -> Iterator[tuple[int, int]]:
             stop = os.lseek(fd, start, os.SEEK_HOLE)
         except OSError as e:
             if e.errno == errno.ENXIO:
-                # There is only a hole up to the end.
+                # Only a hole follows.
                 return
             if e.errno != errno.EINVAL:
                 raise
@@ -274,7 +287,7 @@ def _data_runs(fd: int) -> Iterator[tuple[int, int]]:
 
 
 class CacheRoom(NamedTuple):
-    """Where chunks are cached, and how many bytes they may take up."""
+    """The folder of cached chunks, and the most bytes that they may take up."""
 
     folder: Path
     nbytes: int
@@ -285,15 +298,15 @@ class CacheRoom(NamedTuple):
 
 
 def room_for(backend: Backend, bound: Size | None) -> CacheRoom | None:
-    """Return where the chunks of a store are cached; None for nowhere.
+    """Return the room for cached chunks of a store; None for no cache.
 
     Args:
-        backend: Where the store is.
-        bound: The bound that the user gave; 0 for no cache, None for what the environment says.
+        backend: The backend of the store.
+        bound: The bound that the user gave; 0 for no cache, None for the bound in the environment.
 
     Raises:
         TypeError: The bound is not a size.
-        ValueError: It is not a number of bytes, or the store is on this machine.
+        ValueError: The bound is not a number of bytes, or the store is on this machine.
         StoreError: The folder of the cache is another user's, or on a network file system.
     """
     nbytes = None if bound is None else bytes_of("cache_bytes", bound, least=0)
@@ -309,11 +322,11 @@ def room_for(backend: Backend, bound: Size | None) -> CacheRoom | None:
     return None if folder is None else CacheRoom(folder, cache_setting)
 
 
-# --- what people see of it --------------------------------------------------------------------
+# --- for people -------------------------------------------------------------------------------
 
 
 def cached_packs(folder: Path) -> Iterator[CachedPack]:
-    """Yield the cached part of each pack; a file that vanishes meanwhile is skipped."""
+    """Yield the cached part of each pack. A file that another process deletes is skipped."""
     for store in _entries(folder):
         if id_from_name(store.name) is None:
             continue
@@ -326,7 +339,7 @@ def cached_packs(folder: Path) -> Iterator[CachedPack]:
 
 
 def noted_uri(folder: Path, store_id: str) -> str:
-    """Return where a store with cached packs was, as noted; empty if that is not known."""
+    """Return the noted URI of a store with cached packs; "" if it is not known."""
     try:
         return (folder / store_id / _URI).read_text("utf-8", "surrogateescape")
     except OSError:

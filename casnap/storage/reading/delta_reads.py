@@ -3,10 +3,11 @@
 The deltas of a group of chunks are read together, one level of their chains after the other, since
 neighbours in a snapshot have neighbouring deltas. Then the chunks below them are read, a few at a
 time. All deltas of a chain are applied to one buffer, and only the result is hashed. If it is not
-the wanted chunk, each chunk of the chain is looked for alone, at all of its places, and verified.
+the wanted chunk, each chunk of the chain is looked for alone, at all its places, and verified.
 
-Chains are not asked for in ``lookup/chains.py``. Here each delta is read before its base is looked
-for, and names that base. A place found in a range of a segment does not name it.
+This does not use ``lookup/chains.py``, which goes by places that name the base of a delta. A place
+from a range of a segment does not name it. So here each delta is read before its base is looked
+for: the stored bytes of a delta name its base.
 """
 
 from __future__ import annotations
@@ -33,29 +34,29 @@ from casnap.storage.packs.chunk_reads import (
     Want,
 )
 
-# Each thread reads about so many bytes of deltas together, then so many bytes of the chunks below.
+# About how many bytes of deltas a thread reads together, and then how many of the chunks below.
 _DELTA_BYTES, _RAW_BYTES = 16 << 20, 8 << 20
-# More threads for less than this take more requests, and no less time.
+# A group of fewer bytes for a thread takes more requests, and saves no time.
 _LEAST_BYTES = 4 << 20
-# A chain is taken to have so many deltas like its last one.
+# An estimate of how many deltas a chain has, each as long as its last one.
 _LINKS = 16
 
 ReadPlaces = Callable[[list[Located]], list[FailedRead]]
-"""Reads what lies at some places."""
+"""Reads chunks at places; returns the reads that failed."""
 
 
 @dataclass(eq=False)
 class _Chain:
-    """A wanted chunk, and what is known of its chain.
+    """A wanted chunk, and its chain as far as it was read.
 
     Attributes:
-        place: Where the chunk lies.
-        wants: Who wants it.
-        next: The next link: where it lies, and its digest.
+        place: The place of the chunk.
+        wants: The wants for the chunk.
+        next: The next link to read: its place and its digest.
         deltas: The deltas that were read.
         raw: The chunk below the deltas; once they are applied, the wanted chunk.
-        fill: Reads the chunk below the deltas, if the caller has it.
-        failure: Why it cannot be read.
+        fill: Reads the chunk below the deltas, if the caller has that chunk.
+        failure: Why the chunk cannot be read.
     """
 
     place: Place
@@ -68,12 +69,12 @@ class _Chain:
 
     @property
     def has_unread_delta(self) -> bool:
-        """Whether the next link is one."""
+        """Whether the next link is a delta to read."""
         is_whole = self.failure is None and self.fill is None
         return is_whole and self.next[0].codec == Codec.DELTA
 
     def keep(self, stored_form: memoryview) -> None:
-        """Take a link, as it is stored."""
+        """Keep the next link, given its stored bytes."""
         place = self.next[0]
         if place.codec == Codec.DELTA:
             self.deltas.append(bytes(stored_form))
@@ -87,10 +88,10 @@ class _Chain:
             self.raw = bytearray(raw) if place.codec == Codec.RAW else raw
 
     def apply(self, memory: memoryview) -> None:
-        """Make the chunk, and prove it.
+        """Make the wanted chunk, and verify it.
 
         Args:
-            memory: Where to make it, if the caller has the chunk below the deltas.
+            memory: The memory to make it in, if the caller has the chunk below the deltas.
         """
         if self.fill is not None:
             self.raw = memory[: self.place.raw_size]
@@ -117,9 +118,9 @@ class DeltaReader:
     """Reads deltas of one store.
 
     Args:
-        read: Reads what lies at some places, as it is stored.
+        read: Reads the stored bytes at places.
         bases: Finds the bases of deltas.
-        find_own: Finds a base that the caller has. There the reading of a chain ends.
+        find_own: Finds a base that the caller has. The reading of a chain ends at such a base.
     """
 
     def __init__(self, read: ReadPlaces, bases: Bases, find_own: FindBase) -> None:
@@ -128,7 +129,7 @@ class DeltaReader:
         self._find_own = find_own
 
     def read(self, wanted_places: list[Located], at_once: int) -> list[FailedRead]:
-        """Read chunks at places of deltas, and hand them to their sinks; return those that failed.
+        """Read chunks at places of deltas, and hand them to their sinks; return failed reads.
 
         Args:
             wanted_places: The places.
@@ -147,11 +148,11 @@ class DeltaReader:
         return self._read_chains(chains)
 
     def _read_chains(self, chains: list[_Chain]) -> list[FailedRead]:
-        """Read all deltas of some chains, then make the chunks; return those that failed."""
+        """Read all deltas of chains, then make the chunks; return the reads that failed."""
         while unread := [chain for chain in chains if chain.has_unread_delta]:
             held_bytes = sum(len(delta) for chain in chains for delta in chain.deltas)
             if held_bytes > _DELTA_BYTES and len(chains) > 1:
-                # They are longer than was estimated.
+                # The deltas are longer than estimated: go on with half of the chains at a time.
                 half = len(chains) // 2
                 return self._read_chains(chains[:half]) + self._read_chains(chains[half:])
             self._read_links(unread)
@@ -162,10 +163,10 @@ class DeltaReader:
         return failures
 
     def _hand_over(self, chains: list[_Chain]) -> list[FailedRead]:
-        """Make the chunks of some chains for their sinks; return those that failed."""
+        """Make the chunks of chains for their sinks; return the reads that failed."""
         self._read_links([c for c in chains if c.failure is None and c.fill is None])
         failures = []
-        # One chunk after the other: it stays in the cache of the core until its sink has it.
+        # One chunk after the other, so that a chunk is in the core's cache until its sink has it.
         own = [c.place.raw_size for c in chains if c.failure is None and c.fill is not None]
         memory = memoryview(bytearray(max(own, default=0)))
         for chain in chains:
@@ -188,7 +189,7 @@ class DeltaReader:
         return failures
 
     def _read_links(self, chains: list[_Chain]) -> None:
-        """Read the next links of some chains."""
+        """Read the next link of each chain."""
         wants: dict[tuple[Place, Digest], list[Want]] = {}
         for chain in chains:
             want = Want(chain.next[1], chain.place.raw_size, chain.keep, "", is_stored=True)
@@ -199,7 +200,7 @@ class DeltaReader:
                     chain.failure = unread.failure
 
     def _find_bases(self, chains: list[_Chain]) -> None:
-        """Find the bases of the last deltas of some chains, as their next links."""
+        """Make the base of each chain's last delta its next link."""
         bases: dict[_Chain, Digest] = {}
         for chain in chains:
             try:
@@ -221,15 +222,21 @@ class DeltaReader:
             else:
                 chain.next = (place, base)
 
-    # --- where a chain failed ---
+    # --- if a chain failed: each of its chunks alone ---
 
     def _resolve_at(
         self, digest: Digest, place: Place, known: dict[Digest, bytes | None], deltas: int
     ) -> bytes | None:
-        """Return a chunk, read at one place, with every link of its chain verified; else None.
+        """Return a chunk from one of its places, with every chunk of its chain verified; or None.
 
-        If two recoders crossed, its chain may come back to the chunk itself. Then it goes on from
-        another place of the chunk. ``deltas`` is how many deltas already stand on it.
+        If two collectors recoded at once, the chain may come back to the chunk itself. It then goes
+        on from another place of the chunk.
+
+        Args:
+            digest: The digest of the chunk.
+            place: The place.
+            known: As :meth:`_resolve` has it.
+            deltas: How many deltas stand on the chunk.
         """
         if exceeds(deltas, place):
             return None
@@ -244,13 +251,13 @@ class DeltaReader:
     def _resolve(
         self, digest: Digest, known: dict[Digest, bytes | None], deltas: int
     ) -> bytes | None:
-        """Return a chunk, read at any of its places.
+        """Return a verified chunk from any of its places; None if no place has it.
 
         Args:
-            digest: Its digest.
-            known: The chunks that were looked for before; None for one that was nowhere. An entry
-                also ends a circle.
-            deltas: How many deltas stand on it.
+            digest: The digest of the chunk.
+            known: The chunks that were looked for before; None for a chunk that no place has. This
+                also ends a circle of deltas.
+            deltas: How many deltas stand on the chunk.
         """
         if digest in known or len(known) > 2 * MOST_LINKS:
             return known.get(digest)

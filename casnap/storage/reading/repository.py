@@ -1,4 +1,4 @@
-"""An open store, by digests and roots: find, read and verify its chunks and nodes."""
+"""An open store: its roots, and its nodes and chunks, found by digest, read and verified."""
 
 from __future__ import annotations
 
@@ -53,28 +53,31 @@ from casnap.storage.reading.chunk_cache import ChunkCache
 
 V = TypeVar("V")
 
-# How many older roots are looked at for one that is whole.
+# The most older roots to look at, to find a whole one.
 _MOST_ROOTS = 1000
 _DELTA = int(Codec.DELTA)
-# The places of so many chunks are held at a time.
+# How many chunks a fetch looks for at a time.
 _WINDOW = 1 << 14
 _NODES_BYTES = 32 << 20
 _MAY_BE_WHOLE = {Reason.UNREADABLE, Reason.UNSUPPORTED}
 
 
 class Repository:
-    """A store at one URI that is open: its newest root, its index, its nodes and chunks.
+    """An open store: its newest root, its index, its nodes and chunks.
 
     Args:
-        backend: Where the objects live.
-        config: Its record, if that was read already.
-        lookup: How its chunks and nodes are found, by default as is usual at this place.
-        marks: Whether snapshots get markers, files for people.
+        backend: The backend of the store.
+        config: The record of the store, if it was read before.
+        lookup: Finds chunks and nodes; by default the usual lookup at this place.
+        marks: Whether snapshots get markers, which are files for people.
 
     Attributes:
-        lookup: How its chunks and nodes are found.
-        chunk_cache: Where chunks are kept that :meth:`fetch` reads; None for nowhere.
-        announces_at_once: Whether collectors are to see also short changes; set once one of them
+        backend: The backend of the store.
+        config: The record of the store.
+        lookup: Finds chunks and nodes.
+        marks: Whether snapshots get markers.
+        chunk_cache: The read cache that :meth:`fetch` uses; None for none.
+        announces_at_once: Whether to announce short changes to collectors too. Set once a collector
             was faster than a change of this process.
     """
 
@@ -95,12 +98,11 @@ class Repository:
 
     @classmethod
     def at(cls, backend: Backend, *, look_ahead: bool = False, marks: bool = True) -> Repository:
-        """Open a remote store; with one request if this host has seen it before.
+        """Open a remote store, with one request if this host has seen the store before.
 
         Args:
             backend: The place.
-            look_ahead: Look for the newest root at once, for the next use, which then need not
-                look.
+            look_ahead: Whether to look for the newest root now, so that the next use need not.
             marks: Whether snapshots get markers.
 
         Raises:
@@ -111,7 +113,7 @@ class Repository:
 
     @property
     def index(self) -> Index:
-        """Where every chunk and node lies."""
+        """The index: where every chunk and node lies."""
         return self.lookup.index
 
     def check_writable(
@@ -120,13 +122,13 @@ class Repository:
         """Check that this version may write to the store, and that its place keeps writers apart.
 
         Args:
-            doing: What the caller is about to do, for the message.
-            root: The root that it stands on; by default a recent one.
+            doing: What the caller is about to do, in words, for the message.
+            root: The root that the change begins from; by default a recent one.
             dry_run: Whether the caller will put no root.
 
         Raises:
             UnsupportedFormatError: The store uses a feature that this version cannot write.
-            StoreError: The place does not honour put-if-absent, or is only to be read.
+            StoreError: The place does not honour put-if-absent, or may only be read.
         """
         if not dry_run:
             self.backend.check_changes()
@@ -136,7 +138,7 @@ class Repository:
             self.check_put_if_absent()
 
     def check_put_if_absent(self) -> None:
-        """Check that other writers cannot harm this one, nor this one them.
+        """Check that this writer and others cannot harm each other.
 
         Raises:
             StoreError: The place does not honour put-if-absent, and the user does not vouch that
@@ -161,30 +163,33 @@ class Repository:
     def recent(self) -> Root:
         """Return the newest root, or on a remote store one that was the newest a moment ago.
 
-        It is good enough to begin a change, and to read: what is not found by it is looked for in
-        newer roots.
+        It is good enough to begin a change, and to read: a read that fails by it looks in newer
+        roots.
         """
         return self.lookup.newest.recent()
 
     def note_newest(self, root: Root) -> None:
-        """Note a root that this process has just read, or put, as the newest one."""
+        """Note a root that this process has just read or put as the newest one."""
         self.lookup.newest.note(root)
 
     def observe_root(self, root: Root) -> None:
-        """Note a root that another rank has just read, unless a newer one is known here."""
+        """Note a root that another rank has just read, unless this process knows a newer one."""
         self.lookup.newest.observe(root)
 
     def read_at_newest(
         self, read: Callable[[Root], V], first_root: Callable[[], Root] | None = None
     ) -> V:
-        """Read from the newest root; read again if a collector has changed the store meanwhile.
+        """Read from the newest root, and again if a collector has changed the store meanwhile.
 
         Args:
-            read: Reads from the store, given the root.
-            first_root: Returns the root to begin with, by default the newest.
+            read: Reads from the store, given a root.
+            first_root: Returns the root to begin with; by default the newest.
+
+        Returns:
+            The result of ``read``.
 
         Raises:
-            DamagedError: The store is damaged; no collector has moved anything meanwhile.
+            DamagedError: The store is damaged: the read failed, though no collector moved anything.
         """
         return self.lookup.newest.read(read, first_root)
 
@@ -199,10 +204,10 @@ class Repository:
     def read_table(
         self, look: Callable[[Tree[Row]], V], note: Callable[[Root], object] = lambda _: None
     ) -> V:
-        """Call a function with the table of the newest root, whose snapshots can be read.
+        """Call a function with the table of the newest root, and return its result.
 
-        On a disk all that is read is found by the index, so its segments have to be there. Of a
-        remote store they are asked for when one is needed.
+        On a disk, this first checks that the segments exist, since reading a snapshot needs them. A
+        remote store is asked for a segment only when it is needed.
 
         Args:
             look: The function.
@@ -221,21 +226,23 @@ class Repository:
         return self.read_at_newest(read)
 
     def as_of_whole_root(self) -> Repository | None:
-        """Return the store as of its newest whole root, to be read, where the newest one is not.
+        """Return the store as its newest whole root has it, for reading, if a newer root is not.
+
+        A root is whole if all files that it names exist. An older root without snapshots does not
+        count: by an empty store a run would begin anew.
 
         Returns:
-            None if the files that the newest root names are all here, and if no older root with
-            snapshots has all of its own: from an empty store a run would begin anew.
+            The store; None if the newest root is whole, or no older root with snapshots is.
         """
         newest = self.newest()
         before = islice(roots_before(self.backend, newest.seq), _MOST_ROOTS)
         older_roots = (root for root in before if root.segments)
-        # Most often there is one. If not, nothing more is read of a store that is damaged.
+        # Without an older root, spare the listing of all packs.
         first = next(older_roots, None)
         if first is None:
             return None
         files = FilesThere(self.backend, self.index)
-        # What cannot be looked at, such as a link, is not absent: then nothing stands in.
+        # A file that cannot be looked at, such as a link, is not missing: no root stands in then.
         with suppress(DamagedError, BackendError):
             lacked = files.lacking(newest)
             if lacked is not None:
@@ -245,7 +252,7 @@ class Repository:
         return None
 
     def _as_of(self, newest: Root, lacked: str, root: Root, files: FilesThere) -> Repository | None:
-        """Return the store as of an older root; None if that has no snapshots, or is not whole."""
+        """Return the store as an older root has it; None if it has no snapshots or is not whole."""
         older = OlderRoot(self.backend, self.config, newest, lacked, root)
         lookup = lookup_at(self.backend, self.config, older)
         store = Repository(self.backend, self.config, lookup, marks=self.marks)
@@ -281,7 +288,11 @@ class Repository:
     # --- nodes ---
 
     def node(self, digest: Digest, hint: Place | None = None) -> bytes:
-        """Return a tree node, verified: from the cache, by the hint, or through the index.
+        """Return a verified tree node, from the cache, by the hint, or through the index.
+
+        Args:
+            digest: The digest of the node.
+            hint: Where the node may lie.
 
         Raises:
             DamagedError: The node has no whole place.
@@ -300,7 +311,7 @@ class Repository:
         return copies[digest]
 
     def cache_nodes(self, digests: list[Digest]) -> None:
-        """Read nodes that are not cached yet, together, for later calls of :meth:`node`.
+        """Read nodes together, unless they are cached, for later calls of :meth:`node`.
 
         Raises:
             DamagedError: Some nodes have no whole place.
@@ -318,16 +329,16 @@ class Repository:
             self.index.cache.keep_nodes(list(group.items()))
 
     def cached_node(self, digest: Digest) -> bytes | None:
-        """Return a node that this host keeps; None if it keeps none."""
+        """Return a node from this host's cache; None if the cache lacks it."""
         return self.index.cache.node(digest)
 
     @property
     def cache_identity(self) -> bytes:
-        """What tells the cache of nodes from those of other hosts and users."""
+        """Bytes that distinguish this cache of nodes from the caches of other hosts and users."""
         return self.index.cache.identity
 
     def keep_nodes(self, nodes: Iterable[bytes]) -> None:
-        """Keep nodes that another rank has read, for later calls of :meth:`node`."""
+        """Cache nodes that another rank has read, for later calls of :meth:`node`."""
         self.index.cache.keep_nodes([(digest_of(node), node) for node in nodes])
 
     def table(self, root: Root) -> Tree[Row]:
@@ -340,7 +351,7 @@ class Repository:
     # --- chunks ---
 
     def find(self, digests: list[Digest], view: IndexView | None = None) -> list[Place | None]:
-        """Return where the index has each chunk, or None; by default as a recent root sees it."""
+        """Return a place of each chunk in the index, or None; by default by a recent root."""
         return self.index.find(view or self.recent_view(), digests)
 
     def fetch(
@@ -356,8 +367,8 @@ class Repository:
 
         Args:
             wants: The chunks to read; ``nbytes`` is -1 if the length is not known.
-            options: Bounds and preparation of the buffers.
-            hints: Where some of them may lie.
+            options: How to read.
+            hints: Where some of the chunks may lie.
 
         Raises:
             DamagedError: Some chunks have no whole place. All others were handed over.
@@ -379,14 +390,15 @@ class Repository:
             raise _error(self.backend.uri, left.lost)
 
     def _read_located(self, wanted_places: list[Located], options: ReadOptions) -> list[FailedRead]:
-        """Read chunks from the cache, the others from the store; return those that failed there."""
-        # Only nodes have no known length, and the host keeps those elsewhere.
+        """Read chunks from the read cache, and the others from the store; return failed reads."""
+        # Only nodes have no known length, and this host caches nodes elsewhere.
         if self.chunk_cache is not None and all(wants[0].nbytes >= 0 for _, wants in wanted_places):
             deltas = [each for each in wanted_places if each[0].codec == _DELTA]
             others = [each for each in wanted_places if each[0].codec != _DELTA]
             wanted_places = self.chunk_cache.read(others, self.config.chunk_size, options)
             options = options._replace(keep=self.chunk_cache.keep)
-            # A cached delta may be wrong: only the chunk that it gives is verified.
+            # A cached delta may be wrong, since only the chunk that results is verified. Then read
+            # all of its chain from the store.
             failed = self._read_deltas(deltas, options, self.chunk_cache)
             wanted_places += [(unread.place, unread.wants) for unread in failed]
         return self.read_places(wanted_places, options)
@@ -394,7 +406,7 @@ class Repository:
     def read_places(
         self, places: list[Located], options: ReadOptions = DEFAULT_READ
     ) -> list[FailedRead]:
-        """Read the chunks at these places in the store; return those that failed, and why."""
+        """Read the chunks at these places in the store; return the reads that failed."""
         deltas = [each for each in places if each[0].codec == _DELTA]
         others = [each for each in places if each[0].codec != _DELTA]
         failures = read_places(self.backend, self.config.chunk_size, others, options)
@@ -403,7 +415,7 @@ class Repository:
     def _read_deltas(
         self, deltas: list[Located], options: ReadOptions, chunk_cache: ChunkCache | None
     ) -> list[FailedRead]:
-        """Read chunks at places of deltas, with what a cache has; return those that failed."""
+        """Read chunks at places of deltas, from a read cache if it has them; return failures."""
         if not deltas:
             return []
         from casnap.storage.reading.delta_reads import DeltaReader
@@ -426,8 +438,8 @@ class Repository:
 
         Args:
             place: The place.
-            digest: What lies there.
-            known: Some chunks, on which it may stand as a delta.
+            digest: The digest of the chunk or node.
+            known: Chunks on which it may stand as a delta, by digest.
         """
 
         def find_base(base: Digest) -> Fill | None:
@@ -444,7 +456,7 @@ def _keep_copy(copies: dict[Digest, bytes], digest: Digest, raw: memoryview) -> 
 
 
 def _why(lost: Lost) -> str:
-    """Return which chunk it is, and why the first place failed."""
+    """Return the name of a lost chunk, and why its first place failed, in words."""
     reason = Reason.NOWHERE.value
     if lost.attempts:
         reason = f"{lost.attempts[0].failure} (pack {lost.attempts[0].place.pack.hex()})"
