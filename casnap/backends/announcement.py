@@ -1,11 +1,12 @@
-"""Small objects in ``tmp/`` by which a process tells others that it lives; they expire.
+"""Notes: small objects in ``tmp/`` by which a process tells others that it lives. They expire.
 
-An object store has no locks that would tell that. The writer of a note puts it anew now and then,
-under another name, and deletes the one before: so one list tells all that has changed, on any
-server. What a dead process has left is deleted later, and nothing but work depends on any of it.
+An object store has no locks that would tell that. A process puts its note anew now and then, under
+another name, and deletes the one before. So one listing tells everything that has changed, on any
+server. Notes of dead processes are deleted later. A note that is lost costs work, never data.
 
-A take announces itself: the name says on which root it is based, and when it was last put, by the
-clock of its host. Other notes are of any kind, which begins their name. They last a day.
+A take announces itself by a note. The name says on which root the take is based, and when the note
+was put, by the clock of its host. The name of any other note begins with its kind, and the note
+lasts a day.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ NOTE = re.compile("[a-z]+-[0-9a-f]{12}-[0-9a-f]{12}")
 """The names of notes: their kind, who puts them, and a number that grows with each note."""
 NOTE_LASTS = 86400.0
 """A note that was put more seconds ago is deleted with other garbage."""
-# A take announces itself after so many seconds, since that costs two requests; and so often again.
+# A take announces itself after the first time in seconds, since that costs two requests; then again
+# after each second time.
 _AFTER, _AGAIN = 30.0, 600.0
-# What was put longer ago is of a dead process, in seconds; or a clock is so wrong.
+# An announcement that is older, in seconds, is a dead process's; or a clock is that wrong.
 _LASTS = 3600.0
 
 
@@ -49,24 +51,24 @@ class Note:
         self._key: str | None = None
 
     def put(self, name: str, content: bytes) -> None:
-        """Put it under a name that no note ever had, and delete the one before.
+        """Put the note under a name that no note ever had, and delete the one before.
 
         Raises:
-            PlaceError: It cannot be put. The one before is still there.
+            PlaceError: The note cannot be put. The one before is still there.
         """
         self._backend.write(f"tmp/{name}", content)
         before, self._key = self._key, f"tmp/{name}"
         self._delete(before)
 
     def withdraw(self) -> None:
-        """Delete it."""
+        """Delete the note."""
         self._delete(self._key)
         self._key = None
 
     def _delete(self, key: str | None) -> None:
-        # Not in a forked child: it is its parent's.
+        # Not in a forked child: the note is its parent's.
         if key is not None and os.getpid() == self._pid:
-            # Nothing rests on it, also if another store is at this place by now.
+            # A note that stays does no harm, and another store may be at this place by now.
             with suppress(CasnapError):
                 self._backend.delete(key)
 
@@ -77,7 +79,7 @@ class Announcement:
     Args:
         backend: Where to put it.
         base: The root that the take is based on.
-        at_once: Whether to put it now, not after a while.
+        at_once: Whether to put the note now, not after a while.
     """
 
     def __init__(self, backend: BackendCore, base: int, *, at_once: bool) -> None:
@@ -89,7 +91,7 @@ class Announcement:
             self._put()
 
     def renew(self) -> None:
-        """Put it, if that is due; called by any thread while the take goes on."""
+        """Put the note anew if that is due. Any thread calls this while the take goes on."""
         if time.monotonic() >= self._due and self._lock.acquire(blocking=False):
             try:
                 self._put()
@@ -106,18 +108,18 @@ class Announcement:
             _log.debug("the take is not announced: %s", e)
 
     def withdraw(self) -> None:
-        """Delete it: the take has ended."""
+        """Delete the note, since the take has ended."""
         with self._lock:
             self._due = math.inf
             self._note.withdraw()
 
 
 def bases_announced_at(backend: BackendCore, max_age: float) -> list[int]:
-    """Return the roots that takes are based on, as announced; delete what dead processes left.
+    """Return the roots that announced takes are based on; delete notes of dead processes.
 
     Args:
         backend: Where to look.
-        max_age: What was put more seconds ago does not count.
+        max_age: Notes that were put more seconds ago do not count.
     """
     bases, dead = list[int](), list[str]()
     for name in backend.names("tmp"):

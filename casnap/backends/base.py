@@ -163,7 +163,7 @@ class BackendCore(ABC):
 
 
 class ReadHints(BackendCore):
-    """What makes reads faster: the place is told of them early, and hands over as it reads.
+    """Faster reads: the place learns of reads early, and hands over each buffer once it is full.
 
     Attributes:
         has_page_cache: Whether this machine's memory keeps what was read. Then reads need no cache
@@ -221,7 +221,7 @@ class BucketRules:
 
     @property
     def endpoint(self) -> str:
-        """What honours put-if-absent here, or does not: the server and bucket, or the file system.
+        """The server and bucket, or the file system, that may or may not honour put-if-absent here.
 
         Empty where a writer need not find out.
         """
@@ -246,21 +246,21 @@ class BucketRules:
 
 
 class Announcements(BackendCore):
-    """Which takes are under way, and what those that died have left."""
+    """Which takes are under way, and which files dead writers have left."""
 
     @contextmanager
     def announced(self, base: int, *, at_once: bool = False) -> Iterator[Callable[[], None]]:
         """Have collectors see, for a ``with`` block, that a take is under way.
 
-        What is not seen costs work, never data: a collector may be faster than the take. By default
-        a take is seen by an object in ``tmp/``, once it has gone on for a while.
+        A take that is not seen costs work, never data: a collector may be faster than the take. By
+        default collectors see an object in ``tmp/``, once the take has gone on for a while.
 
         Args:
             base: The number of the root that the take is based on.
             at_once: Whether a short take is to be seen too.
 
         Yields:
-            What is to be called now and then while the take goes on.
+            A function to call now and then while the take goes on.
         """
         announcement = Announcement(self, base, at_once=at_once)
         try:
@@ -280,7 +280,7 @@ class Announcements(BackendCore):
         """Delete what dead writers have left half-written; return how many bytes that freed.
 
         Args:
-            min_age: Files that changed within so many seconds stay.
+            min_age: Files that changed within this many seconds stay.
         """
         return 0
 
@@ -303,17 +303,17 @@ class Markers:
         """
 
     def read_marker(self, key: str) -> bytes:
-        """Return such a file. Raises ``FileNotFoundError`` by default."""
+        """Return the content of a marker file. Raises ``FileNotFoundError`` by default."""
         raise FileNotFoundError(key)
 
     def unmark(
         self, keys: Iterable[str], is_stale: Callable[[str, bytes], bool]
     ) -> dict[str, CasnapError]:
-        """Remove such files; return the errors of those that cannot be removed.
+        """Remove marker files that are stale; return the error of each that cannot be removed.
 
         Args:
             keys: The files.
-            is_stale: Says of a key and its content whether it is to be removed.
+            is_stale: Says whether a file is to be removed, given its key and its content.
         """
         return {}
 
@@ -382,18 +382,18 @@ class Backend(ReadHints, BucketRules, Announcements, Markers):
     def belong(self, check: Callable[[Backend], None]) -> None:
         """Note that a store uses this place, whose record was just read from it.
 
-        A place that can come to hold another store all at once, as a folder can that is moved,
-        calls ``check`` before it changes anything where that may have happened.
+        Some places can hold another store from one moment to the next, such as a folder that is
+        moved. Such a place calls ``check`` before it changes anything, if that may have happened.
 
         Args:
             check: Raises a StoreError if a place holds another store.
         """
 
     def check_changes(self) -> None:
-        """Check that this user may be asked to change something here, before work is done for it.
+        """Check, before work is done for a change, that this user may change something here.
 
         Raises:
-            StoreError: What was found here is only to be read.
+            StoreError: The store here is only to be read.
         """
 
     def free_bytes(self) -> int | None:
@@ -418,7 +418,7 @@ def as_exclusive(backend: Backend, exclusive: bool) -> Iterator[None]:
     """Within a ``with`` block, set whether the user vouches that there is no other writer."""
     was = backend.exclusive
     if was == exclusive:
-        # Another thread may be within such a block, and this one must not put back what that set.
+        # Another thread may be within such a block, and this one must not undo its setting.
         yield
         return
     backend.exclusive = exclusive

@@ -10,30 +10,32 @@ class Costs(NamedTuple):
     """How much to read, to list and to remember at a place, and how long to wait there.
 
     Attributes:
-        gap: To read over so many bytes takes less time than another read.
-        sharing: So many threads share a buffer: most of those that read from a server wait.
-        few: So many chunks are looked for without reading a large index whole.
-        probes: After so many newer roots, those that are left are listed.
-        stands: A root that was seen so few seconds ago still stands.
-        recent: A root that was the newest so few seconds ago is recent enough to begin with.
-        small_records: Each commit writes a segment of up to so many records again, and hosts keep
-            it: each segment is a request for a reader that has not cached it.
-        levels: Up to how many records and bases the segments of a level have, and how many of them
-            are merged with one more.
-        merged: So many small segments are merged when a collector writes others anew.
-        many_records: Of an index of more, the packs are listed folder by folder.
-        delete_batch: So many files are deleted at once.
-        delta_bytes: So many bytes of chunks are encoded at once as deltas of what another store
-            has.
-        collection_start: A process first collects garbage so many seconds after it has made some,
-            so that one that ends soon makes no requests in vain.
-        collection_rest: The next time is so many seconds later.
-        watch: How often to look for what other processes have committed, in seconds.
-        one_asks: Whether of many ranks one asks for what all need, and tells the others.
-        recodes: Whether a collector makes what history keeps smaller, unless the store is set
-            otherwise. It reads that, which a bucket charges.
-        has_grace: Whether what is condemned waits for a grace, also where processes collect by
-            themselves and the store is set to none; else for a whole cycle of collections.
+        gap: The most bytes between two runs that are read by one call. To read over them takes less
+            time than another call.
+        sharing: How many threads share a buffer. Most threads that read from a server only wait.
+        few: The most chunks that are looked for without reading a large index whole.
+        probes: How many newer roots are read one by one. Then the others are listed.
+        stands: For how many seconds a root that was seen counts as still there.
+        recent: For how many seconds a root that was the newest is recent enough to begin with.
+        small_records: The most records of a segment that hosts keep, since each commit merges it
+            into its own. To a reader that has not cached it, each segment costs a request.
+        levels: For each level of segments, the most records, bases and packs that a segment of it
+            has, and how many segments of it are merged with a new one.
+        merged: How many small segments there must be for a collector to merge them, when it writes
+            other segments anew.
+        many_records: If the index has more records, the packs are listed folder by folder.
+        delete_batch: How many files are deleted at once.
+        delta_bytes: How many bytes of chunks are encoded at once as deltas of chunks that another
+            store has.
+        collection_start: How many seconds after it has made garbage a process first collects, so
+            that a process that ends soon makes no requests in vain.
+        collection_rest: How many seconds a process waits between two collections.
+        watch: How many seconds pass between looks for commits of other processes.
+        one_asks: Whether one of many ranks asks for what all need, and tells the others.
+        recodes: Whether a collector makes chunks of older snapshots smaller, unless the store is
+            set otherwise. To do so it reads them, and a bucket charges that.
+        has_grace: Whether condemned packs wait for a grace even where processes collect by
+            themselves, and the store sets no grace. Otherwise they wait for the next collection.
     """
 
     gap: int
@@ -57,7 +59,7 @@ class Costs(NamedTuple):
 
 
 _SMALL = 10_000
-# On a disk, and in a bucket.
+# Name → the number on a disk, and in a bucket.
 _TABLE: dict[str, tuple[Any, Any]] = {
     "gap": (64 << 10, 1 << 20),
     "sharing": (1, 3),

@@ -1,7 +1,8 @@
-"""Names as clients of network file systems show them: one place looks again for what must be there.
+"""Names that this host sees late: the one place that looks again for a file that must be there.
 
-A client of a network file system keeps names for a while, and that a name is absent. So what
-another host has put may be absent here at first. It then has to be looked for anew, and waited for.
+The client of a network file system remembers names for a while, and also that a name is absent. So
+a file that another host has put may seem absent here at first. Then it has to be looked for anew,
+and waited for.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from casnap.backends.local.safe_paths import folder_at
 _log = logging.getLogger("casnap")
 # The pauses between looks grow from the first to the longest, in seconds.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 2.0
-# After so many seconds a line says what is waited for.
+# The seconds after which a line in the log says what is waited for.
 _TOLD_AFTER = 3.0
-# How the clients of FUSE and NFS call a file that was deleted while it is open.
+# The clients of FUSE and NFS rename a file that is deleted while it is open: its name begins so.
 _LEFT_OPEN = (".fuse_hidden", ".nfs")
 
 
 def is_left_open(name: str) -> bool:
-    """Whether a file is what a client has kept of one that was deleted while it was open.
+    """Whether a client keeps a file that was deleted while it was open.
 
-    It is nobody's. The client deletes it once no process has it open.
+    Nobody needs that file. The client deletes it once no process has it open.
     """
     return name.startswith(_LEFT_OPEN)
 
@@ -35,9 +36,9 @@ def wait_for(what: str, look: Callable[[], bool], still: Callable[[], object], l
     """Look again until something is there; return whether it is.
 
     Args:
-        what: What is looked for, for messages.
-        look: Whether it is there.
-        still: Whether it must still be there. Asked before each pause.
+        what: The thing that is looked for, for messages.
+        look: Returns whether it is there.
+        still: Returns whether it must still be there. Called before each pause.
         lag: For how many seconds this host may not see it.
     """
     begun, pause, is_told = time.monotonic(), 0.0, False
@@ -59,20 +60,21 @@ def wait_for(what: str, look: Callable[[], bool], still: Callable[[], object], l
 
 
 def is_listed_anew(path: str) -> bool:
-    """Whether a name that a client takes for absent is listed; then have the client ask for it.
+    """Whether a name that a client takes for absent is listed; then make the client ask for it.
 
-    The folder is opened anew for that: a client then asks the server whether it has changed.
+    The folder is opened anew for that: a client then asks the server whether the folder has
+    changed.
 
     Args:
-        path: The name, and its folder. That may seem to be absent too.
+        path: The path of the name. Its folder may seem to be absent too.
     """
     parent, _, name = path.rpartition("/")
     try:
         with folder_at(parent or "/", listed=True) as folder:
             if name not in os.listdir(folder):  # noqa: PTH208 - of an open folder
                 return False
-            # A client that is to give a file a new name asks the server for that name, whatever it
-            # has kept. This never makes one: a folder has no second name.
+            # A client that is to make a link asks the server for the new name, whatever it
+            # remembers. This call never makes a link, since a folder can have no second name.
             with suppress(OSError):
                 os.link(".", name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
             return True

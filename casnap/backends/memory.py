@@ -12,7 +12,7 @@ from casnap.runtime.typing import override
 
 _stores: dict[str, dict[str, bytes]] = {}
 _lock = new_lock()
-# The same in a forked child, which inherits the objects.
+# Part of the identity. A forked child has the same number, since it inherits the objects.
 _process = os.urandom(16).hex()
 
 
@@ -31,7 +31,7 @@ class MemoryBackend(Backend):
     @override
     @property
     def identity(self) -> str:
-        """The name, in this process."""
+        """The name, and a number of this process."""
         return f"{self.uri} {_process}"
 
     @override

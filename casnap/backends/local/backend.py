@@ -52,9 +52,9 @@ V = TypeVar("V")
 _ATTEMPTS = 3
 # Errors of a folder that is not there for this user.
 _UNLISTED = frozenset({errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
-# The copy of the newest root holds so much space, for commits on a full disk that let something go.
+# The space that the copy of the newest root holds, for commits on a full disk that free something.
 _RESERVE_BYTES = 256 << 10
-# What a system counts blocks in, whatever those of the file system are.
+# The unit of ``st_blocks``, whatever the file system's own blocks are.
 _BLOCK = 512
 
 
@@ -84,18 +84,18 @@ class LocalBackend(Backend):
         self._place = StoreFolder(self.folder, self.inner)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Have another process reach the same folder."""
+        """Let another process reach the same folder."""
         return type(self), (self.folder,), (self.exclusive, self._place.guard)
 
     def __setstate__(self, state: tuple[bool, Callable[[], None] | None]) -> None:
-        """Be as in the other process."""
+        """Take over the settings of the other process."""
         self.exclusive, self._place.guard = state
 
     def guard(self, check: Callable[[], None]) -> None:
-        """Have something checked before the first change.
+        """Set a check to make before the first change.
 
         Args:
-            check: Raises a StoreError if what is here is only to be read. It can be pickled.
+            check: Raises a StoreError if the store here is only to be read. It can be pickled.
         """
         self._place.guard = check
 
@@ -108,14 +108,14 @@ class LocalBackend(Backend):
         self._place.make()
         is_new = self.size_if_there(CONFIG_KEY) is None and {"tmp"}.issuperset(self.names(""))
         if is_new and os.access(self.folder.parent, os.R_OK):
-            # Its maker may have failed before it was durable.
+            # The maker of the folder may have failed before its name was durable.
             self._place.new_names.add(self.uri)
 
     def _path(self, key: str) -> str:
         """Return the path of an object.
 
         Raises:
-            BackendError: It climbs out of the folder.
+            BackendError: The key climbs out of the folder.
         """
         return _path_in(self._base, key) if key else self._base
 
@@ -126,7 +126,7 @@ class LocalBackend(Backend):
     @override
     @property
     def received_bytes(self) -> int:
-        """How many bytes were read, of the disk or of what the page cache has of it."""
+        """How many bytes were read, from the disk or from the page cache."""
         return self._received
 
     def _count(self, nbytes: int) -> None:
@@ -148,14 +148,14 @@ class LocalBackend(Backend):
     @override
     @property
     def name_lag(self) -> float:  # type: ignore[override]
-        """As the type of the file system says."""
+        """The lag that the type of the file system has."""
         return self._place.name_lag
 
     def _seen(self, path: str, look: Callable[[], V]) -> V:
-        """Look at a path of the store; once more if this host may just not see yet what is there.
+        """Look at a path of the store; look again if this host may not see yet what is there.
 
-        What is listed must be there, so it is waited for. A handle that the server has replaced is
-        got anew.
+        A name that is listed must be there, so it is waited for. If the server has replaced the
+        handle, the second look gets a new one.
         """
         try:
             return look()
@@ -176,7 +176,7 @@ class LocalBackend(Backend):
         self._place.belong(lambda: check(self))
 
     def new_file(self) -> os.stat_result | None:
-        """Return what a new file of this user is in the store's folder; None if none can be."""
+        """Return the status that a new file of this user has here; None if none can be made."""
         return self._place.new_file()
 
     # --- objects ---
@@ -212,7 +212,7 @@ class LocalBackend(Backend):
                 try:
                     return self._try_to_link(path, content)
                 except FileNotFoundError as e:
-                    # Did a collector delete it, which could not see our lock?
+                    # A collector that could not see our lock may have deleted the file.
                     cause = e
             raise BackendError(f"{path}: its folder vanished") from cause
 
@@ -231,7 +231,7 @@ class LocalBackend(Backend):
                     if e.errno in NO_LINKS:
                         raise no_links_error(e, path) from e
                     raise
-            # Again: a sync of its folder until now may not have covered it.
+            # Noted again: a sync of the folder before this moment may not have covered the name.
             self._place.new_names.add(path)
         return True
 
@@ -239,7 +239,7 @@ class LocalBackend(Backend):
     def _temporary_file(
         self, folder: int, content: memoryview | bytes, base: OpenFolder
     ) -> Iterator[str]:
-        """Write a file for a ``with`` block, in which its lock says that its writer lives."""
+        """Write a file that lasts for a ``with`` block; its lock says that its writer lives."""
         name = os.urandom(12).hex()
         try:
             with self._place.create(name, folder, base) as fd:
@@ -248,7 +248,7 @@ class LocalBackend(Backend):
                 os.fsync(fd)
                 yield name
         finally:
-            # Once it is closed: a client keeps a file that is deleted while it is open.
+            # Only now that the file is closed: a client keeps a file that is deleted while open.
             unlink_at(name, folder)
 
     @override
@@ -293,7 +293,7 @@ class LocalBackend(Backend):
             file, _ = open_file(self._path(key))
             with file as fd:
                 for offset, nbytes in runs:
-                    # The call looks up each page, also where all of them are cached.
+                    # Look at the last page first: the call looks up all, also if all are cached.
                     if not is_cached(fd, offset + nbytes - 1):
                         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
@@ -344,7 +344,7 @@ class LocalBackend(Backend):
                 except (FileNotFoundError, NotADirectoryError):
                     continue
                 except OSError as e:
-                    # Who may write could put folders below that nobody else can list.
+                    # Anybody who may write could put folders here that nobody else can list.
                     if parent == folder or e.errno not in _UNLISTED:
                         raise
 
@@ -415,8 +415,8 @@ class LocalBackend(Backend):
         with translated(path):
             self._place.check_place()
             for _ in range(_ATTEMPTS):
-                # Whoever removes an earlier marker removes its folder, if that is empty just now.
-                # Who put it aside may put it back.
+                # A process that removes an earlier marker removes its folder too, if that is empty
+                # just then. And a process that has put a marker aside may put it back.
                 with suppress(FileNotFoundError, FileExistsError):
                     self._put_loosely(path, content)
                     return
@@ -430,9 +430,9 @@ class LocalBackend(Backend):
     def unmark(
         self, keys: Iterable[str], is_stale: Callable[[str, bytes], bool]
     ) -> dict[str, CasnapError]:
-        """Remove marker files that are stale, and their folders, if these are empty then.
+        """Remove marker files that are stale, and then their folders, if these are empty.
 
-        A folder further up goes too if it is empty, unless a user made it.
+        A folder further up is removed too if it is empty, unless a user made it.
         """
         errors: dict[str, CasnapError] = {}
         for key in keys:
@@ -475,10 +475,10 @@ class LocalBackend(Backend):
     def _put_loosely(
         self, path: str, content: bytes, base: OpenFolder | None = None, reserve: int = 0
     ) -> None:
-        """Put a file in place of another one, which may hold some space of the disk more.
+        """Put a file in place of another one; the new file may reserve more space than it needs.
 
         Raises:
-            FileExistsError: Another process does so too.
+            FileExistsError: Another process puts the file at the same time.
         """
         parent, _, name = path.rpartition("/")
         # Not synced, since deleting the snapshot removes these folders too.
@@ -507,7 +507,7 @@ def _path_in(folder: str, key: str) -> str:
     """Return the path of a key in a folder.
 
     Raises:
-        BackendError: It climbs out.
+        BackendError: The key climbs out of the folder.
     """
     if ".." in key and ".." in key.split("/"):
         raise BackendError(f"{folder}/{key} is not in the store")
@@ -515,17 +515,17 @@ def _path_in(folder: str, key: str) -> str:
 
 
 def _put_back(aside: str, name: str, folder: int) -> None:
-    """Give a file or folder its name again, unless there is another one by now."""
+    """Give a file or folder its name again, unless the name is taken by now."""
     try:
         link_at(aside, folder, name, folder)
     except FileExistsError:
         return
-    except OSError:  # it is a folder
+    except OSError:  # a folder cannot be linked
         os.rename(aside, name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def _remove_notices(path: str) -> None:
-    """Remove what stands beside a marker for the readers of other libraries."""
+    """Remove the notices that stand beside a marker for readers of other libraries."""
     with folder_at(path, listed=True) as folder:
         for name in os.listdir(folder):
             if _is_notice(name, folder):

@@ -11,7 +11,7 @@ from casnap.backends.local.system_errors import translated
 from casnap.runtime.fork import new_lock
 from casnap.runtime.threads import mapped
 
-# How many folders are synced at once.
+# The most folders that are synced at once.
 _AT_ONCE = 4
 doubtful: set[tuple[str, str]] = set()
 """Folders whose last sync has failed in this process, each with the identity of its store."""
@@ -37,13 +37,13 @@ class NewNames:
 
     def sync(self) -> None:
         """Make the noted names durable. If that fails, the next call tries them again."""
-        # One at a time: a thread must not return while another one still syncs its names.
+        # One call at a time: no thread may return while another one still syncs its names.
         with self._syncing:
             with self._lock:
                 folders, self._folders = self._folders, set()
             try:
                 # Several at once take hardly longer than one: the disk is flushed once for all.
-                # Folders further up come first: what is below them needs them.
+                # Folders further up come first, since the names below them need them.
                 sync = partial(sync_folder, identity=self._identity)
                 for _ in mapped(sync, sorted(folders), min(len(folders), _AT_ONCE)):
                     pass
@@ -61,8 +61,8 @@ def sync_folder(folder: str, identity: Callable[[], str] = str) -> None:
     """Sync a folder, also if the sync before has failed.
 
     After a failed sync the system may take the folder for written. The next sync then succeeds, and
-    proves nothing, unless the folder has changed. So its time is changed: a new name would stay
-    there if the process is killed.
+    proves nothing, unless the folder has changed. So the folder's time is changed first. (A new
+    name would change it too, but would stay there if the process is killed.)
 
     Args:
         folder: The folder.
@@ -81,5 +81,5 @@ def sync_folder(folder: str, identity: Callable[[], str] = str) -> None:
 
 
 def _doubts(folder: str, identity: str) -> set[tuple[str, str]]:
-    # What failed while the store was being made is doubtful once it is there, too.
+    # A sync that failed while the store was being made leaves doubts after that too.
     return {("", folder), (identity, folder)}

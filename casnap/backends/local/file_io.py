@@ -17,7 +17,7 @@ _DIRECT_WRITE_BYTES = 256 << 10
 
 
 def write_at(fd: int, view: memoryview, offset: int) -> None:
-    """Write to a file; whole pages of a large aligned view around the page cache."""
+    """Write to a file; the whole pages of a large aligned view go around the page cache."""
     position = 0
     if _DIRECT and len(view) >= _DIRECT_WRITE_BYTES and not view.readonly:
         position = _write_direct(fd, view, offset)
@@ -25,14 +25,14 @@ def write_at(fd: int, view: memoryview, offset: int) -> None:
 
 
 def write_cached(fd: int, view: memoryview, offset: int) -> None:
-    """Write to a file that is read soon: through the page cache, which keeps it."""
+    """Write to a file through the page cache, for a file that is read soon."""
     position = 0
     while position < len(view):
         position += os.pwrite(fd, view[position:], offset + position)
 
 
 def _write_direct(fd: int, view: memoryview, offset: int) -> int:
-    """Write whole pages of an aligned view around the page cache; return how many bytes."""
+    """Write the whole pages of an aligned view around the page cache; return how many bytes."""
     nbytes = len(view) // PAGE * PAGE
     if address_of(view) % PAGE or offset % PAGE:
         return 0
@@ -55,7 +55,7 @@ def _write_direct(fd: int, view: memoryview, offset: int) -> int:
 
 
 def read_file(path: str, most: int, base: OpenFolder | None = None) -> tuple[bytes, os.stat_result]:
-    """Return a whole file, and what it is.
+    """Return the content of a whole file, and its status.
 
     Args:
         path: Its real path.
@@ -63,7 +63,7 @@ def read_file(path: str, most: int, base: OpenFolder | None = None) -> tuple[byt
         base: An open folder above it, to begin there.
 
     Raises:
-        DamagedError: It is longer than ``most``.
+        DamagedError: The file is longer than ``most``.
     """
     with translated(path):
         file, info = open_file(path, base)
@@ -73,7 +73,7 @@ def read_file(path: str, most: int, base: OpenFolder | None = None) -> tuple[byt
 
 
 def _read_all(fd: int, nbytes: int) -> bytes:
-    """Read a file of so many bytes; less if it was cut off meanwhile."""
+    """Read a file of ``nbytes`` bytes; less if it was cut off since its length was looked up."""
     content = b""
     while len(content) < nbytes and (piece := os.read(fd, nbytes - len(content))):
         # A read of a local file returns all of it.

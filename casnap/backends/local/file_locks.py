@@ -1,8 +1,9 @@
-"""Files in ``tmp/`` of a local store: a lock says whether the writer of one lives.
+"""Files in ``tmp/`` of a local store: a lock on a file says that its writer lives.
 
 The kernel frees the locks of a process that dies. A writer locks its temporary file. A take under
-way locks an empty file that announces it, whose name says on which root the take is based. That of
-a process that is stopped does not count: nobody knows when it goes on. Then it starts again.
+way locks an empty file, which announces the take: its name says on which root the take is based. An
+announcement of a stopped process does not count, since nobody knows when the process goes on. If it
+does, its take starts again.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ def announced_in(
             try:
                 yield lambda: None
             finally:
-                # Not in a forked child: the take is its parent's.
+                # A forked child leaves the file alone: the take is its parent's.
                 is_ours = is_open()
     finally:
-        # Once it is closed: a client keeps a file that is deleted while it is open.
+        # Only now that the file is closed: a client keeps a file that is deleted while it is open.
         if is_ours:
             with suppress(OSError):
                 unlink_at(name, folder)
@@ -75,7 +76,7 @@ def _create_locked(name: str, folder: int, create: Callable[[str], Descriptor]) 
         temporary, is_named = os.urandom(12).hex(), False
         try:
             file = create(temporary)
-            # A collector may have locked it before, or deleted it.
+            # A collector may have locked the file before this writer, or deleted it.
             if lock(file.fd) is not False:
                 with suppress(FileNotFoundError):
                     os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
@@ -90,7 +91,7 @@ def _create_locked(name: str, folder: int, create: Callable[[str], Descriptor]) 
 
 
 def bases_announced_in(folder: int, max_age: float) -> list[int]:
-    """Return the roots that takes of living processes are based on; unlink what dead ones left.
+    """Return the roots that takes of living processes are based on; unlink dead announcements.
 
     Args:
         folder: The open folder ``tmp/``.
@@ -105,12 +106,12 @@ def bases_announced_in(folder: int, max_age: float) -> list[int]:
 
 
 def unlink_abandoned(folder: int, min_age: float) -> int:
-    """Unlink what dead writers and takes have left; return how many bytes that freed.
+    """Unlink the files that dead writers and takes have left; return how many bytes that freed.
 
     Args:
         folder: The open folder ``tmp/``.
-        min_age: Files that are not older than so many seconds stay, since a writer locks its file
-            a moment after it is there.
+        min_age: Files that are at most this many seconds old stay, since a writer locks its file a
+            moment after it has made it.
     """
     freed = 0
     for name in os.listdir(folder):
@@ -124,7 +125,7 @@ def unlink_abandoned(folder: int, min_age: float) -> int:
 
 
 class _Look(NamedTuple):
-    """What was found: the age of a file whose writer may live, else the bytes that were freed."""
+    """A finding: the age of a file whose writer may live, else the bytes that were freed."""
 
     age: float = float("inf")
     freed: int = 0
@@ -136,10 +137,10 @@ def _look_at(name: str, folder: int, *, min_age: float = 0.0, lease: float = 0.0
     Another user's file stays: only that user can lock it, or may remove it from a sticky folder.
 
     Args:
-        name: Its name.
+        name: The name of the file.
         folder: The open folder ``tmp/``.
-        min_age: A younger one stays, locked or not.
-        lease: Where there are no locks, a younger one counts as locked.
+        min_age: A file that is younger, in seconds, stays, locked or not.
+        lease: Where there are no locks, a file that is younger, in seconds, counts as locked.
     """
     try:
         file = open_to_lock(name, folder)
@@ -147,7 +148,7 @@ def _look_at(name: str, folder: int, *, min_age: float = 0.0, lease: float = 0.0
         return _Look()
     with file as fd:
         info = os.fstat(fd)
-        # A time in the future says nothing; then only the lock counts.
+        # If its time is in the future, only the lock counts.
         age = time.time() - info.st_mtime
         if 0 <= age < min_age:
             return _Look(age)
@@ -160,17 +161,17 @@ def _look_at(name: str, folder: int, *, min_age: float = 0.0, lease: float = 0.0
             unlink_at(name, folder)
         except OSError:
             return _Look()
-        # A second name: it was linked into place, so unlinking frees nothing.
+        # If the file has a second name, it was linked into place, and unlinking frees nothing.
         return _Look(freed=info.st_size if info.st_nlink == 1 else 0)
 
 
 def _is_held_by_stopped(info: os.stat_result) -> bool:
-    """Whether the process that has locked a file is one of this host, and stopped by a signal."""
+    """Whether a process of this host has locked a file, and is stopped by a signal."""
     device = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}"
     try:
         locks = [line.split() for line in Path("/proc/locks").read_text("ascii").splitlines()]
         pid = next(each[4] for each in locks if each[5] == f"{device}:{info.st_ino}")
-        # The name of its program stands in brackets, and may hold anything.
+        # The name of the program stands in brackets, and may hold anything.
         stat_line = Path(f"/proc/{pid}/stat").read_bytes()
         return stat_line.rpartition(b")")[2].split()[0] == b"T"
     except (OSError, ValueError, LookupError, StopIteration):
@@ -181,13 +182,13 @@ def open_to_lock(name: str, folder: int, make: int | None = None) -> Descriptor:
     """Open a regular file to lock it: never through a link, and without waiting.
 
     Args:
-        name: Its name.
+        name: The name of the file.
         folder: The open folder that it is in.
-        make: The mode to make it with if it is not there; None if it must be.
+        make: The mode to make the file with if it is not there; None if it must be there.
 
     Raises:
-        BackendError: It is something else.
-        OSError: It cannot be opened.
+        BackendError: There is something else than a regular file.
+        OSError: The file cannot be opened.
     """
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     flags |= 0 if make is None else os.O_CREAT

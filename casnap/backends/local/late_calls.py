@@ -1,7 +1,7 @@
-"""Calls of the system that a server does not answer: one line says what is waited for.
+"""Calls of the system that a server does not answer: a line in the log says what they wait for.
 
-No program can end such a call, and a client may wait for its server for hours. So a thread looks at
-what others have called. It runs only while there are calls to file systems of servers.
+No program can end such a call, and a client may wait for its server for hours. So a thread watches
+the calls of the other threads. It runs only while there are calls to file systems of servers.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from casnap.runtime.file_systems import is_shared_type, mounts
 from casnap.runtime.fork import in_child, new_lock
 
 _log = logging.getLogger("casnap")
-# A line comes after so many seconds. The thread looks so often, and ends after so many looks at
-# nothing.
+# The seconds after which a line comes; the seconds between two looks of the thread; and the number
+# of looks without any call after which the thread ends.
 _TOLD_AFTER, _LOOK, _IDLE_LOOKS = 5.0, 0.5, 6
-# Where file systems of servers are: those mounted at the first call, and folders that were found on
-# others since then.
+# The paths of file systems of servers: of the mounts at the first call, and of folders that were
+# found on such file systems since then.
 _places: tuple[str, ...] | None = None
-# The mounts there are of the kernel, which answers for itself.
+# Mounts below these paths are the kernel's own, and no server has to answer.
 _OF_KERNEL = ("/proc/", "/sys/", "/dev/")
-# What each thread waits for, and since when.
+# By thread: since when it is in a call, and the path that it waits for.
 _calls: dict[int, tuple[float, str]] = {}
 _lock = new_lock()
 _watcher: threading.Thread | None = None
 
 
 def watch_calls_to(folder: str) -> None:
-    """Have calls to a folder told if they are late.
+    """Watch the calls to a folder too.
 
     Args:
-        folder: The real path of one on a file system of a server.
+        folder: The real path of a folder on a file system of a server.
     """
     global _places
     if not folder.startswith(places := _known()):
@@ -42,9 +42,9 @@ def watch_calls_to(folder: str) -> None:
 
 
 def _known() -> tuple[str, ...]:
-    """Return where the file systems of servers are, as far as this process knows.
+    """Return the paths of file systems of servers, as far as this process knows.
 
-    The list of mounts is read once, since it takes several calls of the system.
+    The list of mounts is read once, since that takes several calls of the system.
     """
     global _places
     if _places is None:
@@ -57,9 +57,10 @@ def _known() -> tuple[str, ...]:
 
 
 def begun(path: str) -> Callable[[], object] | None:
-    """Note that this thread is about to use a path; return what notes that it has.
+    """Note that this thread is about to use a path.
 
-    None where that is not watched.
+    Returns:
+        A function that notes that the thread has used it; None if the path is not watched.
     """
     if not path.startswith(_known()):
         return None
@@ -108,7 +109,7 @@ def _watch() -> None:
 
 @in_child
 def _begin_in_child() -> None:
-    """Forget the calls of the parent's threads, and the thread that looked at them."""
+    """Forget the calls of the parent's threads, and the thread that watched them."""
     global _watcher
     _calls.clear()
     _watcher = None

@@ -1,8 +1,9 @@
-"""Looking at a place of this machine: what is there, by the one rule for what is not there.
+"""Looking at a place of this machine: what is there, by the one rule for "nothing is there".
 
-Nothing is there if the system says so. If it says anything else, such as that this user may not
-look or that the disk has failed, that is an error: a program that took it for "nothing" would begin
-its run anew. The functions of ``os.path`` and ``pathlib`` swallow such errors, each release others.
+Nothing is there if the system says so. If the system says anything else, such as that this user may
+not look or that the disk has failed, that is an error: a program that took it for "nothing" would
+begin its run anew. The functions of ``os.path`` and ``pathlib`` swallow such errors, and each
+release of Python swallows others.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ _Path: TypeAlias = str | os.PathLike[str]
 
 
 def status(path: _Path, *, follow: bool = True) -> os.stat_result | None:
-    """Return what is at a path; None if nothing is.
+    """Return the status of a path; None if nothing is there.
 
     Args:
         path: The path.
-        follow: Whether a link stands for what it leads to.
+        follow: Whether to follow a link at the path.
 
     Raises:
-        InvalidNameError: It is longer than the file system has names for.
-        PlaceError: It cannot be looked at.
+        InvalidNameError: A name in the path is longer than the file system allows.
+        PlaceError: The path cannot be looked at.
     """
     done = begun(os.fspath(path))
     try:
@@ -81,10 +82,10 @@ def is_link(path: _Path) -> bool:
 
 
 def paths_in(folder: _Path) -> list[Path]:
-    """Return what is right in a folder, by name; nothing if there is no folder.
+    """Return the paths right in a folder, sorted; none if there is no folder.
 
     Raises:
-        PlaceError: It cannot be listed.
+        PlaceError: The folder cannot be listed.
     """
     try:
         return sorted(Path(folder).iterdir())
@@ -95,7 +96,7 @@ def paths_in(folder: _Path) -> list[Path]:
 
 
 def matching(folder: _Path, *patterns: str) -> list[Path]:
-    """Return what is right in a folder and has a name that matches one of some patterns.
+    """Return the paths right in a folder whose names match one of some patterns.
 
     Raises:
         PlaceError: The folder cannot be listed.

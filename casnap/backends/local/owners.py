@@ -32,15 +32,16 @@ class Owners(NamedTuple):
         return self.keeps_modes and bool(info.st_mode & _OTHERS_WRITE)
 
     def why_not(self, info: os.stat_result) -> str | None:
-        """Return why what is in a file or folder may be another user's; None if it is not."""
+        """Return why another user may have changed a file or folder; None if no other can."""
         if not self.own(info):
             return f"belongs to another user (uid {info.st_uid})"
         return "may be written to by other users" if self.others_may_write(info) else None
 
     def close_to_others(self, folder: int) -> None:
-        """Take from other users the right to write to an open folder, and to what is right in it.
+        """Take from other users the right to write to an open folder, and to the files right in it.
 
-        What is another user's, or cannot be changed, stays as it is: who relies on it looks.
+        Files of other users, and files that cannot be changed, stay as they are: a caller that
+        relies on a file looks at it.
         """
         if not (self.keeps_modes and self.own(os.fstat(folder))):
             return
@@ -56,8 +57,8 @@ def owners_by(new_file: os.stat_result | None = None) -> Owners:
     """Return who counts as this user at a place.
 
     Args:
-        new_file: A new file of this user there, as :func:`new_file_in` returns it; None if that is
-            not known. Some file systems give all files to one user, or keep no modes.
+        new_file: The status of a new file of this user there, from :func:`new_file_in`; None if it
+            is not known. Some file systems give all files to one user, or keep no modes.
     """
     uids = {os.geteuid(), 0}
     if new_file is None:
@@ -67,14 +68,14 @@ def owners_by(new_file: os.stat_result | None = None) -> Owners:
 
 
 def new_file_in(folder: int, name: str) -> os.stat_result | None:
-    """Make an empty file for its owner alone, and remove it; return what it was.
+    """Make an empty file that only its owner may use, and remove it; return its status.
 
     Args:
         folder: An open folder.
         name: A name that is free there.
 
     Returns:
-        What it was; None if no file can be made.
+        The status; None if no file can be made.
     """
     with suppress(OSError):
         try:

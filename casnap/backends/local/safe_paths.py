@@ -1,9 +1,9 @@
 """The one way to the files of a local store: by real paths, never through a link.
 
-Who can write to the folder of a store could put a link, a pipe or an endless file there. No link is
-followed here, at any place of a path, and only regular files are opened, without waiting for them.
-The kernel resolves a path in one step (``openat2``, Linux 5.6), or it is walked folder by folder.
-Nothing that is renamed meanwhile leads elsewhere.
+Anybody who can write to the folder of a store could put a link, a pipe or an endless file there. No
+link is followed here, at any place of a path. Only regular files are opened, without waiting for
+them. The kernel resolves a path in one step (``openat2``, Linux 5.6), or it is walked folder by
+folder. So a folder that is renamed at the same time leads nowhere else.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def _open(path: str, flags: int, base: OpenFolder | None = None) -> Descriptor:
     """Open a file or folder by its real path.
 
     Args:
-        path: Its path.
+        path: The path.
         flags: How to open it.
-        base: An open folder of that path, to begin there. It may have been moved since.
+        base: An open folder above it, to begin there. It may have been moved since.
 
     Raises:
         BackendError: A part of the path is a link.
-        OSError: It cannot be opened.
+        OSError: The path cannot be opened.
     """
     at, way = (_AT_FDCWD, path) if base is None else (base.fd, path[len(base.path) + 1 :] or ".")
     try:
@@ -100,7 +100,7 @@ def _open_at_once(path: str, flags: int, at: int = _AT_FDCWD) -> Descriptor:
 
 @cache
 def has_openat2() -> bool:
-    """Whether the kernel resolves a path in one step here. Some sandboxes do not let it."""
+    """Whether the kernel resolves a path in one step here. Some sandboxes forbid that."""
     try:
         _open_at_once("/", _FOLDER).close()
     except OSError:
@@ -117,7 +117,7 @@ def _walk(path: str, flags: int, at: int) -> Descriptor:
     with folder as fd:
         last = opened(name or ".", flags | os.O_NOFOLLOW, folder=fd)
     if flags & os.O_PATH and stat.S_ISLNK(os.fstat(last.fd).st_mode):
-        # Such a handle may be one of a link itself.
+        # With O_PATH, the handle of a link itself is opened.
         last.close()
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
     return last
@@ -137,15 +137,15 @@ def open_file(path: str, base: OpenFolder | None = None) -> tuple[Descriptor, os
     """Open a regular file to read it.
 
     Args:
-        path: Its real path.
+        path: The real path of the file.
         base: An open folder above it, to begin there.
 
     Returns:
-        The file, and what it is.
+        The file, and its status.
 
     Raises:
-        BackendError: It is something else, or reached through a link.
-        OSError: It cannot be opened.
+        BackendError: There is no regular file at the path, or a part of the path is a link.
+        OSError: The file cannot be opened.
     """
     try:
         file = _open(path, os.O_RDONLY | _FILE, base)
@@ -163,10 +163,10 @@ def open_file(path: str, base: OpenFolder | None = None) -> tuple[Descriptor, os
 
 
 def check_regular(info: os.stat_result, path: str) -> None:
-    """Check that what was found at a path is a regular file.
+    """Check, by the status of a path, that a regular file is there.
 
     Raises:
-        BackendError: It is not.
+        BackendError: Something else is there.
     """
     if stat.S_ISDIR(info.st_mode):
         raise BackendError(f"{path} is a folder, not a file")
@@ -175,11 +175,11 @@ def check_regular(info: os.stat_result, path: str) -> None:
 
 
 def stat_at(path: str) -> os.stat_result:
-    """Look at a file or folder.
+    """Return the status of a file or folder.
 
     Raises:
-        BackendError: It is reached through a link, or is one.
-        OSError: It is not there, or cannot be looked at.
+        BackendError: A part of the path, or the last part, is a link.
+        OSError: Nothing is there, or it cannot be looked at.
     """
     with _open(path, os.O_PATH | os.O_CLOEXEC) as fd:
         return os.fstat(fd)
@@ -189,23 +189,23 @@ def folder_at(folder: str, *, listed: bool = False, base: OpenFolder | None = No
     """Open a folder, to reach names in it by ``dir_fd``.
 
     Args:
-        folder: Its real path.
-        listed: Whether it is also to be listed, synced or changed itself. That takes the right to
-            read it.
+        folder: The real path of the folder.
+        listed: Whether the folder is also to be listed, synced or changed itself. That takes the
+            right to read it.
         base: An open folder above it, to begin there.
 
     Raises:
         BackendError: A part of the path is a link.
-        OSError: It cannot be opened.
+        OSError: The folder cannot be opened.
     """
     return _open(folder, _LISTED if listed else _FOLDER, base)
 
 
 @contextmanager
 def parent_of(path: str, base: OpenFolder | None = None) -> Iterator[tuple[int, str]]:
-    """Open the folder of a name for a ``with`` block; as :func:`folder_at`.
+    """Open the folder that a path lies in for a ``with`` block, as :func:`folder_at` does.
 
-    Returns:
+    Yields:
         The folder, and the name in it.
     """
     folder, _, name = path.rpartition("/")

@@ -32,11 +32,12 @@ from casnap.runtime.descriptors import Descriptor
 from casnap.runtime.file_systems import name_lag
 from casnap.runtime.fork import new_lock
 
-# The extended attribute of a folder that was made for markers: it goes with the last of them, where
-# a user's stays.
+# The extended attribute of a folder that was made for markers. The folder is removed with its last
+# marker; a folder that a user made stays.
 _MADE = "user.casnap.made"
-# Folders that this process has made durable: the identity of the store, and the folder. Who opens
-# a store anew for each take would else sync them each time, as they may be another process's.
+# Folders that this process has made durable: the identity of the store, and the folder. Without
+# this, a program that opens a store anew for each take would sync them each time, since another
+# process may have made them.
 _durable: set[tuple[str, str]] = set()
 _Inode: TypeAlias = tuple[int, int, int]
 
@@ -51,8 +52,8 @@ class StoreFolder:
     Attributes:
         uri: The path.
         objects: The path of the folder of the objects.
-        new_names: What is to be made durable.
-        guard: Checked before the first change: raises a StoreError if this is only to be read.
+        new_names: The names that are to be made durable.
+        guard: Called before the first change; raises a StoreError if the store is only to be read.
     """
 
     def __init__(self, folder: Path, inner: str) -> None:
@@ -61,13 +62,13 @@ class StoreFolder:
         self.objects = f"{self.uri}{inner}"
         self.new_names = NewNames(self._identity_if_whole)
         self._entered: set[str] = set()
-        # What goes into _durable with the next sync.
+        # The folders that go into _durable with the next sync.
         self._noted: set[tuple[str, str]] = set()
         self._lock = new_lock()
         self._is_there = False
         self._check: Callable[[], None] | None = None
         self.guard: Callable[[], None] | None = None
-        # The record that was read last, and the one of the store that uses this, as files.
+        # The file of the record that was read last, and of the record of the store that uses this.
         self._read_record: _Inode | None = None
         self._record: _Inode | None = None
         self._name_lag: float | None = None
@@ -78,7 +79,7 @@ class StoreFolder:
         if self._name_lag is not None:
             return self._name_lag
         for folder in (self._folder, *self._folder.parents):
-            # A failure is for the look itself to tell.
+            # The look that follows raises the error, if there is one.
             with suppress(OSError):
                 lag = name_lag(str(folder))
                 if lag:
@@ -94,9 +95,9 @@ class StoreFolder:
     def identity(self) -> str:
         """The real path, and on a disk the device and inode of the folder and the store's record.
 
-        Inodes are used again, so the time of the record's last change is part of it: no user can
-        choose that. Clients of other file systems give inodes and times as they like, and others
-        after a while.
+        Inodes are used again, so the time of the record's last change is part of the identity: no
+        user can choose that time. On a file system of a server, the client may give a file other
+        inodes and times after a while, so the identity is the path alone.
         """
         with translated(self.uri):
             try:
@@ -115,22 +116,21 @@ class StoreFolder:
         self._read_record = _inode(info)
 
     def belong(self, check: Callable[[], None]) -> None:
-        """Note the check that the store of the record read last is still here."""
+        """Note that the record that was read last is the store's, and how to check the store."""
         self._check, self._record = check, self._read_record
 
     @contextmanager
     def base_folder(self, *, make: bool = True) -> Iterator[OpenFolder]:
         """Open the folder of the objects for a ``with`` block that changes some.
 
-        A record that seems to be another file than before is read: another store may have come
-        here. What is then changed lies in this very folder, also if that is moved meanwhile.
+        If the record seems to be another file than before, it is read, since another store may have
+        come here. All changes then happen in this very folder, even if it is moved at the time.
 
         Args:
             make: Whether to make the folder if it is missing.
 
         Raises:
-            StoreError: It is the folder of another store than that which uses this, or only to be
-                read.
+            StoreError: The folder is another store's by now, or the store is only to be read.
         """
         self.check_guard()
         with self.opened_or_made(self.objects) if make else folder_at(self.objects) as fd:
@@ -140,14 +140,14 @@ class StoreFolder:
             yield base
 
     def check_place(self) -> None:
-        """Check that no other store has come here, and that this one may be changed."""
+        """Check that no other store has come here, and that this store may be changed."""
         self.check_guard()
         if self._check is not None:
             with self.base_folder(make=False):
                 pass
 
     def check_guard(self) -> None:
-        """Check what is to be checked before the first change.
+        """Call the guard, if it has not been called yet.
 
         Raises:
             StoreError: The store is only to be read.
@@ -157,10 +157,12 @@ class StoreFolder:
             self.guard = None
 
     def new_file(self) -> os.stat_result | None:
-        """Make an empty file for its owner alone, and remove it; return what it was.
+        """Make an empty file that only its owner may use, and remove it; return its status.
 
-        On some file systems it is of another user, or open to others: these give all files to one
-        user, or keep no modes. None if no file can be made.
+        Some file systems give all files to one user, or keep no modes. The status shows that.
+
+        Returns:
+            The status; None if no file can be made.
         """
         with (
             suppress(OSError, *PLACE_ERRORS),
@@ -175,15 +177,16 @@ class StoreFolder:
     def _check_record(self, base: OpenFolder, check: Callable[[], None]) -> None:
         record = _record_in(base.fd)
         check()
-        # What was checked lies at the path. By their bytes: inode and times say only that a record
-        # has surely not changed, and never that it is another one.
+        # The check read the record at the path, which may be another one than in the open folder.
+        # Their bytes are compared: equal inodes and times say that a record has not changed, but
+        # other ones do not say that it is another record.
         with folder_at(self.objects) as fd:
             if self._record_at(base) != self._record_at(OpenFolder(fd, self.objects)):
                 raise BackendError(f"{self.uri} was moved just now; try again")
         self._record = record
 
     def _record_at(self, base: OpenFolder) -> bytes | _Inode | None:
-        """Return the record in an open folder, or which file it is if it cannot be read."""
+        """Return the bytes of the record in an open folder; if it cannot be read, its inode."""
         try:
             return read_file(f"{self.objects}/{CONFIG_KEY}", MAX_CONFIG_BYTES, base)[0]
         except (FileNotFoundError, DamagedError, BackendError):
@@ -198,7 +201,7 @@ class StoreFolder:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
             except FileNotFoundError as e:
-                # Below /proc, say.
+                # Below /proc, for example.
                 raise BackendError(f"no folder can be made at {self.uri}; choose another") from e
         for folder in (self._folder, *self._folder.parents):
             if folder in new_folders or self.new_names.is_doubtful(str(folder.parent)):
@@ -206,7 +209,10 @@ class StoreFolder:
 
     @contextmanager
     def entered_above(self, path: str, base: OpenFolder) -> Iterator[int]:
-        """Open the folder of a new name. It becomes durable even if another process has made it."""
+        """Open the folder of a new name for a ``with`` block; the next sync makes it durable too.
+
+        That is needed even if another process has made the folder.
+        """
         parent = path.rpartition("/")[0]
         with self.opened_or_made(parent, base) as folder:
             # Note the name before it is made, so that a failure in between does not lose it.
@@ -229,7 +235,7 @@ class StoreFolder:
             folder = folder.rpartition("/")[0]
 
     def _identity_if_whole(self) -> str:
-        """Return the identity; nothing while the store is being made."""
+        """Return the identity; "" while the store is being made."""
         try:
             return self.identity
         except PLACE_ERRORS:
@@ -242,14 +248,14 @@ class StoreFolder:
         """Open a folder of the store for a ``with`` block; make it if it is missing.
 
         Args:
-            path: The folder.
-            base: The folder of the objects, if this one is in it.
-            durable: Whether a new one is to be made durable.
+            path: The path of the folder.
+            base: The folder of the objects, if this folder lies in it.
+            durable: Whether a new folder is to be made durable.
         """
         try:
             opened = folder_at(path, base=base)
         except FileNotFoundError:
-            # Nothing is made anew of a store that was removed while it is open.
+            # If a store is removed while it is open, its folder is not made anew.
             if path == self.uri or (path == self.objects and self._is_there):
                 raise
             self._make_folder(path, base, durable=durable)
@@ -263,7 +269,7 @@ class StoreFolder:
         with self.opened_or_made(parent, base, durable=durable) as folder:
             like = self._model(base)
             mode = stat.S_IMODE(like.st_mode)
-            # A store in a folder like /tmp is not meant for all who may write there.
+            # A store in a folder like /tmp is not for everybody who may write there.
             is_open = path == self.objects and mode & stat.S_IWOTH and not mode & stat.S_ISGID
             try:
                 os.mkdir(name, 0o777 if is_open else mode, dir_fd=folder)
@@ -271,7 +277,7 @@ class StoreFolder:
                 return
         if not is_open and (_is_shared(like) or like.st_gid != os.getegid()):
             with folder_at(path, base=base) as fd:
-                # The umask may have taken the right to open it otherwise.
+                # By a handle with O_PATH: the umask may have taken the right to open it otherwise.
                 handle = f"/proc/self/fd/{fd}"
                 if _is_shared(like):
                     os.chmod(handle, mode)
@@ -298,8 +304,8 @@ class StoreFolder:
         """Create a file in an open folder of the store; return it open to be written.
 
         Args:
-            name: Its name.
-            folder: The folder.
+            name: The name of the file.
+            folder: The open folder.
             base: The folder of the objects, if the file is in it.
         """
         like = self._model(base)
@@ -317,7 +323,7 @@ class StoreFolder:
         return file
 
     def _model(self, base: OpenFolder | None) -> os.stat_result:
-        """Return the folder whose mode and group those of what is made follow."""
+        """Return the status of the folder whose mode and group new files and folders get."""
         return os.stat(self.uri) if base is None else os.fstat(base.fd)
 
     def sync(self) -> None:
@@ -334,12 +340,12 @@ class StoreFolder:
 
 
 def _inode(file: os.stat_result) -> _Inode:
-    """Return what tells a file from others, also from an earlier one of the same number."""
+    """Return a key that tells a file from others, also from an earlier one with the same inode."""
     return file.st_dev, file.st_ino, file.st_ctime_ns
 
 
 def _record_in(folder: int) -> _Inode | None:
-    """Return the record of the store in an open folder; None if there is none."""
+    """Return the key of the file of the record in an open folder; None if there is none."""
     try:
         return _inode(os.stat(CONFIG_KEY, dir_fd=folder, follow_symlinks=False))
     except FileNotFoundError:
@@ -355,5 +361,5 @@ def _follow_group(file: int | str, gid: int) -> None:
     try:
         os.chown(file, -1, gid)
     except PermissionError:
-        # This user is not in that group. The mode still says who can read the file.
+        # This user is not in the group. The mode still says who may read the file.
         return

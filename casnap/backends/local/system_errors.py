@@ -1,4 +1,4 @@
-"""What an error of the operating system means, and what to do about it: one table."""
+"""The meaning of errors of the operating system, and what to do about them: one table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from casnap.errors import (
 )
 
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
-"""Errors that say that nothing is there. Any other says that it could not be looked at."""
+"""Errors that say that nothing is there. Any other error says that the look itself failed."""
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Errors that say that a disk, or a quota, is full."""
@@ -62,12 +62,12 @@ _KEPT = "earlier snapshots are whole"
 
 
 def told(error: OSError, subject: str, kept: str = _KEPT) -> PlaceError:
-    """Return the error of casnap for one of the system, with what to do about it.
+    """Return casnap's error for an error of the system, with advice.
 
     Args:
-        error: The error.
-        subject: What it is about: a path.
-        kept: What a full disk does no harm to.
+        error: The error of the system.
+        subject: The path that it is about.
+        kept: A clause for a full disk: it says what is still whole.
     """
     number, text = error.errno, error.strerror or str(error)
     if number in NO_SPACE:
@@ -123,8 +123,8 @@ def translated(
     """Turn the operating system's errors into casnap's, except ``FileNotFoundError``.
 
     Args:
-        subject: What could not be used; or what returns that of an error.
-        kept: As for :func:`told`; or what returns that after an error.
+        subject: The path that is used; or a function that returns it for an error.
+        kept: As for :func:`told`; or a function that returns it after an error.
     """
     done = begun(subject) if isinstance(subject, str) else None
     try:
@@ -133,7 +133,7 @@ def translated(
         raise
     except OSError as e:
         if e.errno is None:
-            # None of the system: a signal handler has raised it, such as an alarm.
+            # This is no error of the system: a signal handler has raised it, such as an alarm's.
             raise
         about = subject if isinstance(subject, str) else subject(e)
         raise told(e, about, kept if isinstance(kept, str) else kept()) from e
@@ -143,15 +143,15 @@ def translated(
 
 
 def is_stale(error: BaseException) -> bool:
-    """Whether an error says that a handle is one that the server of a file system has replaced."""
+    """Whether an error says that a handle is stale: the server has replaced it by another one."""
     cause = error.__cause__ if isinstance(error, PLACE_ERRORS) else error
     return isinstance(cause, OSError) and cause.errno == errno.ESTALE
 
 
 def is_of_the_place(error: BaseException) -> bool:
-    """Whether an error of casnap says that something could not be looked at.
+    """Whether an error of casnap says that a place could not be looked at.
 
-    Then it is not known whether it is there. An error without one of the system below it says what
+    Then nobody knows whether the object is there. An error that the system did not cause says what
     is there instead: a folder, a link, a pipe.
     """
     cause = error.__cause__

@@ -1,7 +1,8 @@
 """Any other URI of fsspec, through the methods that all of its file systems have.
 
-An object store whose ``pipe_file`` knows ``mode="create"``, such as Azure's, may put an object only
-if it is absent: the probe of each host finds out. On all others one process at a time may write.
+If the ``pipe_file`` of an object store knows ``mode="create"``, as Azure's does, the store may be
+able to put an object only if it is absent: the probe of each host finds out. To all other file
+systems, only one process at a time may write.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from casnap.runtime.typing import override
 
 T = TypeVar("T")
 
-# Statuses of HTTP that a library may give up at, and that need not come again.
+# Statuses of HTTP at which a library may give up, though the next attempt may succeed.
 _MAY_PASS = frozenset({408, 409, 412, 429, 500, 502, 503, 504})
 # The schemes whose first folder is a container, which somebody has to make.
 _WITH_CONTAINERS = frozenset({"az", "abfs", "abfss"})
@@ -58,10 +59,10 @@ class FsspecClient(Client):
         self._root = root.rstrip("/")
         self._may_lack_container = uri.partition("://")[0] in _WITH_CONTAINERS
         self._options = digest_of(repr(sorted(storage_options.items())).encode()).hex()
-        # Else moving is copying, and a copy can be half done: then the file system is taken for an
-        # object store, which puts objects whole.
+        # Whether mv() renames. If it copies, a move can be half done. Then the file system is taken
+        # for an object store, which puts objects whole.
         self._renames = type(self._fs).mv is not AbstractFileSystem.mv
-        # By default fsspec looks, then puts.
+        # The pipe_file() of fsspec itself looks first and then puts, which is not atomic.
         self.puts_if_absent = not self._renames and _has_own_pipe_file(self._fs)
 
     async def _do(self, key: str, call: Callable[..., T], *arguments: Any) -> T:
@@ -86,7 +87,7 @@ class FsspecClient(Client):
                 raise BehindItsEndError(place) from e
             if status in _MAY_PASS:
                 raise TransientError(detail) from e
-            # It may not be about the object.
+            # The error may say nothing about the object.
             raise UnavailableError(f"{place}: {detail}", reason="unreachable") from e
 
     def _path(self, key: str) -> str:
@@ -94,12 +95,12 @@ class FsspecClient(Client):
 
     @override
     async def endpoint(self) -> str:
-        # The host may be told by an option alone. Among them are secrets, too.
+        # An option alone may name the host. The options are hashed, since some are secrets.
         return self._options
 
     @override
     async def put(self, key: str, source: Source, *, if_absent: bool = False) -> str:
-        # That an object is there is an error like any other: whether it is ours is looked up.
+        # An object that is there raises an error like any other. The caller looks whose it is.
         write = partial(self._fs.pipe_file, mode="create") if if_absent else self._put
         await self._do(key, write, self._path(key), bytes(source.content))
         source.nbytes += len(source.content)
@@ -137,7 +138,7 @@ class FsspecClient(Client):
         if len(content) > stop - start:
             raise BackendError(f"{self._uri}/{key}: this file system cannot read a part of a file")
         sink.take(content)
-        # Only a run that is cut off tells how long the object is.
+        # Only an answer that is shorter than its run tells how long the object is.
         return start + len(content) if len(content) < stop - start else None
 
     @override
@@ -172,10 +173,10 @@ class FsspecClient(Client):
         return Page(sizes, folders, None)
 
     async def _check_container(self) -> None:
-        """Check, once, that it is not the container that is missing."""
+        """Check, once, that the container is there."""
         if self._may_lack_container:
             container = self._root.lstrip("/").partition("/")[0]
-            # Not "exists", which takes an error for "no".
+            # Not exists(), which takes an error for "no".
             self._may_lack_container = False
             try:
                 await self._do("", self._fs.info, container)
@@ -187,7 +188,7 @@ class FsspecClient(Client):
 
     @override
     async def copy(self, key: str, to: str) -> None:
-        # By way of this host: what copies on its own may copy in parts, or later.
+        # By way of this host: a file system that copies by itself may do so in parts, or later.
         content = await self._do(key, self._fs.cat_file, self._path(key))
         await self._do(to, self._put, self._path(to), content)
 
@@ -200,7 +201,7 @@ class FsspecClient(Client):
 
     @override
     async def is_object(self) -> bool:
-        # Not "isfile", which takes an error for "no".
+        # Not isfile(), which takes an error for "no".
         try:
             info = await self._do("", self._fs.info, self._root)
         except FileNotFoundError:

@@ -47,19 +47,19 @@ from casnap.runtime.sizes import size as in_words
 from casnap.runtime.typing import override
 
 T = TypeVar("T")
-# Requests of one backend at a time. The server and the line are busy then, and memory is bounded.
+# The most requests of one backend at a time. They keep server and line busy, and bound the memory.
 _REQUESTS = 24
 _LARGEST = 48 << 20
-# How long a probe of put-if-absent may go on at most, in seconds, and how wrong a clock may be.
+# How long a probe of put-if-absent may take at most, in seconds, and how wrong a clock may be.
 _IN_USE = 3600.0
 # A page of a listing that shows fewer folders than this is full of their objects. Then listing the
 # other folders side by side is faster, and costs few requests more.
 _FEW_FOLDERS = 4
 # Held while a client is made.
 _connecting = new_lock()
-# Held while an object is put if it is absent, where casnap itself looks whether it is; by URI.
+# By URI: held while casnap itself looks whether an object is absent, and then puts it.
 _only_writer = defaultdict[str, threading.Lock](new_lock)
-# The servers that have ever answered this process: none of them is a mistyped address.
+# The servers that have ever answered this process, so their addresses are not mistyped.
 _answered: PerProcess[set[str]] = PerProcess(set)
 
 
@@ -71,7 +71,7 @@ class RemoteBackend(Backend):
     Args:
         uri: Where the objects are, without a slash at the end.
         connect: Makes a client.
-        retries: How patient this is.
+        retries: How patient this backend is.
     """
 
     costly_requests = True
@@ -90,16 +90,16 @@ class RemoteBackend(Backend):
         self._received = 0
         self._disconnect()
         in_child(self._disconnect)
-        # Whether the last thing that the server did was to fail until an operation was given up.
+        # Whether the last operation was given up, and the server has not answered since.
         self._failing = False
-        # As it was told last.
+        # The answer of the last put, or of the last look; None before the first.
         self._versioning: str | None = None
 
     def _disconnect(self) -> None:
         self._connected: _Connected | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Have another process connect anew."""
+        """Let another process connect anew."""
         made_of = (self.uri, self._connect, self._retries)
         return type(self), made_of, {"exclusive": self.exclusive}
 
@@ -112,7 +112,7 @@ class RemoteBackend(Backend):
     @property
     @override
     def received_bytes(self) -> int:
-        """How many bytes of objects came from the server, those of failed attempts too."""
+        """How many bytes of objects came from the server, also in failed attempts."""
         return self._received
 
     @property
@@ -144,7 +144,7 @@ class RemoteBackend(Backend):
         except UnavailableError as e:
             if e.reason != "denied":
                 raise
-            return ""  # The first put tells.
+            return ""  # the answer to the first put tells it
 
     @property
     @override
@@ -177,22 +177,22 @@ class RemoteBackend(Backend):
 
     @override
     def put_if_absent(self, key: str, content: bytes) -> bool:
-        """Put an object unless there is one, and read what is there if that is not clear.
+        """Put an object unless there is one; if the answer is unclear, read the one that is there.
 
-        True also if these very bytes are there already: an earlier attempt may have put them. So
-        the bytes must be this writer's own.
+        The result is also True if these very bytes are there already: an earlier attempt may have
+        put them. So the bytes must be this writer's own.
         """
         request = partial(self._put_if_absent, _inside(key), self._checked(key, content))
         if not self.exclusive:
             return self._run(request())
-        # The server keeps no writers apart. This keeps those of this process apart, such as a take
-        # and the collection in the background.
+        # The server keeps no writers apart. The lock keeps writers of this process apart, such as a
+        # take and the collection in the background.
         with _only_writer[self.uri]:
             return self._run(request())
 
     @override
     def sync(self, *keys: str) -> None:
-        """Do nothing: what a server has taken is durable."""
+        """Do nothing: an object that a server has taken is durable."""
 
     @override
     def read(self, key: str, most: int = MAX_WHOLE_BYTES) -> bytes:
@@ -204,7 +204,7 @@ class RemoteBackend(Backend):
         sinks = runs(targets)
         key = _inside(key)
         sizes = self._run(together([self._get(key, sink) for sink in sinks])) if sinks else []
-        # A range behind the end tells only that the object is no longer.
+        # The answer to a range behind the end says only that the object is no longer than that.
         size = min((size for size in sizes if size is not None), default=sys.maxsize)
         return [max(0, min(len(target), size - offset)) for offset, target in targets]
 
@@ -304,10 +304,10 @@ class RemoteBackend(Backend):
 
     @override
     def tidy(self, min_age: float) -> int:
-        """Delete what killed processes left in ``tmp/``: probes of put-if-absent, and notes.
+        """Delete the objects that killed processes left in ``tmp/``: probes and notes.
 
-        One that may still go on stays: for at least an hour, by the times that the server tells; a
-        note for a day.
+        A probe of put-if-absent may still be in use, so it stays for at least an hour, by the times
+        that the server tells. A note stays for a day.
         """
         return self._run(self._tidy(min_age))
 
@@ -337,12 +337,13 @@ class RemoteBackend(Backend):
         return event_loop.run(work, meanwhile)
 
     def _reach(self, refused: _Connected | None = None) -> _Connected:
-        """Return what this process uses; connect first if need be, which may take a while.
+        """Return this process's connection; connect first if need be, which may take a while.
 
-        On the event loop nothing is connected: the thread that began the work there has done that.
+        On the event loop this never connects: the thread that began the work there has connected.
 
         Args:
-            refused: What is not to be used any more. It stays until there is another one.
+            refused: A connection that is not to be used any more. It stays until there is a new
+                one.
         """
         connected = self._connected
         if connected is None or connected is refused:
@@ -353,7 +354,7 @@ class RemoteBackend(Backend):
                     event_loop.run(client.connect())
                     server = event_loop.run(client.endpoint())
                     connected = _Connected(client, server, asyncio.Semaphore(_REQUESTS))
-                    # Once no request uses them.
+                    # The client is closed once no request uses it.
                     event_loop.close_with(connected, client.close)
                     self._connected = connected
         return connected
@@ -385,7 +386,7 @@ class RemoteBackend(Backend):
                 except TransientError as e:
                     await self._pause(operation, e)
                 except TakenError as e:
-                    # No condition of ours: the user's options have one, or the server lies.
+                    # The request has no condition. The user's options add one, or the server lies.
                     raise BackendError(f"cannot {action} at {self.uri}: {e}") from e
 
     def _operation(self, action: str) -> Operation:
@@ -398,7 +399,7 @@ class RemoteBackend(Backend):
         """Wait before the next attempt.
 
         Raises:
-            UnavailableError: There is no next one. What follows is less patient.
+            UnavailableError: There is no next attempt. Later operations are less patient.
         """
         try:
             await operation.pause(error)
@@ -413,9 +414,9 @@ class RemoteBackend(Backend):
         work: Callable[[Client], Coroutine[Any, Any, T]],
         transfer: Transfer | None = None,
     ) -> T:
-        """Make a request once; if the credentials are refused, once more with those there are now.
+        """Make a request once; if the credentials are refused, read them anew and try once more.
 
-        They may have expired, or a file of theirs may have been replaced since they were read.
+        They may have expired, or their file may have been replaced since it was read.
         """
         transfer = transfer or Transfer()
         connected = self._reach()
@@ -473,8 +474,8 @@ class RemoteBackend(Backend):
                     source,
                 )
             except (TakenError, TransientError) as e:
-                # Also "taken" is no clear answer: an attempt of ours may have been lost on its way
-                # back, and sent again by what lies between.
+                # "Taken" is no clear answer either: the answer to our attempt may have been lost,
+                # and a proxy between may have sent the request again.
                 error = e if isinstance(e, TransientError) else TransientError(str(e))
             else:
                 return True
@@ -489,7 +490,7 @@ class RemoteBackend(Backend):
             return await self._read(key, len(content)) == content
         except FileNotFoundError:
             return None
-        except DamagedError:  # it is longer
+        except DamagedError:  # the object is longer
             return False
 
     async def _pages(self, prefix: str, *, deep: bool, after: str | None = None) -> list[Page]:
@@ -560,7 +561,7 @@ def _outside(key: str) -> str:
 
 @dataclass(eq=False)
 class _Connected:
-    """The client of one process, and what bounds its requests."""
+    """The client of one process, its server, and the semaphore that bounds its requests."""
 
     client: Client
     server: str
@@ -568,14 +569,14 @@ class _Connected:
 
 
 async def _read_rest(client: Client, key: str, sink: Scatter) -> int | None:
-    """Get what an attempt before has left of a range."""
+    """Get the part of a range that earlier attempts have not received."""
     if sink.start == sink.stop:
         return None
     return await client.get(key, (sink.start, sink.stop), sink)
 
 
 async def together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Do several things at once. The first error ends the others, and is then raised."""
+    """Run several coroutines at once. The first error cancels the others, and is then raised."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return list(await asyncio.gather(*tasks))

@@ -21,9 +21,9 @@ class Body(aiohttp.Payload):
     """The body of a request, sent from the caller's buffer, piece by piece, once.
 
     Args:
-        source: What is sent.
-        before: What is sent before it.
-        after: What is sent after it.
+        source: The content.
+        before: Bytes to send before it.
+        after: Bytes to send after it.
     """
 
     def __init__(self, source: Source, before: bytes = b"", after: bytes = b"") -> None:
@@ -37,7 +37,7 @@ class Body(aiohttp.Payload):
     @property
     @override
     def consumed(self) -> bool:
-        """Whether it was sent. Then aiohttp does not send it again, unseen by us."""
+        """Whether sending has begun. Then aiohttp does not send the body again by itself."""
         return self._begun
 
     @override
@@ -69,8 +69,8 @@ async def receive(
 
     Args:
         answer: The answer.
-        read_part: Reads on, up to so many bytes.
-        run: What was asked for; None for the whole object.
+        read_part: Reads the next bytes of the body, at most as many as it is given.
+        run: Where the run that was asked for begins and ends; None for the whole object.
         sink: Takes the body.
     """
     content_range = answer.headers.get("content-range", "")
@@ -102,8 +102,8 @@ async def receive(
 
 
 async def _receive_straight(answer: aiohttp.ClientResponse, nbytes: int, sink: Sink) -> None:
-    """Receive a body where it belongs, as far as that can be done."""
-    # What came together with the head.
+    """Receive a body straight into the memory of the sink, as far as that can be done."""
+    # Some of the body may have come together with the head.
     while sink.nbytes < nbytes and (data := answer.content.read_nowait(_PIECE)):
         sink.take(data)
     connection = answer.connection
@@ -121,10 +121,10 @@ async def _receive_straight(answer: aiohttp.ClientResponse, nbytes: int, sink: S
 
 
 class _Straight(asyncio.BufferedProtocol):
-    """Receives the rest of a body in the place of aiohttp, which would copy it three times.
+    """Receives the rest of a body in place of aiohttp, which would copy it three times.
 
     Args:
-        usual: What receives on this connection otherwise.
+        usual: The protocol of aiohttp that receives on this connection otherwise.
         transport: The connection.
         nbytes: The length of the body.
         sink: Takes the body.
@@ -138,16 +138,16 @@ class _Straight(asyncio.BufferedProtocol):
         self._transport = transport
         self._nbytes = nbytes
         self._sink = sink
-        # For bytes that have to be taken, and whether the next ones have to be.
+        # A buffer for bytes that the sink has no memory for, and whether the next bytes go there.
         self._aside = memoryview(b"")
         self._is_aside = False
-        # Silence is watched by `Operation`.
+        # `Operation` watches for silence.
         usual.read_timeout = None
         usual.start_timeout()
         transport.set_protocol(self)
 
     def end(self) -> None:
-        """Let aiohttp receive what comes next."""
+        """Let aiohttp receive the next answer."""
         if self._transport.get_protocol() is self:
             self._transport.set_protocol(self._usual)
 
@@ -167,13 +167,13 @@ class _Straight(asyncio.BufferedProtocol):
         else:
             self._sink.received(nbytes)
         if self._sink.nbytes == self._nbytes:
-            # At once, since all that comes from now on belongs to another answer.
+            # At once, since the next bytes belong to another answer.
             self.end()
             self._finish(None)
 
     @override
     def eof_received(self) -> None:
-        """Have the connection closed."""
+        """Let the transport close the connection."""
 
     @override
     def connection_lost(self, error: Exception | None) -> None:

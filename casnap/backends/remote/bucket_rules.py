@@ -35,7 +35,7 @@ def s3_warnings(
     versioning: Mapping[str, Any],
     lock: Mapping[str, Any],
 ) -> list[str]:
-    """Return what is wrong with the rules of a bucket of S3.
+    """Return how the rules of an S3 bucket can hurt a store, in words.
 
     Args:
         prefix: Where the store is: empty, or ending in a slash.
@@ -81,7 +81,7 @@ def _s3_prefix(rule: Mapping[str, Any]) -> str:
 
 
 def gcs_warnings(prefix: str, bucket: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the rules of a bucket of GCS.
+    """Return how the rules of a GCS bucket can hurt a store, in words.
 
     Args:
         prefix: Where the store is: empty, or ending in a slash.
@@ -120,7 +120,7 @@ def _covers(folder: str, prefixes: Sequence[str]) -> bool:
 
 
 def _meets(store: str, prefixes: Sequence[str]) -> bool:
-    """Whether a rule for these prefixes is for an object of the store that is needed."""
+    """Whether a rule for these prefixes applies to objects that the store needs."""
     return any(
         store.startswith(prefix)
         or (prefix.startswith(store) and not prefix.startswith(store + "tmp/"))

@@ -72,19 +72,19 @@ class Sink(Transfer):
         """Note how long the whole object is, before its body comes.
 
         Raises:
-            DamagedError: That is more than is taken.
+            DamagedError: The object is longer than the sink takes.
         """
 
     def take(self, data: bytes | memoryview) -> None:
-        """Take the next piece. This one drops it."""
+        """Take the next piece. By default it is dropped."""
         self.nbytes += len(data)
 
     def room(self) -> memoryview | None:
-        """Return where the next bytes belong, to be received there; None to have them taken."""
+        """Return the memory to receive the next bytes in; None to get them by :meth:`take`."""
         return None
 
     def received(self, nbytes: int) -> None:
-        """Note how many bytes were received in :meth:`room`. They are not taken."""
+        """Note how many bytes were received in the memory that :meth:`room` returned."""
         self.nbytes += nbytes
 
 
@@ -95,9 +95,8 @@ class Page:
     Attributes:
         sizes: The length in bytes of each object, by its key.
         folders: The folders, without a slash at the end.
-        after: What continues the listing; None at its end.
-        times: When each object was put, in seconds since the epoch; without those that the server
-            does not tell.
+        after: The token that continues the listing; None at its end.
+        times: When each object was put, in seconds since the epoch, as far as the server tells.
     """
 
     sizes: Mapping[str, int]
@@ -113,13 +112,13 @@ class Page:
         after: str | None,
         prefix: str,
     ) -> Page:
-        """Return a page, given what a server tells.
+        """Return the page of a server's answer.
 
         Args:
-            objects: Names with their prefix, lengths, and times where these are told.
+            objects: Names with their prefix, lengths, and times as far as the server tells.
             folders: Folders with their prefix, and a slash at the end.
-            after: What continues the listing.
-            prefix: What all names begin with.
+            after: The token that continues the listing.
+            prefix: The text that all names begin with.
         """
         skip = len(prefix)
         # Consoles make empty objects for folders, which end with a slash.
@@ -132,8 +131,9 @@ class Page:
 class Client(ABC):
     """Makes single requests for objects below one URI. Each call runs on the event loop.
 
-    A missing object is a ``FileNotFoundError``, and what may pass a :class:`TransientError`. All
-    else is an ``UnavailableError`` or a ``BackendError``. No error holds credentials.
+    A missing object raises a ``FileNotFoundError``, and a failure that may pass raises a
+    :class:`TransientError`. Any other failure raises an ``UnavailableError`` or a ``BackendError``.
+    No error holds credentials.
 
     Attributes:
         puts_if_absent: Whether the server can be asked to create an object only if it is absent.
@@ -146,28 +146,29 @@ class Client(ABC):
 
     @abstractmethod
     async def endpoint(self) -> str:
-        """Return what tells this place from those of other servers."""
+        """Return a text, such as the address, that tells this server from others."""
 
     @abstractmethod
     async def put(self, key: str, source: Source, *, if_absent: bool = False) -> str:
         """Put an object, with a checksum that the server verifies.
 
         Returns:
-            What :meth:`versioning` returns, as the answer tells it.
+            The word that :meth:`versioning` returns, as the answer tells it.
 
         Raises:
-            TakenError: It is there, and ``if_absent`` was asked for.
+            TakenError: The object is there, and ``if_absent`` was asked for.
         """
 
     @abstractmethod
     async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> int | None:
-        """Get an object, or a run of it: where that begins and ends.
+        """Get an object, or a run of it, which is given by its begin and its end.
 
-        A run may end, or even begin, behind the object. If it begins there, ``sink`` gets nothing.
+        A run may end, or even begin, behind the end of the object. If it begins there, ``sink``
+        gets nothing.
 
         Returns:
-            The length of the whole object in bytes; of a run that begins behind it, where that
-            begins; None if the answer does not tell.
+            The length of the whole object in bytes; if the run begins behind its end, the begin of
+            the run; None if the answer does not tell.
         """
 
     @abstractmethod
@@ -176,7 +177,7 @@ class Client(ABC):
 
     @abstractmethod
     async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:
-        """List a page of the objects whose keys begin so; if not deep, one level of them."""
+        """Return a page of the objects whose keys have a prefix; one level of them unless deep."""
 
     @abstractmethod
     async def copy(self, key: str, to: str) -> None:
@@ -211,7 +212,7 @@ class Client(ABC):
     """Whether old versions of objects can be kept here, and :meth:`versioning` is a request."""
 
     async def versioning(self) -> str:
-        """Return in a word that the bucket keeps old versions, or did; empty if it never has."""
+        """Return a word if the bucket keeps old versions, or did; empty if it never has."""
         return ""
 
     @abstractmethod
@@ -220,7 +221,7 @@ class Client(ABC):
 
 
 def tls_problem(errors: Iterable[BaseException | None]) -> TransientError | None:
-    """Return what a failed TLS handshake means; None if there was none, or the line just broke."""
+    """Return the error for a failed TLS handshake; None if none failed, or the line just broke."""
     for error in errors:
         if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
             return TransientError(
@@ -245,11 +246,11 @@ def _slashes_only(match: re.Match[str]) -> str:
 
 @contextmanager
 def valid_options(uri: str) -> Iterator[None]:
-    """Tell the user of arguments that a library does not take."""
+    """Raise a StoreError, within a ``with`` block, for arguments that a library does not take."""
     try:
         yield
     except (TypeError, ValueError, KeyError) as e:
         detail = without_secrets(str(e))
-        # A traceback shows the cause, with all that its message holds.
+        # A traceback would show the message of the cause, with the secrets in it.
         cause = e if detail == str(e) else None
         raise StoreError(f"{uri}: wrong storage_options: {detail}") from cause

@@ -24,8 +24,8 @@ _CLOSING = 1.0
 class EventLoop:
     """An event loop on a thread of its own, started at first use.
 
-    It is not fsspec's, which loses its helpers once the interpreter begins to exit: then no host
-    could be looked up, and a pending take must still finish.
+    It is not fsspec's loop, which loses its helper threads once the interpreter begins to exit.
+    Then no host could be looked up, but a pending take must still finish.
     """
 
     def __init__(self) -> None:
@@ -38,8 +38,8 @@ class EventLoop:
         self._open: set[_Close] = set()
 
     def _leave_loop(self) -> None:
-        # A child shares the selector of the parent: a connection that is freed in the child would
-        # be taken out of it, and the parent would wait for ever.
+        # A child shares the selector of the parent. A connection that is freed in the child would
+        # be taken out of the selector, and the parent would wait for ever.
         never_free(self._loop, *self._open)
         self._begin()
 
@@ -60,12 +60,13 @@ class EventLoop:
     def run(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], None] | None = None) -> T:
         """Do some work on the loop, and return its result.
 
-        An interrupt cancels the work, and is raised once the work has ended: until then it may
-        write into the caller's buffers.
+        An interrupt cancels the work. It is raised once the work has ended, since until then the
+        work may write into the caller's buffers.
 
         Args:
             work: The work.
-            meanwhile: Called in this thread until then. What it raises is like an interrupt.
+            meanwhile: Called in this thread while the work goes on. An error that it raises counts
+                as an interrupt.
         """
         try:
             loop = self._running()
@@ -87,7 +88,7 @@ class EventLoop:
         except BaseException:
             loop.call_soon_threadsafe(lambda: tasks[0].cancel())
             while not end.is_set():
-                # Nor does a second interrupt leave earlier.
+                # A second interrupt does not leave earlier either.
                 with suppress(KeyboardInterrupt):
                     end.wait()
             if not tasks[0].cancelled():
@@ -99,8 +100,8 @@ class EventLoop:
         """Close connections once their owner is gone, or the process ends.
 
         Args:
-            owner: What uses the connections. ``close`` must not refer to it.
-            close: Closes them, on the loop.
+            owner: The object that uses the connections. ``close`` must not refer to it.
+            close: Closes the connections, on the loop.
         """
         self._open.add(close)
         weakref.finalize(owner, self._close, close)

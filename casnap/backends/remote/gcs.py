@@ -1,6 +1,6 @@
 """``gs://``: requests to Google Cloud Storage. gcsfs finds the credentials and the address.
 
-The requests are ours: gcsfs makes each of its own up to six times, and keeps no status.
+casnap makes the requests itself: gcsfs would make each up to six times, and keep no status.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CONNECTIONS = 32
 _BOUNDARY = "==casnap=="
 _CONNECTING = (
     aiohttp.ClientConnectorError,
-    # Older versions have no error of its own for this.
+    # Older versions have no error of their own for this.
     getattr(aiohttp, "ConnectionTimeoutError", aiohttp.ServerTimeoutError),
 )
 
@@ -73,7 +73,7 @@ class GcsClient(Client):
             with valid_options(uri):
                 self._fs = GCSFileSystem(**options)
         except OSError as e:
-            # It asks Google about some tokens, by URLs that hold them.
+            # gcsfs asks Google about some tokens, by URLs that hold them.
             detail = without_secrets(str(e))
             raise UnavailableError(
                 f"{uri}: the credentials cannot be checked: {detail}", reason="unreachable"
@@ -82,7 +82,7 @@ class GcsClient(Client):
         self._prefix = f"{prefix}/" if prefix else ""
         self.is_bucket = not self._prefix
         self._timeout = aiohttp.ClientTimeout(
-            # Silence is watched by `Operation`; this only ends what has no waiter left.
+            # `Operation` watches for silence; this only ends a request that nobody waits for.
             total=None,
             sock_connect=retries.connect,
             sock_read=2 * retries.silence,
@@ -172,7 +172,7 @@ class GcsClient(Client):
         return {"userProject": payer if isinstance(payer, str) else self._fs.project}
 
     async def _error_for(self, refusal: StatusError, path: str, subject: str) -> Exception:
-        """Return the error that an answer means. A 404 may not tell what is missing."""
+        """Return the error that an answer means. A 404 may be about the object or the bucket."""
         if refusal.status == 401 and self._fs.credentials.credentials is None:
             return none_found_error(self._uri, refusal)
         error = typed(refusal, subject, self._uri)
@@ -259,7 +259,7 @@ class GcsClient(Client):
         path = f"{self._object(key)}/rewriteTo{self._object(to).removeprefix('/storage/v1')}"
         reply = await self._ask("POST", path, f"{self._uri}/{key}")
         while not reply["done"]:
-            # Between some classes it takes several requests.
+            # A copy between some storage classes takes several requests.
             parameters = {"rewriteToken": reply["rewriteToken"]}
             reply = await self._ask("POST", path, f"{self._uri}/{key}", parameters=parameters)
 
@@ -305,7 +305,7 @@ class GcsClient(Client):
             refusal = StatusError(int(status[1]), part[status.end() :])
             if refusal.status < 300:
                 continue
-            # A missing object is gone; a missing bucket says nothing of it.
+            # A missing object counts as deleted. A missing bucket is an error.
             error = typed(refusal, f"{self._uri}/{key}", self._uri)
             if isinstance(error, TransientError | PlaceError):
                 errors[key] = error
@@ -354,6 +354,6 @@ def _moment(text: str | None) -> datetime | None:
 def _crc32c(content: memoryview) -> str:
     crc = 0
     for start in range(0, len(content), 1 << 20):
-        # The library takes no views.
+        # The library takes no memoryviews.
         crc = google_crc32c.extend(crc, bytes(content[start : start + (1 << 20)]))
     return base64.b64encode(crc.to_bytes(4, "big")).decode()

@@ -1,6 +1,6 @@
 """Whether to wait for the credentials that Google's cloud gives its machines.
 
-gcsfs asks a metadata server for them, for over 20 seconds where there is none.
+gcsfs asks a metadata server for them. Where there is no such server, it asks for over 20 seconds.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from google.auth import _cloud_sdk
 from casnap.errors import UnavailableError
 from casnap.runtime.environment import google_metadata_server
 
-# How long to wait for the metadata server, in seconds: as long as Google's library in one attempt.
+# How long to wait for the metadata server, in seconds: as long as one attempt of Google's library.
 _PATIENCE = 3.0
 _BETWEEN = 0.25
 _FLAVOR = {"Metadata-Flavor": "Google"}
 
 
 def token_to_use(token: Any) -> Any:
-    """Return the ``token=`` for gcsfs: what the user gave, unless gcsfs would wait for nothing.
+    """Return the ``token=`` for gcsfs: the user's own, unless gcsfs would wait in vain.
 
-    None has gcsfs look for default credentials, then for those of the machine, and do without any
-    if there are none. Off Google's cloud, without default credentials, the end is clear at once.
+    With None, gcsfs looks for default credentials, then for the machine's, then goes on without
+    any. Off Google's cloud, without default credentials, the end is clear at once.
     """
     if token is not None or _has_defaults():
         return token
@@ -47,12 +47,12 @@ def none_found_error(uri: str, refusal: Exception) -> UnavailableError:
 
 
 def _has_defaults() -> bool:
-    # Not public, but it knows the folder on each system.
+    # This function is not public, but it knows the folder on each system.
     return Path(_cloud_sdk.get_application_default_credentials_path()).exists()
 
 
 def _answers(host: str, port: int) -> bool:
-    """Whether that is a metadata server. One that is only just starting may refuse at first."""
+    """Whether a metadata server answers there. One that is just starting may refuse at first."""
     until = time.monotonic() + _PATIENCE
     while (seconds := until - time.monotonic()) > 0:
         connection = HTTPConnection(host, port, timeout=seconds)
@@ -62,7 +62,7 @@ def _answers(host: str, port: int) -> bool:
         except (OSError, HTTPException):
             time.sleep(min(_BETWEEN, seconds))
         else:
-            # Where there is none, a proxy may answer.
+            # A proxy may answer where there is no metadata server.
             return all(answer.getheader(name) == value for name, value in _FLAVOR.items())
         finally:
             connection.close()

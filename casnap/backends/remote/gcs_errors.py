@@ -1,4 +1,4 @@
-"""What an error of Google Cloud Storage means, by its status and its text."""
+"""The meaning of errors of Google Cloud Storage, by their status and text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _BUSY = (429, 503)
 
 
 class StatusError(Exception):
-    """An answer that is an error.
+    """An answer of the server that is an error.
 
     Attributes:
-        status: Its status.
-        text: Its body.
+        status: The status of HTTP.
+        text: The body.
     """
 
     def __init__(self, status: int, text: str) -> None:

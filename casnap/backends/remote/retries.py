@@ -15,15 +15,15 @@ from casnap.backends.remote.client import Transfer, TransientError
 from casnap.errors import UnavailableError
 
 T = TypeVar("T")
-# A line slower than this counts as broken, in bytes a second.
+# A line that is slower, in bytes a second, counts as broken.
 _SLOWEST = 256 << 10
-# How long bytes that have come may wait for this process to take them, in seconds.
+# How long this process may take to handle bytes that have come, in seconds.
 _TAKING = 0.1
-# How long an operation may fail before the user is told, and between two such messages, in seconds.
+# How long an operation may fail before the user is warned, and between two warnings, in seconds.
 _PATIENCE = 10.0
 
 _log = logging.getLogger("casnap")
-# Not the module's own functions: they change the state that the user has seeded.
+# Not the functions of the module ``random``: they change the state that the user has seeded.
 _random = random.SystemRandom()
 # When the user was last warned.
 _warned_at = -math.inf
@@ -34,14 +34,14 @@ class Retries:
     """How patient a remote backend is; all times in seconds.
 
     Attributes:
-        attempts: How often a request is tried at most. By default only the time counts: how many
-            attempts a second of refused connections takes is chance.
+        attempts: How often a request is tried at most. By default only the time counts, since it is
+            chance how many refused connections fit into a second.
         deadline: How long one operation may take with all its attempts, and a second longer for
             each 256 KiB that move.
-        silence: An attempt fails if no byte moves for so long.
-        connect: An attempt fails if there is no connection after so long.
-        first_contact: How long to try to reach a server that has never answered this process, and
-            how long to go on where an operation was just given up: there, what cleans up must not
+        silence: How long an attempt may go on while no byte moves.
+        connect: How long an attempt may take to make a connection.
+        first_contact: How long to try to reach a server that has never answered this process. Also
+            how long to go on where an operation was just given up, so that cleaning up does not
             take the whole deadline again.
         first_delay: How long to wait at most before the second attempt; twice as long before each
             one that follows. The wait is random, so that many hosts do not come back together.
@@ -61,8 +61,8 @@ class Operation:
     """One call of the backend, with all its attempts.
 
     Args:
-        action: What it does and to which object, for messages.
-        retries: How patient it is.
+        action: The call and its object in words, for messages.
+        retries: How patient the operation is.
         answered: Whether the server has ever answered.
         failing: Whether the operation before was given up.
     """
@@ -107,7 +107,7 @@ class Operation:
         return _random.uniform(0, longest)
 
     def _warn(self, error: TransientError) -> None:
-        """Warn now and then that this goes on failing; of all operations, one does."""
+        """Warn now and then that the operation still fails; only one of all operations warns."""
         global _warned_at
         now = time.monotonic()
         if now - max(self._began, _warned_at) >= _PATIENCE:
@@ -115,7 +115,7 @@ class Operation:
             _log.warning("still trying to %s: %s", self._action, error)
 
     def _limit(self) -> float:
-        """Return until when to go on; not long if the server has never answered."""
+        """Return the time at which to give up; it is soon if the server has never answered."""
         if self._reached:
             return self._until
         return min(self._until, self._began + self._retries.first_contact)
@@ -135,14 +135,14 @@ class Operation:
                     return task.result()
                 now = time.monotonic()
                 if transfer.nbytes != nbytes:
-                    # There is a connection, else none of them would have moved.
+                    # There is a connection, or no byte would have moved.
                     self._reached = True
                     nbytes, since = transfer.nbytes, now
                     self._until += max(0, nbytes - self._furthest) / _SLOWEST
                     self._furthest = max(nbytes, self._furthest)
                 elif now >= silent:
                     silence = f"no byte moved for {self._retries.silence:g} s"
-                    # A port that takes connections and says nothing has not answered.
+                    # A port that takes connections, but sends nothing, has not answered.
                     raise TransientError(silence, reached=self._reached)
                 if now >= self._limit():
                     answered = "there was no more time" if self._reached else "no answer"
@@ -154,8 +154,8 @@ class Operation:
 async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
     """Cancel tasks that still run, and wait until all have ended.
 
-    This waits even if it is cancelled meanwhile: the tasks may still write into buffers that are
-    used for something else afterwards.
+    This waits even if it is cancelled itself: the tasks may still write into buffers that are used
+    for something else afterwards.
     """
     for task in tasks:
         task.cancel()

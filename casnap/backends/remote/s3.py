@@ -36,9 +36,9 @@ from casnap.runtime.typing import override
 
 # Connections at a time. Each store bounds its requests to fewer, so there is no wait for one.
 _CONNECTIONS = 32
-# It remembers the description of the API that it has read.
+# The loader remembers the description of the API that it has read.
 _loader = create_loader()
-# What s3fs makes of errors, and what aiohttp raises in the middle of a body.
+# The errors that s3fs raises, and the ones that aiohttp raises in the middle of a body.
 _ERRORS = (
     OSError,
     asyncio.TimeoutError,
@@ -64,9 +64,9 @@ class S3Client(Client):
             self._fs = S3FileSystem(**options)
             if self._fs.session is None:
                 self._fs.session = _session(**self._fs.kwargs)
-        # It would try some errors again, SlowDown among them, five times and unseen.
+        # s3fs would try again after some errors, such as SlowDown: five times and unseen.
         self._fs.retries = 1
-        # Not `split_path`, which takes a part of some names for a version.
+        # Not split_path(), which takes a part of some names for a version.
         self._bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self.is_bucket = not self._prefix
@@ -80,15 +80,15 @@ class S3Client(Client):
         except _ERRORS as e:
             raise typed(e, self._uri, self._uri, "get_object") from e
         events = self._client.meta.events
-        # It would cost a round trip before each body.
+        # The Expect header would cost a round trip before each body.
         events.unregister("before-call.s3", add_expect_header)
         # After a redirect that names no region, botocore would look for it for ever.
         events.register("before-call.s3.HeadBucket", _no_region)
 
     async def _call(self, method: str, subject: str, **arguments: Any) -> dict[str, Any]:
         try:
-            # Not public, but the only way that adds the user's `s3_additional_kwargs` and leaves
-            # statuses, headers and bodies to us.
+            # This method is not public. But it alone adds the user's `s3_additional_kwargs`, and
+            # leaves statuses, headers and bodies to us.
             return await self._fs._call_s3(method, Bucket=self._bucket, **arguments)  # type: ignore[no-any-return]
         except _ERRORS as e:
             raise typed(e, subject, self._uri, method) from e
@@ -130,12 +130,12 @@ class S3Client(Client):
         except _ERRORS as e:
             raise typed(e, subject, self._uri, "get_object") from e
         finally:
-            # Nothing is done if the body was read to its end; else this ends the connection.
+            # This does nothing if the body was read to its end; else it ends the connection.
             body.close()
 
     @override
     async def size(self, key: str) -> int:
-        # A HEAD would be no answer: it does not tell why there is no object.
+        # The answer to a HEAD would not tell why there is no object.
         return await self.get(key, (0, 1), Sink()) or 0
 
     @override
@@ -203,7 +203,7 @@ class S3Client(Client):
         try:
             return await self._call(kind, f"the rules of {self._uri}")
         except BackendError:
-            return {}  # There are none of this kind, or the server does not know them.
+            return {}  # there are no rules of this kind, or the server does not know the kind
 
     keeps_versions = True
 
@@ -222,7 +222,7 @@ class S3Client(Client):
 
 
 def _session(**options: Any) -> AioSession:
-    """Return a session, which reads credentials anew; to read the API's description takes 0.1 s."""
+    """Return a session that reads credentials anew, but not the API, which would take 0.1 s."""
     session = AioSession(**options)
     session.register_component("data_loader", _loader)
     return session
@@ -231,7 +231,7 @@ def _session(**options: Any) -> AioSession:
 def _continuation(answer: Mapping[str, Any], subject: str) -> str | None:
     token: str | None = answer.get("NextContinuationToken")
     if "IsTruncated" not in answer:
-        # Nor does this say that a server of S3 is there.
+        # Nothing says that this is a server of S3, so it does not count as reached.
         raise TransientError(f"the answer is not a listing of {subject}", reached=False)
     if token is None and answer["IsTruncated"]:
         raise TransientError(f"the listing of {subject} was cut off")
@@ -239,14 +239,14 @@ def _continuation(answer: Mapping[str, Any], subject: str) -> str | None:
 
 
 def _no_region(**_: object) -> tuple[Any, dict[str, Any]]:
-    """Answer a look for the region of a bucket, in place of the server."""
+    """Answer the question for a bucket's region in place of the server: none is named."""
     return SimpleNamespace(status_code=200), {"ResponseMetadata": {"HTTPHeaders": {}}}
 
 
 def _options(storage_options: Mapping[str, Any], retries: Retries) -> dict[str, Any]:
     config = {
         "connect_timeout": retries.connect,
-        # Silence is watched by `Operation`; this only ends what has no waiter left.
+        # `Operation` watches for silence; this only ends a request that nobody waits for.
         "read_timeout": 2 * retries.silence,
         "max_pool_connections": _CONNECTIONS,
         "request_checksum_calculation": "when_required",
@@ -254,7 +254,7 @@ def _options(storage_options: Mapping[str, Any], retries: Retries) -> dict[str, 
         **storage_options.get("config_kwargs", {}),
         "retries": {"max_attempts": 0},
     }
-    # The body has a checksum. Its SHA-256 besides would be computed on the event loop.
+    # The body has a checksum already. To sign it too, its SHA-256 would be computed on the loop.
     config["s3"] = {"payload_signing_enabled": False, **(config.get("s3") or {})}
     return {
         **storage_options,

@@ -1,4 +1,4 @@
-"""What an error of S3 means: by status and code, never by the type that a library made of it."""
+"""The meaning of errors of S3: by status and code, never by the type that a library made of it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ _NO_CREDENTIALS = (
 )
 
 
-# What a user has to be allowed for each request.
+# The rights that a user needs for each request.
 _RIGHTS = {
     "get_object": "s3:GetObject there (and s3:ListBucket, without which a missing object looks so)",
     "list_objects_v2": "s3:ListBucket on the bucket",
@@ -112,10 +112,10 @@ class _Request(NamedTuple):
 
 
 def typed(error: Exception, subject: str, uri: str, method: str) -> Exception:
-    """Return the error of ours that one of a client means.
+    """Return casnap's error for an error that a client raised.
 
     Args:
-        error: What the client raised.
+        error: The client's error.
         subject: The object, for messages.
         uri: The store, for messages.
         method: The request, as botocore calls it.
@@ -145,7 +145,7 @@ def typed(error: Exception, subject: str, uri: str, method: str) -> Exception:
     if isinstance(error, _CONNECTING):
         return TransientError(detail, reached=False)
     if isinstance(error, ResponseParserError):
-        # Cut off, or no answer of S3: the server does not count as reached.
+        # The answer was cut off, or is not S3's: the server does not count as reached.
         return TransientError(detail, reached=False)
     if isinstance(error, _BROKEN):
         return TransientError(detail)
@@ -165,7 +165,7 @@ def delete_error(error: dict[str, Any], subject: str) -> TransientError | PlaceE
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
-        inner = getattr(error, "kwargs", None)  # what botocore wraps
+        inner = getattr(error, "kwargs", None)  # has the error that botocore wraps
         of_botocore = inner.get("error") if isinstance(inner, dict) else None
         error = of_botocore or getattr(error, "os_error", None) or error.__cause__
 
@@ -194,7 +194,7 @@ def _answered(answer: dict[str, Any], request: _Request) -> Exception:
     if code in _BUSY or status in (429, 503):
         return TransientError(detail, busy=True)
     if code in _MAY_PASS or status in (408, 409, 500, 502, 504):
-        # botocore makes a 500 of a page of HTML, which may come from a server of another kind.
+        # botocore turns a page of HTML into a 500. It may come from a server of another kind.
         return TransientError(detail, reached=status != 500 or code not in _no_code(status))
     if code == "InvalidObjectState":
         return UnavailableError(
@@ -229,7 +229,7 @@ def _refused(status: int, code: str, detail: str, request: _Request) -> PlaceErr
 
 
 def _no_code(status: int) -> tuple[str, str]:
-    """Return what botocore gives as the code of an answer in which it finds no error of S3."""
+    """Return the codes that botocore gives an answer in which it finds no error of S3."""
     return "", str(status)
 
 

@@ -11,13 +11,13 @@ from casnap.backends.base import Target, check_length
 from casnap.backends.remote.client import Sink
 from casnap.runtime.typing import override
 
-# Two runs this near are read by one request. A request costs this process about 2 ms of work, and a
-# connection about 20 ms of silence: a megabyte costs no more.
+# Two runs that lie at most this far apart are read by one request. A request costs this process
+# about 2 ms of work, and a connection about 20 ms of silence: a megabyte costs no more.
 _GAP = 1 << 20
-# Longer ranges are split, and read at once: one connection gives 50 to 100 MB/s. Shorter parts cost
-# more work than they save time.
+# Longer ranges are split, and the parts are read at once: one connection gives 50 to 100 MB/s.
+# Shorter parts cost more work than they save time.
 _PART = 16 << 20
-# Bytes for a shorter target are received together with those around them, and copied.
+# Bytes for a shorter target are received together with the bytes around them, and copied.
 _LONG = 64 << 10
 
 
@@ -27,8 +27,8 @@ class Scatter(Sink):
     Args:
         start: Where the range begins.
         stop: Where it ends.
-        targets: The runs that overlap it, by their beginnings.
-        passed: Called with the place of each of them in that list, once it has all the bytes of
+        targets: The targets that overlap the range, sorted by their beginnings.
+        passed: Called with the place of a target in that list, once the target has all the bytes of
             this range that it wants.
 
     Attributes:
@@ -51,7 +51,7 @@ class Scatter(Sink):
 
     @override
     def restart(self) -> None:
-        """Go on behind what has come: the caller may have looked at it already."""
+        """Go on behind the bytes that have come: the caller may have looked at them already."""
         self.start += self.nbytes
         super().restart()
 
@@ -81,7 +81,7 @@ class Scatter(Sink):
         targets = self._targets[self._first : self._first + 2]
         if not targets or targets[0][0] > begin or len(targets[0][1]) < _LONG:
             return None
-        # Up to where another target begins, which may want the same bytes.
+        # Only up to the next target's beginning, since that may want the same bytes.
         stop = min(self.stop, *(offset for offset, _ in targets[1:]), _end(targets[0]))
         return targets[0][1][begin - targets[0][0] : stop - targets[0][0]] or None
 
@@ -102,7 +102,7 @@ class Whole(Sink):
 
     Args:
         name: Its name, for messages.
-        most: How many bytes it may have.
+        most: The most bytes that it may have.
     """
 
     def __init__(self, name: str, most: int) -> None:
@@ -122,7 +122,7 @@ class Whole(Sink):
     @override
     def take(self, data: bytes | memoryview) -> None:
         super().take(data)
-        # A file system may not have told the length, or not the right one.
+        # A file system may have told no length before, or a wrong one.
         self.expect(self.nbytes)
         self._pieces.append(bytes(data))
 
@@ -137,7 +137,7 @@ def runs(
     """Return the ranges to ask for so that all targets are filled.
 
     Args:
-        targets: Where each run begins, and what it is to fill.
+        targets: For each run, where it begins, and the buffer.
         full: Called with the number of each target that has all its bytes.
     """
     parts: list[tuple[int, int, list[int]]] = []
@@ -157,7 +157,7 @@ def runs(
 
 
 def _ranges(targets: Sequence[Target]) -> list[tuple[int, int, list[int]]]:
-    """Return ranges that hold all targets, each with the numbers of those in it, in order."""
+    """Return ranges that hold all targets, each with the numbers of its targets, in order."""
     numbers = [number for number, target in enumerate(targets) if len(target[1])]
     numbers.sort(key=lambda number: targets[number][0])
     ranges: list[tuple[int, int, list[int]]] = []
@@ -175,7 +175,7 @@ def _ranges(targets: Sequence[Target]) -> list[tuple[int, int, list[int]]]:
 def _parts(
     start: int, stop: int, numbers: list[int], targets: Sequence[Target]
 ) -> Iterator[tuple[int, int, list[int]]]:
-    # Servers keep objects in pieces of such lengths, and read the fewer, the fewer a part touches.
+    # Servers keep objects in pieces of such lengths. A part that is aligned touches fewer pieces.
     least = _PART // 4
     inner = range((start + least - 1) // _PART * _PART + _PART, stop - least + 1, _PART)
     for begin, end in pairwise((start, *inner, stop)):

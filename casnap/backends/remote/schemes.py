@@ -13,7 +13,7 @@ from casnap.backends.remote.client import Client, valid_options
 from casnap.backends.remote.retries import Retries
 from casnap.errors import BackendError, NotAStoreError, StoreError, nearest
 
-# Scheme → the library, and what installs it.
+# Scheme → the library, and the extra of casnap that installs it.
 _EXTRAS = {"s3": ("s3fs", "casnap[s3]"), "gs": ("gcsfs", "casnap[gcs]")}
 _SAME = {"s3a": "s3", "gcs": "gs"}
 

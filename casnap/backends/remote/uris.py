@@ -1,7 +1,7 @@
 """URIs of remote places: what they mean, and which are refused before any request.
 
-``s3://bucket/run1/step_100`` is the store ``s3://bucket/run1`` and the name ``step_100``: no store
-is looked for further up. A double slash ends the store elsewhere: ``s3://bucket/ckpts//run1/step_1``
+``s3://bucket/run1/step_100`` is the store ``s3://bucket/run1`` and the name ``step_100``. No store
+is looked for further up. A double slash ends the store earlier: ``s3://bucket/ckpts//run1/step_1``
 is the snapshot ``run1/step_1`` of the store ``s3://bucket/ckpts``.
 """
 
@@ -16,7 +16,7 @@ from casnap.format.names import STORE_FOLDER, check_name
 from casnap.runtime.environment import given_path, is_file_uri, local_path
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-# What becomes of a URI that went through a Path.
+# A URI that went through a Path, which drops a slash.
 _ONE_SLASH = re.compile(r"(?i:s3|s3a|gs|gcs):/(?!/)")
 
 
@@ -26,7 +26,8 @@ class Uri(NamedTuple):
     Attributes:
         store: The URI of the store, without a slash at its end.
         name: A name or prefix in the store; empty for the store itself.
-        parent: What lies above the store, and the last part of its URI; empty for a bucket.
+        parent: The URI of the place above the store, and the last part of the store's URI. The
+            place is empty for a bucket.
     """
 
     store: str
@@ -39,10 +40,10 @@ class Uri(NamedTuple):
         return not self.parent[0]
 
     def as_snapshot(self) -> Uri:
-        """Return the store and the name that this means as the URI of a snapshot.
+        """Return the store and the name if this is the URI of a snapshot.
 
         Raises:
-            InvalidNameError: It names no snapshot.
+            InvalidNameError: The URI names no snapshot.
         """
         if self.name:
             return self
@@ -59,7 +60,7 @@ def store_uri(uri: str | os.PathLike[str]) -> Uri | None:
     """Return the store that a URI means, and the prefix in it; None if it is a local path.
 
     Raises:
-        InvalidNameError: The prefix cannot be one.
+        InvalidNameError: The prefix cannot be a name.
         NotAStoreError: A store cannot have this URI.
     """
     text = given_path(uri)
@@ -84,12 +85,12 @@ def store_uri(uri: str | os.PathLike[str]) -> Uri | None:
 
 
 def joined(store: str, name: str, *, is_view: bool = False) -> str:
-    """Return the path or URI of a snapshot, or of a view of a store, such that it is found again.
+    """Return the path or URI by which a snapshot, or a view of a store, is found again.
 
     Args:
         store: The path or URI of the store, or of a view of it.
         name: The name of the snapshot in it, or the prefix of the view; empty for the store itself.
-        is_view: Whether it is a view.
+        is_view: Whether ``name`` is the prefix of a view.
     """
     if not name:
         return store
@@ -99,14 +100,14 @@ def joined(store: str, name: str, *, is_view: bool = False) -> str:
 
 
 def name_below(name: str, *places: str) -> str:
-    """Return a name in a store, without the path of that if it begins with one.
+    """Return a name in a store; if it begins with the store's path or URI, without that.
 
     Args:
         name: A name, or a path or URI.
-        places: The path or URI of the store, or of a view of it, as it was given and as it is.
+        places: The path or URI of the store, or of a view of it: as it was given, and as it is.
 
     Raises:
-        InvalidNameError: It is another absolute path, or another URI.
+        InvalidNameError: The name is a path or URI that does not lie in the store.
     """
     is_path = bool(name.strip("/")) and (
         name.startswith(("/", "~/")) or "://" in name or is_file_uri(name)
@@ -119,7 +120,7 @@ def name_below(name: str, *places: str) -> str:
         if path.startswith(f"{base}/"):
             return path[len(base) :].strip("/")
     if is_path and not _URI.fullmatch(path):
-        # The store has its real path.
+        # The store knows its real path, so compare the real path of the name too.
         folder = os.path.realpath(os.path.dirname(path.rstrip("/")))  # noqa: PTH120
         real = f"{folder}/{os.path.basename(path.rstrip('/'))}"  # noqa: PTH119
         for place in places:
@@ -143,13 +144,13 @@ def _check(scheme: str, place: str) -> None:
     """Check that a store may be at a place.
 
     Raises:
-        NotAStoreError: It may not.
+        NotAStoreError: A store may not be there.
     """
     bucket, *folders = place.split("/")
     uri = f"{scheme}://{place}"
     is_arn = bucket.startswith("arn:")
     if ":" in bucket and not is_arn and (scheme in ("s3", "s3a", "gs", "gcs") or "@" in place):
-        # They are not shown: messages go to logs.
+        # The message does not show the credentials, since messages go to logs.
         raise NotAStoreError(
             f"a URI of {scheme} with credentials in it is refused, since URIs are shown and "
             "logged; give them by storage_options=, or by the environment or configuration of the "
