@@ -242,3 +242,12 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 _MOST_COMPARED, _MOST_NAMES, _LONGEST = 100, 100_000, 1000
+
+
+SOURCE = "/path/to/casnap"
+"""Where pip finds casnap: a clone. From the day that a version is on an index it is ``casnap``."""
+
+
+def pip_install(extra: str) -> str:
+    """Return the command that installs casnap with what one extra of it needs."""
+    return f"pip install '{SOURCE}[{extra}]'"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from casnap.errors import SOURCE
 from tests.support.faults import in_child
 from tests.support.pages import run_examples
 from tests.support.servers import Bucket
@@ -97,6 +98,12 @@ def test_a_sigterm_from_outside_ends_the_process(
 def names_in(page: Path) -> set[str]:
     """Return what stands in the code font on a page."""
     return set(re.findall(r"`([\w./]+)`", page.read_text()))
+
+
+def test_the_pages_say_from_where_casnap_is_installed() -> None:
+    said = [m for page in PAGES for m in re.findall(r"[^\s`']*casnap\[[\w-]+\]", page.read_text())]
+    assert said
+    assert not [path for path in said if not path.startswith(f"{SOURCE}[")]
 
 
 def test_the_architecture_names_code_that_exists() -> None:

@@ -20,7 +20,13 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from casnap import PendingSnapshot, Snapshot, Stateful
-from casnap.errors import MismatchError, NotAStoreError, SnapshotNotFoundError, StateError
+from casnap.errors import (
+    MismatchError,
+    NotAStoreError,
+    SnapshotNotFoundError,
+    StateError,
+    pip_install,
+)
 from casnap.extending import (
     Comm,
     JoinedTake,
@@ -66,7 +72,7 @@ def check_version(package: str, minimum: str, limit: str, extra: str | None = No
     extra = extra or package
     raise ImportError(
         f"casnap.integrations.{extra} is tested with {package} >={minimum},<{limit}, and "
-        f"{problem}: pip install 'casnap[{extra}]'",
+        f"{problem}: {pip_install(extra)}",
         name=package,
     )
 

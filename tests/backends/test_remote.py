@@ -362,7 +362,7 @@ def test_an_extra_that_is_not_installed(
 ) -> None:
     for library in ("s3fs", "gcsfs"):
         monkeypatch.setitem(sys.modules, library, None)  # type: ignore[arg-type]
-    with pytest.raises(StoreError, match=rf"pip install 'casnap\[{extra}\]'"):
+    with pytest.raises(StoreError, match=rf"pip install '/path/to/casnap\[{extra}\]'"):
         backend_at(uri)
 
 

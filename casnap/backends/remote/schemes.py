@@ -11,10 +11,10 @@ from typing import Any
 from casnap.backends.remote.backend import RemoteBackend
 from casnap.backends.remote.client import Client, valid_options
 from casnap.backends.remote.retries import Retries
-from casnap.errors import BackendError, NotAStoreError, StoreError, nearest
+from casnap.errors import BackendError, NotAStoreError, StoreError, nearest, pip_install
 
 # Scheme → the library, and the extra of casnap that installs it.
-_EXTRAS = {"s3": ("s3fs", "casnap[s3]"), "gs": ("gcsfs", "casnap[gcs]")}
+_EXTRAS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs")}
 _SAME = {"s3a": "s3", "gcs": "gs"}
 
 
@@ -50,7 +50,7 @@ def _check_scheme(uri: str, scheme: str) -> None:
         if find_spec(library) is None:
             raise BackendError(
                 f"{uri}: {scheme}:// needs {library}, which is not installed; "
-                f"run: pip install '{extra}'"
+                f"run: {pip_install(extra)}"
             )
         return
     schemes = {*_EXTRAS, *_others()}

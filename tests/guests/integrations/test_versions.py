@@ -32,7 +32,8 @@ def test_a_framework_that_is_missing(framework: str, package: str) -> None:
         pass
     else:
         pytest.skip(f"{framework} is installed")
-    wanted = rf"{package} >=.*,<.*, and it is not installed: pip install 'casnap\[{framework}\]'"
+    install = rf"pip install '/path/to/casnap\[{framework}\]'"
+    wanted = rf"{package} >=.*,<.*, and it is not installed: {install}"
     with pytest.raises(ImportError, match=wanted):
         importlib.import_module(f"casnap.integrations.{framework}")
 
