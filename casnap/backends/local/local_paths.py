@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from casnap.backends.local.late_calls import begun
-from casnap.backends.local.system_errors import ABSENT, told
+from casnap.backends.local.system_errors import ABSENT, casnap_error
 from casnap.errors import InvalidNameError
 
 _Path: TypeAlias = str | os.PathLike[str]
@@ -44,7 +44,7 @@ def status(path: _Path, *, follow: bool = True) -> os.stat_result | None:
                 f"{str(path)!r:.500}: {e.strerror}; no file of this place can have such a name. "
                 "Choose a shorter one"
             ) from e
-        raise told(e, os.fspath(path)) from e
+        raise casnap_error(e, os.fspath(path)) from e
     except ValueError:
         # A NUL, or a character that the file system does not have: no file has such a name.
         return None
@@ -92,7 +92,7 @@ def paths_in(folder: _Path) -> list[Path]:
     except OSError as e:
         if e.errno in ABSENT:
             return []
-        raise told(e, os.fspath(folder)) from e
+        raise casnap_error(e, os.fspath(folder)) from e
 
 
 def matching(folder: _Path, *patterns: str) -> list[Path]:

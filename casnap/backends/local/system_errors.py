@@ -61,7 +61,7 @@ _ADVICE = {
 _KEPT = "earlier snapshots are whole"
 
 
-def told(error: OSError, subject: str, kept: str = _KEPT) -> PlaceError:
+def casnap_error(error: OSError, subject: str, kept: str = _KEPT) -> PlaceError:
     """Return casnap's error for an error of the system, with advice.
 
     Args:
@@ -124,7 +124,7 @@ def translated(
 
     Args:
         subject: The path that is used; or a function that returns it for an error.
-        kept: As for :func:`told`; or a function that returns it after an error.
+        kept: As for :func:`casnap_error`; or a function that returns it after an error.
     """
     done = begun(subject) if isinstance(subject, str) else None
     try:
@@ -136,7 +136,7 @@ def translated(
             # This is no error of the system: a signal handler has raised it, such as an alarm's.
             raise
         about = subject if isinstance(subject, str) else subject(e)
-        raise told(e, about, kept if isinstance(kept, str) else kept()) from e
+        raise casnap_error(e, about, kept if isinstance(kept, str) else kept()) from e
     finally:
         if done is not None:
             done()

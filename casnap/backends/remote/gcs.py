@@ -35,7 +35,7 @@ from casnap.backends.remote.client import (
     without_secrets,
 )
 from casnap.backends.remote.gcs_credentials import none_found_error, token_to_use
-from casnap.backends.remote.gcs_errors import StatusError, typed
+from casnap.backends.remote.gcs_errors import StatusError, casnap_error
 from casnap.backends.remote.retries import Retries
 from casnap.errors import BackendError, PlaceError, UnavailableError
 from casnap.runtime.typing import override
@@ -175,7 +175,7 @@ class GcsClient(Client):
         """Return the error that an answer means. A 404 may be about the object or the bucket."""
         if refusal.status == 401 and self._fs.credentials.credentials is None:
             return none_found_error(self._uri, refusal)
-        error = typed(refusal, subject, self._uri)
+        error = casnap_error(refusal, subject, self._uri)
         if error is not None:
             return error
         if f"{self._objects()}/" not in path:
@@ -306,7 +306,7 @@ class GcsClient(Client):
             if refusal.status < 300:
                 continue
             # A missing object counts as deleted. A missing bucket is an error.
-            error = typed(refusal, f"{self._uri}/{key}", self._uri)
+            error = casnap_error(refusal, f"{self._uri}/{key}", self._uri)
             if isinstance(error, TransientError | PlaceError):
                 errors[key] = error
         return errors

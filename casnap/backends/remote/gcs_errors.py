@@ -25,7 +25,7 @@ class StatusError(Exception):
         self.text = text
 
 
-def typed(refusal: StatusError, subject: str, uri: str) -> Exception | None:
+def casnap_error(refusal: StatusError, subject: str, uri: str) -> Exception | None:
     """Return casnap's error for an answer; None for a 404 that does not name what is missing.
 
     Args:

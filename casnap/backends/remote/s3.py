@@ -30,7 +30,7 @@ from casnap.backends.remote.client import (
     without_secrets,
 )
 from casnap.backends.remote.retries import Retries
-from casnap.backends.remote.s3_errors import delete_error, typed
+from casnap.backends.remote.s3_errors import casnap_error, delete_error
 from casnap.errors import BackendError, PlaceError
 from casnap.runtime.typing import override
 
@@ -78,7 +78,7 @@ class S3Client(Client):
             with valid_options(self._uri):
                 self._client = await self._fs.set_session()
         except _ERRORS as e:
-            raise typed(e, self._uri, self._uri, "get_object") from e
+            raise casnap_error(e, self._uri, self._uri, "get_object") from e
         events = self._client.meta.events
         # The Expect header would cost a round trip before each body.
         events.unregister("before-call.s3", add_expect_header)
@@ -91,7 +91,7 @@ class S3Client(Client):
             # leaves statuses, headers and bodies to us.
             return await self._fs._call_s3(method, Bucket=self._bucket, **arguments)  # type: ignore[no-any-return]
         except _ERRORS as e:
-            raise typed(e, subject, self._uri, method) from e
+            raise casnap_error(e, subject, self._uri, method) from e
 
     @override
     async def endpoint(self) -> str:
@@ -128,7 +128,7 @@ class S3Client(Client):
         try:
             return await receive(body.raw_stream, body.read, run, sink)
         except _ERRORS as e:
-            raise typed(e, subject, self._uri, "get_object") from e
+            raise casnap_error(e, subject, self._uri, "get_object") from e
         finally:
             # This does nothing if the body was read to its end; else it ends the connection.
             body.close()

@@ -111,7 +111,7 @@ class _Request(NamedTuple):
     method: str
 
 
-def typed(error: Exception, subject: str, uri: str, method: str) -> Exception:
+def casnap_error(error: Exception, subject: str, uri: str, method: str) -> Exception:
     """Return casnap's error for an error that a client raised.
 
     Args:
