@@ -158,6 +158,7 @@ if TYPE_CHECKING:
     from casnap.storage import Contents as Contents
     from casnap.storage import Entries as Entries
     from casnap.storage import Fill as Fill
+    from casnap.storage import Markers as Markers
     from casnap.storage import ReadOptions as ReadOptions
     from casnap.storage import Repository as Repository
     from casnap.storage import Table as Table
@@ -169,7 +170,6 @@ if TYPE_CHECKING:
     from casnap.storage import check_no_foreign_checkpoint as check_no_foreign_checkpoint
     from casnap.storage import link_advice as link_advice
     from casnap.storage import locate_store as locate_store
-    from casnap.storage import marked_commit as marked_commit
     from casnap.storage import move_of as move_of
     from casnap.storage import open_at as open_at
     from casnap.storage import prune_judged as prune_judged
@@ -247,7 +247,7 @@ _NAMES = {
     "state.values": "decode_value encode_key encode_object",
     "storage": (
         "Contents Entries Fill ReadOptions Repository Table TagMove Verdict Want advice_at "
-        "advice_in check_no_foreign_checkpoint link_advice locate_store marked_commit move_of "
+        "advice_in check_no_foreign_checkpoint link_advice locate_store Markers move_of "
         "open_at prune_judged published_row was_taken_here"
     ),
     "take.capture": "CapturedState DividedLeaves LiveState StateSource",

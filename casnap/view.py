@@ -426,9 +426,9 @@ def _disk_hooks(repository: Repository) -> CommitHooks:
 
     def collector() -> AutomaticCollector:
         # Loaded when it is first asked: of many ranks, only rank 0 asks.
-        from casnap.storage import automatic_collector
+        from casnap.storage import AutomaticCollector
 
-        return automatic_collector(repository)
+        return AutomaticCollector.of(repository)
 
     return CommitHooks(
         make_room=lambda count: collector().make_room(repository, count),

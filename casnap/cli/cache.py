@@ -20,7 +20,7 @@ from casnap.cli.output import (
 )
 from casnap.errors import nearest
 from casnap.runtime.environment import cache_folder, local_path
-from casnap.storage import CachedStore, cached_stores
+from casnap.storage import CachedStore
 
 
 @click.command()
@@ -36,7 +36,7 @@ def cache(store: str | None, clear: bool, as_json: bool) -> None:
     a month, is deleted when that of another one is made.
     """
     folder = cache_folder()
-    kept = cached_stores(folder)
+    kept = CachedStore.all_in(folder)
     if store is not None:
         kept = _named(store, kept)
     if clear:

@@ -7,13 +7,7 @@ from typing import Any
 
 from casnap.cli.output import json_time, moment, say, size
 from casnap.maintenance.usage import DiskUsage
-from casnap.storage import (
-    Repository,
-    automatic_collector,
-    collects_unasked,
-    grace_at,
-    waiting_until,
-)
+from casnap.storage import AutomaticCollector, Outlook, Repository
 from casnap.store import Store
 from casnap.view import repository_of
 
@@ -21,7 +15,7 @@ from casnap.view import repository_of
 def show_what_waits(place: Store) -> None:
     """Print, after a command has let snapshots go, what was freed, what waits, and for what."""
     repository = repository_of(place)
-    collector = automatic_collector(repository)
+    collector = AutomaticCollector.of(repository)
     collector.wait()
     report = collector.last_report
     if report is None:
@@ -44,11 +38,11 @@ def what_frees(repository: Repository, waiting: str, *, condemned: bool) -> str:
         waiting: How many.
         condemned: Whether a collection has condemned them.
     """
-    root, backend = repository.newest(), repository.backend
-    by_hand = f"`casnap gc {backend.uri} --grace 0`"
-    if not collects_unasked(repository, root):
+    outlook = Outlook(repository)
+    by_hand = f"`casnap gc {repository.backend.uri} --grace 0`"
+    if not outlook.is_freed_unasked:
         return f"{by_hand} frees {waiting}; no process does so by itself here"
-    until, grace = waiting_until(repository), grace_at(repository, root)
+    until, grace = outlook.freed_at, outlook.grace
     if until is not None and condemned:
         when = f"by a collection after {moment(until)}"
     elif grace is None:
@@ -60,5 +54,5 @@ def what_frees(repository: Repository, waiting: str, *, condemned: bool) -> str:
 
 def disk_fields(repository: Repository, disk: DiskUsage) -> dict[str, Any]:
     """Return, for --json, what a store takes up, and what of that is garbage."""
-    until = json_time(waiting_until(repository))
+    until = json_time(Outlook(repository).freed_at)
     return {"stored_bytes": disk.nbytes, **asdict(disk), "waiting_until_time": until}

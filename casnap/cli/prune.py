@@ -29,14 +29,7 @@ from casnap.cli.output import (
     table,
 )
 from casnap.errors import CasnapError
-from casnap.storage import (
-    Best,
-    GcOptions,
-    GcReport,
-    PruneReport,
-    Retention,
-    check_allowed,
-)
+from casnap.storage import Best, GcOptions, GcReport, PruneReport, Retention
 from casnap.store import Store
 from casnap.view import repository_of, view_of
 
@@ -115,7 +108,7 @@ def prune(
     _check_grace(collect=collect)
     place = open_store(store)
     if collect:
-        check_allowed(repository_of(place), options)
+        options.check_allowed(repository_of(place))
     _check_folder(place, prefix)
     prunes = _missing_folders_of(place) if retention is None else partial(place.prune, retention)
     if not (dry_run or yes):

@@ -22,6 +22,7 @@ from casnap import RNGState, Snapshot, Stateful
 from casnap.errors import SnapshotNotFoundError, StateError
 from casnap.extending import (
     MARKER,
+    Markers,
     TakeOptions,
     advice_at,
     is_file,
@@ -30,7 +31,6 @@ from casnap.extending import (
     is_taken,
     join,
     local_path,
-    marked_commit,
     matching,
     own_rank,
     paths_in,
@@ -356,7 +356,7 @@ def _put_back(snapshot: Snapshot, folder: Path) -> None:
     it; but not where a save that was to replace the snapshot was cut off.
     """
     files: Mapping[str, bytes] = snapshot.read_object("0/files")
-    commit = marked_commit(snapshot.contents.store.backend, snapshot.contents.name)
+    commit = Markers(snapshot.contents.store).commit_in(snapshot.contents.name)
     stays = commit == snapshot.row.commit
     differing: list[str] = []
     # Who can write to the store chooses the names.

@@ -31,11 +31,7 @@ from casnap.state.tensors import (
     itemsize_of,
     why_not_writable,
 )
-from casnap.storage import (
-    Contents,
-    Entries,
-    has_wildcards,
-)
+from casnap.storage import Contents, Entries
 
 
 @without_torch_modes()
@@ -83,7 +79,7 @@ def read_objects(
     by_path: dict[str, Iterable[tuple[str, Entry]]] = {}
     plain_paths: list[str] = []
     for path in paths:
-        matched = contents.matching(path) if has_wildcards(path) else []
+        matched = contents.matching(path) if Contents.is_pattern(path) else []
         by_path |= {each.name: (("", each.entry),) for each in matched}
         if not matched:
             by_path[path] = ()

@@ -25,13 +25,9 @@ from casnap.runtime.later import imported_later
 
 if TYPE_CHECKING:
     from casnap.storage.collecting.automatic import AutomaticCollector as AutomaticCollector
-    from casnap.storage.collecting.automatic import automatic_collector as automatic_collector
-    from casnap.storage.collecting.automatic import collects_unasked as collects_unasked
-    from casnap.storage.collecting.automatic import grace_at as grace_at
-    from casnap.storage.collecting.automatic import waiting_until as waiting_until
+    from casnap.storage.collecting.automatic import Outlook as Outlook
     from casnap.storage.collecting.gc import GcOptions as GcOptions
     from casnap.storage.collecting.gc import GcReport as GcReport
-    from casnap.storage.collecting.gc import check_allowed as check_allowed
     from casnap.storage.collecting.gc import collect as collect
     from casnap.storage.commit_log.put_if_absent_probe import has_one_winner as has_one_winner
     from casnap.storage.commit_log.put_if_absent_probe import (
@@ -57,7 +53,6 @@ if TYPE_CHECKING:
     from casnap.storage.packs.pack_writer import Raw as Raw
     from casnap.storage.packs.pack_writer import SelectNew as SelectNew
     from casnap.storage.reading.cached_stores import CachedStore as CachedStore
-    from casnap.storage.reading.cached_stores import cached_stores as cached_stores
     from casnap.storage.reading.repository import Repository as Repository
     from casnap.storage.snapshots.cell_pairs import bases_in as bases_in
     from casnap.storage.snapshots.changes import change_settings as change_settings
@@ -65,9 +60,7 @@ if TYPE_CHECKING:
     from casnap.storage.snapshots.contents import Contents as Contents
     from casnap.storage.snapshots.contents import Entries as Entries
     from casnap.storage.snapshots.contents import Listed as Listed
-    from casnap.storage.snapshots.contents import has_wildcards as has_wildcards
-    from casnap.storage.snapshots.marker_files import marked_commit as marked_commit
-    from casnap.storage.snapshots.marker_files import replace_markers as replace_markers
+    from casnap.storage.snapshots.marker_files import Markers as Markers
     from casnap.storage.snapshots.pruning import forget as forget
     from casnap.storage.snapshots.pruning import prune_by as prune_by
     from casnap.storage.snapshots.pruning import prune_judged as prune_judged
@@ -100,7 +93,6 @@ if TYPE_CHECKING:
     from casnap.storage.snapshots.table import row_of as row_of
     from casnap.storage.writing.copying import ChunkBuffer as ChunkBuffer
     from casnap.storage.writing.handovers import Handover as Handover
-    from casnap.storage.writing.handovers import segment_writers as segment_writers
     from casnap.storage.writing.hooks import CommitHooks as CommitHooks
     from casnap.storage.writing.reliance import Reliance as Reliance
     from casnap.storage.writing.session import Session as Session
@@ -108,10 +100,8 @@ if TYPE_CHECKING:
 
 # The module of each name. It is imported at the first use of a name: a reader needs no writer.
 _NAMES = {
-    "collecting.automatic": (
-        "AutomaticCollector automatic_collector collects_unasked grace_at waiting_until"
-    ),
-    "collecting.gc": "GcOptions GcReport check_allowed collect",
+    "collecting.automatic": ("AutomaticCollector Outlook"),
+    "collecting.gc": "GcOptions GcReport collect",
     "commit_log.put_if_absent_probe": "has_one_winner no_put_if_absent_error",
     "commit_log.settings": "CODECS new_settings",
     "packs.chunk_reads": "Fill ReadOptions Want",
@@ -121,12 +111,12 @@ _NAMES = {
     "opening.no_store": (
         "check_no_foreign_checkpoint advice_at advice_in link_advice only_marker_error"
     ),
-    "reading.cached_stores": "CachedStore cached_stores",
+    "reading.cached_stores": "CachedStore",
     "reading.repository": "Repository",
     "snapshots.cell_pairs": "bases_in",
     "snapshots.changes": "change_settings change_table",
-    "snapshots.contents": "Contents Entries Listed has_wildcards",
-    "snapshots.marker_files": "marked_commit replace_markers",
+    "snapshots.contents": "Contents Entries Listed",
+    "snapshots.marker_files": "Markers",
     "opening.opening": "open_at",
     "snapshots.pruning": "forget prune_by prune_judged thin_by",
     "snapshots.published": (
@@ -139,7 +129,7 @@ _NAMES = {
     "snapshots.runs": "in_commit_order is_copy_from_here rows_of_run was_taken_here",
     "snapshots.table": "Table check_free check_path_is_free row_of",
     "writing.copying": "ChunkBuffer",
-    "writing.handovers": "Handover segment_writers",
+    "writing.handovers": "Handover",
     "writing.hooks": "CommitHooks",
     "writing.reliance": "Reliance",
     "writing.starting_over": "again",

@@ -20,15 +20,7 @@ from casnap.format.entries import Manifest
 from casnap.format.records import Row, Stats, encode
 from casnap.ranks.comm import Comm
 from casnap.ranks.failures import ErrorText, error_of_ranks, error_text
-from casnap.storage import (
-    Handover,
-    Repository,
-    Session,
-    Table,
-    replace_markers,
-    segment_writers,
-    upkeep_of_run,
-)
+from casnap.storage import Handover, Markers, Repository, Session, Table, upkeep_of_run
 from casnap.take.options import TakeOptions
 from casnap.take.ranks.agreement import check_name
 
@@ -133,7 +125,7 @@ class TakeCommit:
         comm = self.comm
         handovers = comm.gather_messages(Handover(), Handover)
         if any(h.weight for h in handovers) and all(h.is_whole for h in handovers):
-            writers = segment_writers([handover.weight for handover in handovers])
+            writers = Handover.segment_writers(handovers)
             comm.broadcast_message(_Instruction(writers=writers), _Instruction)
             comm.all_to_all([b""] * comm.size)
             listed = comm.gather_messages(Handover(), Handover)
@@ -181,7 +173,7 @@ class TakeCommit:
         assert row is not None
         options.hooks.on_release([*gone.values(), *thinned.values()])
         options.hooks.on_commit()
-        replace_markers(self.store, self.name, row, gone)
+        Markers(self.store).replace(self.name, row, gone)
         return TakeResult(row, dict(session.requests), options.hooks.count_freed())
 
     # --- the other ranks ---

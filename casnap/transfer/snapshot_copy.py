@@ -20,13 +20,13 @@ from casnap.runtime.fork import cached_property
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage import (
     Contents,
+    Markers,
     Repository,
     Session,
     Table,
     bases_in,
     check_free,
     check_path_is_free,
-    replace_markers,
 )
 from casnap.transfer import unfinished
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, Placement
@@ -186,7 +186,7 @@ class SnapshotCopy:
             continue
         if self._row is None:
             return False
-        replace_markers(destination, self._job.new_name, self._row, self._gone)
+        Markers(destination).replace(self._job.new_name, self._row, self._gone)
         self._options.hooks.on_release(list(self._gone.values()))
         self._options.hooks.on_commit()
         return True

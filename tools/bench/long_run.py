@@ -103,7 +103,7 @@ class _Rotation:
     def __init__(self, path: Path, keep: int, share: float, gc: str) -> None:
         self.store = Store(path)
         self.store.configure(gc=gc)
-        self.collector = automatic.automatic_collector(self.store._view.repository)
+        self.collector = automatic.AutomaticCollector.of(self.store._view.repository)
         self.state = states.fp32(_NBYTES, _TENSORS)
         self.times: list[float] = []
         self.processor_seconds = 0.0

@@ -13,13 +13,13 @@ from casnap import PruneReport, Store
 from casnap.errors import StoreError
 from casnap.extending import (
     Backend,
+    Markers,
     Repository,
     Row,
     Table,
     Verdict,
     folder_at,
     folder_of,
-    marked_commit,
     prune_judged,
     translated,
     view_of,
@@ -69,7 +69,8 @@ def _judge_run(store: Repository, run: str, rows: dict[str, Row]) -> dict[str, s
         return dict.fromkeys(rows, "the folder of its run is gone")
     if rows.keys() <= listed:
         return dict.fromkeys(rows, "its folder stands")
-    standing = {marked_commit(store.backend, name) for name in listed}
+    markers = Markers(store)
+    standing = {markers.commit_in(name) for name in listed}
     had_markers = any(row.commit in standing for row in rows.values())
 
     def reason(name: str, row: Row) -> str:

@@ -20,12 +20,12 @@ from pathlib import Path
 from casnap import Snapshot
 from casnap.errors import CasnapError
 from casnap.extending import (
+    Markers,
     Row,
     Table,
     Verdict,
     View,
     folder_of,
-    marked_commit,
     new_lock,
     prune_judged,
     view_of,
@@ -118,8 +118,8 @@ class RunFolder:
 
     def _commit_of(self, name: str) -> bytes | None:
         """Return the commit that the marker in a folder names, if there is one."""
-        backend = self._view.repository.backend
-        return marked_commit(backend, f"{self._prefix}{name}{self._inner}")
+        markers = Markers(self._view.repository)
+        return markers.commit_in(f"{self._prefix}{name}{self._inner}")
 
     def _is_own(self, name: str) -> bool:
         folder = name.removeprefix(self._prefix)

@@ -118,6 +118,17 @@ class AutomaticCollector:
         # this process took anything.
         self._condemned_until: int | None = None
 
+    @classmethod
+    def of(cls, store: Repository) -> AutomaticCollector:
+        """Return the collector of a store, the same for the whole process while it is of use."""
+        name = f"{store.config.store_id} {store.backend.identity}"
+        with _collectors_lock:
+            collector = _collectors.setdefault(name, cls())
+            if collector in _recent:
+                _recent.remove(collector)
+            _recent.append(collector)
+            return collector
+
     def note(self, store: Repository, rows: Iterable[Row]) -> None:
         """Note that snapshots were let go; collect in the background once that is worth it.
 
@@ -215,7 +226,7 @@ class AutomaticCollector:
     def _sweep(self, store: Repository) -> GcReport | None:
         """Collect without any grace; return None if the store's garbage is left to the user."""
         with self._collecting:
-            if not collects_unasked(store, store.newest()):
+            if not _collects_unasked(store, store.newest()):
                 return None
             self._counts.clear()
             report = self._collect(store, GcOptions(grace=0))
@@ -247,7 +258,7 @@ class AutomaticCollector:
         try:
             with self._collecting:
                 root, until = store.recent(), self._condemned_until
-                if grace_at(store, root) is not None:
+                if _grace_at(store, root) is not None:
                     until = None
                 elif until is None:
                     until = root.seq
@@ -389,32 +400,51 @@ def _ending_with_process(patience: float) -> Progress:
 # --- what becomes of garbage --------------------------------------------------------------------
 
 
-def collects_unasked(store: Repository, root: Root) -> bool:
-    """Whether processes such as this one collect the garbage of a store by themselves."""
+class Outlook:
+    """What becomes of the bytes that no snapshot of a store needs, as of its newest root.
+
+    Args:
+        store: The store.
+    """
+
+    def __init__(self, store: Repository) -> None:
+        self._store = store
+        self._root = store.newest()
+
+    @property
+    def is_freed_unasked(self) -> bool:
+        """Whether processes such as this one collect the garbage by themselves."""
+        return _collects_unasked(self._store, self._root)
+
+    @property
+    def grace(self) -> float | None:
+        """For how many seconds collections keep what they have condemned.
+
+        None if the next one that a process begins by itself frees it.
+        """
+        return _grace_at(self._store, self._root)
+
+    @property
+    def freed_at(self) -> float | None:
+        """When the grace of all condemned packs is over, in seconds since the epoch.
+
+        None if nothing is condemned, or if the next collection that a process begins by itself
+        frees it.
+        """
+        condemned, grace = self._root.condemned, self.grace
+        if not condemned or grace is None:
+            return None
+        return read_root(self._store.backend, max(condemned.values())).time + grace
+
+
+def _collects_unasked(store: Repository, root: Root) -> bool:
     return collects_by_itself() and store.settings(root).collects_unasked
 
 
-def grace_at(store: Repository, root: Root) -> float | None:
-    """Return for how many seconds collections keep what they have condemned.
-
-    None if the next one that a process begins by itself frees it.
-    """
+def _grace_at(store: Repository, root: Root) -> float | None:
     grace = store.settings(root).grace
-    is_needed = store.backend.costs.has_grace or not collects_unasked(store, root)
+    is_needed = store.backend.costs.has_grace or not _collects_unasked(store, root)
     return DAY if grace is None and is_needed else grace
-
-
-def waiting_until(store: Repository) -> float | None:
-    """Return when the grace of all condemned packs is over, in seconds since the epoch.
-
-    None if nothing is condemned, or if the next collection that a process begins by itself frees
-    it.
-    """
-    root = store.newest()
-    grace = grace_at(store, root)
-    if not root.condemned or grace is None:
-        return None
-    return read_root(store.backend, max(root.condemned.values())).time + grace
 
 
 # The last few stay, since a process may open its store anew for each take.
@@ -429,14 +459,3 @@ def _forget_inherited() -> None:
     _recent.clear()
     # The clock of the child begins anew, too.
     _spending.clear()
-
-
-def automatic_collector(store: Repository) -> AutomaticCollector:
-    """Return the collector of a store, the same for the whole process while it is of use."""
-    name = f"{store.config.store_id} {store.backend.identity}"
-    with _collectors_lock:
-        collector = _collectors.setdefault(name, AutomaticCollector())
-        if collector in _recent:
-            _recent.remove(collector)
-        _recent.append(collector)
-        return collector

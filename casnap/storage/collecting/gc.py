@@ -77,6 +77,16 @@ class GcOptions:
         if self.deleted and not self.dry_run:
             raise ValueError("only a dry run takes snapshots for deleted that are not")
 
+    def check_allowed(self, store: Repository) -> None:
+        """Check that the garbage of a store may be collected.
+
+        Raises:
+            StoreError: The store cannot be written to safely beside other writers.
+        """
+        if not self.dry_run:
+            with as_exclusive(store.backend, store.backend.exclusive or self.exclusive):
+                store.check_put_if_absent()
+
 
 @dataclass
 class GcReport:
@@ -167,7 +177,7 @@ def collect(
         DamagedError: Something could not be read; the message says how to continue.
     """
     started = time.monotonic()
-    check_allowed(store, options)
+    options.check_allowed(store)
     report = GcReport() if report is None else report
     report.dry_run = options.dry_run
 
@@ -203,17 +213,6 @@ def _advice(store: Repository, report: GcReport) -> str:
         "saved (--yes in a script); if something stays lost, `casnap rm` of the snapshots "
         "that they name, or `casnap repair --from` with a copy, lets gc continue"
     )
-
-
-def check_allowed(store: Repository, options: GcOptions) -> None:
-    """Check that the garbage of a store may be collected.
-
-    Raises:
-        StoreError: The store cannot be written to safely beside other writers.
-    """
-    if not options.dry_run:
-        with as_exclusive(store.backend, store.backend.exclusive or options.exclusive):
-            store.check_put_if_absent()
 
 
 class _Candidates:

@@ -36,6 +36,37 @@ class CachedStore:
     pack_count: int = 0
     _deletions: list[Callable[[], None]] = field(default_factory=list)
 
+    @classmethod
+    def all_in(cls, base: Path | None) -> list[CachedStore]:
+        """Return the caches of each store on this host, in the order of their URIs.
+
+        Args:
+            base: The folder for caches; None if there is none.
+
+        Raises:
+            StoreError: The folder is not this user's, or not on a disk of this host.
+        """
+        if base is None:
+            return []
+        folder = base / FOLDER
+        if exists(folder) and (reason := why_refused(folder)) is not None:
+            raise StoreError(f"'{folder}' {reason}, so casnap does not use it")
+        stores: dict[str, CachedStore] = {}
+        for index in cached_indexes(base):
+            store_id = index.store_id or ""
+            kept = stores.setdefault(store_id, cls(store_id))
+            kept._add(index.uri, index.last_use, index.delete)
+            kept.index_bytes += index.nbytes
+        by_store = attrgetter("store_id")
+        for store_id, group in groupby(sorted(cached_packs(folder), key=by_store), by_store):
+            packs = list(group)
+            kept = stores.setdefault(store_id, cls(store_id))
+            last_use = max(pack.last_use for pack in packs)
+            kept._add(noted_uri(folder, store_id), last_use, *(pack.delete for pack in packs))
+            kept.cached_bytes = sum(pack.nbytes for pack in packs)
+            kept.pack_count = len(packs)
+        return sorted(stores.values(), key=lambda kept: kept.uri or "?")
+
     def clear(self) -> None:
         """Delete these caches. Processes that use them can go on."""
         for delete in self._deletions:
@@ -47,34 +78,3 @@ class CachedStore:
             self.uri = uri
         self.last_use = max(self.last_use, last_use)
         self._deletions += deletions
-
-
-def cached_stores(base: Path | None) -> list[CachedStore]:
-    """Return the caches of each store on this host, in the order of their URIs.
-
-    Args:
-        base: The folder for caches; None if there is none.
-
-    Raises:
-        StoreError: The folder is not this user's, or not on a disk of this host.
-    """
-    if base is None:
-        return []
-    folder = base / FOLDER
-    if exists(folder) and (reason := why_refused(folder)) is not None:
-        raise StoreError(f"'{folder}' {reason}, so casnap does not use it")
-    stores: dict[str, CachedStore] = {}
-    for index in cached_indexes(base):
-        store_id = index.store_id or ""
-        kept = stores.setdefault(store_id, CachedStore(store_id))
-        kept._add(index.uri, index.last_use, index.delete)
-        kept.index_bytes += index.nbytes
-    by_store = attrgetter("store_id")
-    for store_id, group in groupby(sorted(cached_packs(folder), key=by_store), by_store):
-        packs = list(group)
-        kept = stores.setdefault(store_id, CachedStore(store_id))
-        last_use = max(pack.last_use for pack in packs)
-        kept._add(noted_uri(folder, store_id), last_use, *(pack.delete for pack in packs))
-        kept.cached_bytes = sum(pack.nbytes for pack in packs)
-        kept.pack_count = len(packs)
-    return sorted(stores.values(), key=lambda kept: kept.uri or "?")

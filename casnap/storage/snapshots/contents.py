@@ -437,6 +437,11 @@ class Contents:
             for path, entry, _ in _walk_below(self._layers([(trees, int(rank))]), start):
                 yield Listed(f"{rank}/{path}", path, entry, int(rank))
 
+    @staticmethod
+    def is_pattern(path: str) -> bool:
+        """Whether a path can be a glob."""
+        return _WILDCARDS.search(path) is not None
+
     def matching(self, pattern: str) -> list[Listed]:
         """Return the tensors and values whose path a glob matches; ``*`` crosses ``/``.
 
@@ -583,11 +588,6 @@ class Contents:
         if len(listed) > DIGEST_SIZE * LIST_DIGESTS:
             raise DamagedError(f"the list {digest.hex()} is longer than a list may be")
         return listed
-
-
-def has_wildcards(path: str) -> bool:
-    """Whether a path can be a glob."""
-    return _WILDCARDS.search(path) is not None
 
 
 def _check_path(path: object) -> None:

@@ -56,27 +56,6 @@ def mark(store: Repository, name: str, row: Row) -> None:
             mark(store, name, now)
 
 
-def replace_markers(
-    store: Repository, name: str, row: Row, removed_rows: Mapping[str, Row]
-) -> None:
-    """Write the marker of a new snapshot, and remove those of what went in the same commit.
-
-    Args:
-        store: The store.
-        name: The name of the new snapshot.
-        row: Its row.
-        removed_rows: The rows of what went, by name; one of this name was replaced.
-    """
-    mark(store, name, row)
-    deleted = {
-        other_name: its_row.commit
-        for other_name, its_row in removed_rows.items()
-        if other_name != name
-    }
-    if deleted:
-        unmark(store, deleted)
-
-
 def _row_now(store: Repository, name: str, row: Row) -> Row | None:
     """Return the newest row of a name, for which a row was just committed."""
 
@@ -125,12 +104,43 @@ def unmark(store: Repository, deleted: Mapping[str, bytes]) -> None:
         _log.warning(text, keys.get(key), error)
 
 
-def marked_commit(backend: Backend, folder: str) -> bytes | None:
-    """Return the commit that the marker in a folder of a store names; None if there is no marker.
+class Markers:
+    """The markers of a store.
 
-    Raises:
-        PlaceError: It cannot be looked at.
+    Args:
+        store: The store.
     """
+
+    def __init__(self, store: Repository) -> None:
+        self._store = store
+
+    def commit_in(self, folder: str) -> bytes | None:
+        """Return the commit that the marker in a folder names; None if there is no marker.
+
+        Raises:
+            PlaceError: It cannot be looked at.
+        """
+        return _marked_commit(self._store.backend, folder)
+
+    def replace(self, name: str, row: Row, removed_rows: Mapping[str, Row]) -> None:
+        """Write the marker of a new snapshot, and remove those of what went in the same commit.
+
+        Args:
+            name: The name of the new snapshot.
+            row: Its row.
+            removed_rows: The rows of what went, by name; one of this name was replaced.
+        """
+        mark(self._store, name, row)
+        deleted = {
+            other_name: its_row.commit
+            for other_name, its_row in removed_rows.items()
+            if other_name != name
+        }
+        if deleted:
+            unmark(self._store, deleted)
+
+
+def _marked_commit(backend: Backend, folder: str) -> bytes | None:
     try:
         return commit_in(backend.read_marker(f"{folder}/{MARKER}"))
     except (FileNotFoundError, DamagedError):
@@ -149,8 +159,8 @@ class Listing(NamedTuple):
     names: frozenset[str]
 
     def commit_of(self, name: str) -> bytes | None:
-        """Return the commit that the marker in a folder here names, as :func:`marked_commit`."""
-        return marked_commit(self.backend, "/".join(part for part in (self.run, name) if part))
+        """Return the commit that the marker in a folder here names."""
+        return _marked_commit(self.backend, "/".join(part for part in (self.run, name) if part))
 
     def markers(self) -> set[bytes]:
         """Return the commits that the markers in all folders here name."""

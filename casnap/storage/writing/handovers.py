@@ -57,6 +57,25 @@ class Handover(Struct, array_like=True):
     full: str = ""
     requests: dict[str, int] = {}
 
+    @staticmethod
+    def segment_writers(handovers: Sequence[Handover]) -> list[int]:
+        """Return which ranks write segments: each its own records, and those of the next ranks.
+
+        A store reads each segment by itself, so there are few, however many ranks there are.
+
+        Args:
+            handovers: Those of all ranks, in their order.
+        """
+        writers: list[int] = []
+        filled = MERGE_MOST
+        for rank, handover in enumerate(handovers):
+            weight = handover.weight
+            if weight and filled + weight > MERGE_MOST:
+                writers.append(rank)
+                filled = 0
+            filled += weight
+        return writers
+
     @property
     def is_whole(self) -> bool:
         """Whether a root may name all of it."""
@@ -68,24 +87,6 @@ class Handover(Struct, array_like=True):
             raise FencedError(self.fenced)
         if self.full:
             raise StorageFullError(self.full)
-
-
-def segment_writers(weights: Sequence[int]) -> list[int]:
-    """Return which ranks write segments: each of its own records, and those of the ranks after it.
-
-    A store reads each segment by itself, so there are few, however many ranks there are.
-
-    Args:
-        weights: Of each rank, how many records, bases and packs it has to have in a segment.
-    """
-    writers: list[int] = []
-    filled = MERGE_MOST
-    for rank, weight in enumerate(weights):
-        if weight and filled + weight > MERGE_MOST:
-            writers.append(rank)
-            filled = 0
-        filled += weight
-    return writers
 
 
 class OtherRanks:

@@ -536,7 +536,7 @@ def test_a_disk_that_turns_read_only(
         ):
             with pytest.raises(BackendError, match="Read-only file system"):
                 refused()
-        collector = automatic.automatic_collector(store._view.repository)
+        collector = automatic.AutomaticCollector.of(store._view.repository)
         collector.note(store._view.repository, [store._view.row_of("step_3")])
         wait_for_collectors()
         assert "its garbage is not collected" in caplog.text
