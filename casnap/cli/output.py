@@ -109,10 +109,20 @@ def summary(
     words += [f"({hold})" for hold in holds]
     if metadata is None:
         words.append("(metadata damaged)")
-    for key, value in (metadata or {}).items():
+    for key, value in sorted((metadata or {}).items(), key=_asked_first):
         text = f"{value:.6g}" if isinstance(value, float) else str(json_values(value, json=False))
         words.append(f"{key}={text}")
     return safe(" ".join(words))
+
+
+_FIRST = ("step", "epoch", "loss", "eval_loss", "best_metric")
+_LAST = ("_runtime", "_per_second", "total_flos")
+
+
+def _asked_first(item: tuple[str, Any]) -> tuple[bool, int]:
+    """Sort metadata: the progress and losses of a run first, its speed last, all else between."""
+    key, _ = item
+    return key.endswith(_LAST), _FIRST.index(key) if key in _FIRST else len(_FIRST)
 
 
 _LEAST_CUT = 24

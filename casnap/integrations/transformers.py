@@ -268,6 +268,8 @@ class CasnapTrainerMixin(_Base):
         for entry in self.state.log_history[-2:]:
             if entry.get("step") == self.state.global_step:
                 metadata |= {k: v for k, v in entry.items() if isinstance(v, int | float)}
+        if self.state.best_metric is not None:
+            metadata["best_metric"] = self.state.best_metric
         return {k: v for k, v in metadata.items() if math.isfinite(v)}
 
     def _plain_model(self) -> Any:

@@ -68,7 +68,7 @@ def test_ls(store: Path) -> None:
         "run1/step_2",
         "run2/step_0",
     ]
-    assert rows[1].split("  ")[1].strip() == "loss=1.25 step=1"
+    assert rows[1].split("  ")[1].strip() == "step=1 loss=1.25"
     assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:?\d\d +\d+\.\d kB", rows[0])
 
 
@@ -85,10 +85,20 @@ def test_ls_on_a_narrow_terminal_cuts_long_metadata_first(tmp_path: Path) -> Non
     header, row = shown()
     assert [len(line) <= 80 for line in (header, row)] == [True, True]
     assert header.split()[:3] == ["NAME", "METADATA", "TIME"]
-    assert "#best loss=0.25 step=" in row
+    assert "#best step=100 loss=" in row
     assert re.search(r"…  \d{4}-\d\d-\d\d", row)
     assert "x" * 60 in shown("--wide")[1]
     assert shown("--wide")[1].split()[-1] == str(store["run1/step_100"].stats.entries)
+
+
+def test_ls_begins_with_what_a_run_is_asked(tmp_path: Path) -> None:
+    """As a trainer gives them: the speed of the evaluation comes before the loss."""
+    store = Store(tmp_path / "store")
+    metadata = {"eval_runtime": 2.5, "eval_samples_per_second": 3.0, "lr": 1e-3, "loss": 0.5}
+    store.take({"s": StateDict(x=1)}, "a", metadata={**metadata, "epoch": 1.5, "step": 7})
+    row = invoke("ls", store.uri).stdout.splitlines()[1]
+    said = "step=7 epoch=1.5 loss=0.5 lr=0.001 eval_runtime=2.5 eval_samples_per_second=3"
+    assert said in row
 
 
 def test_ls_of_a_prefix(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +137,7 @@ def test_ls_of_an_empty_store(tmp_path: Path) -> None:
 def test_show_a_snapshot(store: Path) -> None:
     text = invoke("show", store / "run1/step_1").stdout
     assert f"{store}/run1/step_1" in text
-    assert "loss=1.25 step=1" in text
+    assert "step=1 loss=1.25" in text
     assert re.search(r"^model +3 +393\.2 kB$", text, re.MULTILINE)
     assert re.search(r"^0/rng ", text, re.MULTILINE)
 
