@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from casnap.ranks.comm import Comm
 from casnap.ranks.joining import join
 from casnap.runtime.environment import crowded_folders, local_path
+from casnap.runtime.later import ModuleLater
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.snapshot import Snapshot, begin_take, take_from
 from casnap.storage import locate_snapshot
@@ -22,7 +23,9 @@ from casnap.take.options import TakeOptions
 from casnap.view import View, find_view_together
 
 if TYPE_CHECKING:
-    from casnap.pending import PendingSnapshot
+    from casnap import pending
+else:
+    pending = ModuleLater("casnap.pending")
 
 
 class JoinedTake:
@@ -82,7 +85,7 @@ class JoinedTake:
         self,
         source: Callable[[], StateSource],
         on_stored: Callable[[Snapshot], object] | None = None,
-    ) -> PendingSnapshot:
+    ) -> pending.PendingSnapshot:
         """Copy what ``source`` returns on this rank, and take the snapshot in the background.
 
         Args:

@@ -18,7 +18,13 @@ from tests.support.stand_ins import trainers_stood_in
 
 ROOT = Path(__file__).parent.parent
 DOCS = "\n".join(p.read_text() for p in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))))
-MODULES = ("casnap", "casnap.errors", "casnap.integrations.dcp", "casnap.serving")
+MODULES = (
+    "casnap",
+    "casnap.errors",
+    "casnap.extending",
+    "casnap.integrations.dcp",
+    "casnap.serving",
+)
 # What only casnap makes; users get it.
 MADE_BY_CASNAP = {"casnap.PendingSnapshot"}
 ELSEWHERE = re.compile(r":(meth|class|func):`|like ``")

@@ -3,7 +3,8 @@
 Counted: the names of the storage's face; those that modules outside import past it, from the rooms,
 with `casnap.maintenance` apart; who reaches through a repository to its index; and who asks whether
 a place is remote. Then the names that guests (`serving/`, `integrations/`, `report/`) import at
-their door, which is `casnap.extending`, and from inside casnap.
+their door, which is `casnap.extending`, and from inside casnap. `integrations/dcp/` is no guest,
+but a verb.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import click
 
-GUESTS = ("serving", "integrations", "report")
+GUESTS, VERB = ("serving", "integrations", "report"), Path("integrations", "dcp")
 FACE, INSPECTING = "casnap.storage", "casnap.storage.inspecting"
 DOOR, PUBLIC = "casnap.extending", ("casnap.errors",)
 
@@ -91,15 +92,16 @@ def taken_by_guests(checkout: Path) -> dict[tuple[str, str], set[Path]]:
     taken: dict[tuple[str, str], set[Path]] = defaultdict(set)
     for room in GUESTS:
         for path in sorted((checkout / "casnap" / room).rglob("*.py")):
+            module = path.relative_to(checkout / "casnap")
+            if module.is_relative_to(VERB):
+                continue
             for node in ast.walk(ast.parse(path.read_text(), path)):
                 if not isinstance(node, ast.ImportFrom) or node.module in PUBLIC:
                     continue
                 package, room_of_giver, *_ = [*(node.module or "").split("."), "", ""]
                 if package == "casnap" and room_of_giver not in ("", *GUESTS):
                     for alias in node.names:
-                        taken[node.module or "", alias.name].add(
-                            path.relative_to(checkout / "casnap")
-                        )
+                        taken[node.module or "", alias.name].add(module)
     return taken
 
 

@@ -28,26 +28,24 @@ from casnap.errors import StateError
 from casnap.extending import (
     Comm,
     DividedLeaves,
+    Fit,
     Leaf,
     ObjectPath,
     Region,
     TakeOptions,
+    Target,
+    WithOthers,
+    boxes_of_run,
     casnap_path,
+    check_together,
     containers_above,
     describe,
     flatten,
     join,
-    local_path,
-    without_torch_modes,
-)
-from casnap.integrations.divided import (
-    Fit,
-    Target,
-    WithOthers,
-    boxes_of_run,
-    check_together,
     leaf_of_parts,
     load_together,
+    local_path,
+    without_torch_modes,
 )
 from casnap.integrations.trainers import (
     Save,

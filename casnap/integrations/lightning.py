@@ -36,7 +36,6 @@ from casnap.extending import (
     is_folder,
     is_link,
     is_taken,
-    is_within_call,
     key_of,
     local_path,
     map_leaves,
@@ -50,6 +49,7 @@ from casnap.integrations.trainers import (
     not_found_error,
     snapshot_at,
 )
+from casnap.runtime.nesting import is_within_call
 
 check_version("lightning", "2.6", "2.7")
 

@@ -36,22 +36,21 @@ from casnap.extending import (
     ObjectPath,
     Region,
     TakeOptions,
+    Target,
     TensorEntry,
-    allocate,
     casnap_path,
     containers_above,
-    containers_of,
-    decode_value,
     describe,
     exists,
     flatten,
     join,
     key_of,
+    leaf_of_parts,
+    load_together,
     own_rank,
     without_torch_modes,
 )
 from casnap.integrations.dcp.plan import agreed_paths
-from casnap.integrations.divided import Target, leaf_of_parts, load_together
 from casnap.integrations.trainers import (
     Notices,
     Save,
@@ -61,6 +60,9 @@ from casnap.integrations.trainers import (
     snapshot_at,
     step_in,
 )
+from casnap.state.flatten import containers_of
+from casnap.state.tensors import allocate
+from casnap.state.values import decode_value
 
 check_version("megatron-core", "0.16", "0.17", "megatron")
 

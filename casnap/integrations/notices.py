@@ -17,7 +17,9 @@ from typing import NoReturn
 
 from casnap import Snapshot
 from casnap.errors import PLACE_ERRORS, StateError
-from casnap.extending import NOTICE_HEAD, is_file, is_taken, opened, translated
+from casnap.extending import is_file, is_taken, translated
+from casnap.format.names import NOTICE_HEAD
+from casnap.runtime.descriptors import opened
 
 _log = logging.getLogger("casnap")
 _CALL = NOTICE_HEAD + b"%b\nX%b%b\x85R."

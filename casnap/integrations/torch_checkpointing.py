@@ -29,9 +29,8 @@ from casnap.extending import (
     LiveState,
     TakeOptions,
     TensorEntry,
-    check_no_foreign_checkpoint,
+    check_fit,
     component_of,
-    live_components,
     local_path,
     map_leaves,
     own_rank,
@@ -40,12 +39,13 @@ from casnap.extending import (
 from casnap.integrations.trainers import (
     Save,
     Value,
-    check_fit,
     check_version,
     load_own,
     snapshot_at,
     step_in,
 )
+from casnap.state.containers import live_components
+from casnap.storage import check_no_foreign_checkpoint
 
 check_version("torch_checkpointing", "0.1.1", "0.2")
 

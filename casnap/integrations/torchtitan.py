@@ -24,11 +24,12 @@ from torch.distributed.checkpoint.state_dict_saver import (
     save,
 )
 
-from casnap.extending import advice_in, is_file, local_path
+from casnap.extending import is_file, local_path
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from casnap.integrations.folders.rotation import forget
 from casnap.integrations.notices import is_notice
 from casnap.integrations.trainers import Checkpoints, check_version, snapshot_at
+from casnap.storage import advice_in
 
 check_version("torchtitan", "0.3", "0.4")
 

@@ -21,7 +21,6 @@ import msgspec
 
 from casnap import PendingSnapshot, Snapshot, Stateful
 from casnap.errors import (
-    MismatchError,
     NotAStoreError,
     SnapshotNotFoundError,
     StateError,
@@ -32,8 +31,6 @@ from casnap.extending import (
     JoinedTake,
     StateSource,
     TakeOptions,
-    advice_at,
-    advice_in,
     component_of,
     exists,
     is_folder,
@@ -44,6 +41,7 @@ from casnap.extending import (
 )
 from casnap.integrations.folders.rotation import forget, forget_deleted, note_saved
 from casnap.integrations.notices import put_notices
+from casnap.storage import advice_at, advice_in
 
 StrPath: TypeAlias = str | os.PathLike[str]
 _log = logging.getLogger("casnap")
@@ -325,19 +323,6 @@ def check_saved_by(snapshot: Snapshot, module: str, keys: Collection[str]) -> No
         check_whole(snapshot, key)
     if not snapshot.contents.keys() >= set(keys):
         raise StateError(f"{snapshot.path} was not saved by {module}")
-
-
-def check_fit(snapshot: Snapshot, problems: Collection[str]) -> None:
-    """Check that nothing was found that does not fit a snapshot, before anything is loaded.
-
-    Raises:
-        MismatchError: Something was; the one error names it all.
-    """
-    if problems:
-        raise MismatchError(
-            f"{snapshot.path} does not fit what is to be loaded; nothing was loaded: "
-            + "; ".join(problems)
-        )
 
 
 def check_whole(snapshot: Snapshot, key: str) -> None:

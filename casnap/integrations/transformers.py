@@ -21,12 +21,8 @@ from typing import TYPE_CHECKING, Any
 from casnap import RNGState, Snapshot, Stateful
 from casnap.errors import SnapshotNotFoundError, StateError
 from casnap.extending import (
-    MARKER,
-    Markers,
     TakeOptions,
-    advice_at,
     is_file,
-    is_file_name,
     is_folder,
     is_taken,
     join,
@@ -35,6 +31,7 @@ from casnap.extending import (
     own_rank,
     paths_in,
 )
+from casnap.format.names import MARKER, is_file_name
 from casnap.integrations import with_deepspeed
 from casnap.integrations.folders.rotation import forget
 from casnap.integrations.notices import is_notice, put_whole
@@ -49,6 +46,7 @@ from casnap.integrations.trainers import (
     load_own,
     snapshot_at,
 )
+from casnap.storage import Markers, advice_at
 
 check_version("transformers", "5.23", "5.24")
 

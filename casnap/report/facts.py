@@ -11,7 +11,9 @@ from typing import Any, TypeAlias
 
 from casnap import Diff, Usage
 from casnap.errors import DamagedError
-from casnap.extending import ContainerEntry, Contents, Progress, Repository, folder_of
+from casnap.extending import ContainerEntry, Progress
+from casnap.format.names import folder_of
+from casnap.storage import Contents, Repository
 
 _MOST_RUNS = 12
 """So many runs, those with the newest snapshots, are shown in full."""

@@ -18,29 +18,17 @@ from pathlib import Path
 
 from msgspec import structs
 
+from casnap.backends.local.durability import sync_folder
+from casnap.backends.local.file_io import read_file, write_cached
+from casnap.backends.local.file_locks import lock, open_to_lock
+from casnap.backends.local.local_paths import status
+from casnap.backends.local.owners import Owners, new_file_in, owners_by
+from casnap.backends.local.safe_paths import OpenFolder, create_file, folder_at, unlink_at
 from casnap.errors import PLACE_ERRORS, BackendError, CasnapError, DamagedError, FileFormatError
-from casnap.extending import (
-    OpenFolder,
-    Owners,
-    check_local,
-    check_outside,
-    create_file,
-    folder_at,
-    is_link,
-    is_taken,
-    lock,
-    locked_file,
-    new_file_in,
-    open_to_lock,
-    owners_by,
-    plain_text,
-    read_file,
-    status,
-    sync_folder,
-    translated,
-    unlink_at,
-    write_cached,
-)
+from casnap.extending import is_link, is_taken, translated
+from casnap.files.export_output import check_local, check_outside
+from casnap.format.names import plain_text
+from casnap.runtime.fork import locked_file
 from casnap.serving.version import (
     CHANGING,
     CHUNKS,

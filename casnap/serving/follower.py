@@ -19,31 +19,19 @@ from weakref import WeakSet
 
 import torch
 
+from casnap.backends import Backend
 from casnap.errors import CasnapError, SnapshotNotFoundError
-from casnap.extending import (
-    Backend,
-    Backoff,
-    Comm,
-    Contents,
-    Duration,
-    LiveWeights,
-    Patch,
-    Rename,
-    SingleProcess,
-    Size,
-    in_child,
-    is_within_call,
-    join,
-    locate_store,
-    new_lock,
-    open_at,
-    seconds_of,
-)
+from casnap.extending import Backoff, Comm, SingleProcess, Size, in_child, join, new_lock
+from casnap.restore.patching import LiveWeights, Patch
+from casnap.restore.renaming import Rename
+from casnap.runtime.nesting import is_within_call
+from casnap.runtime.units import Duration, seconds_of
 from casnap.serving.callback import call_plain, check_plain
 from casnap.serving.gate import Gate, Stopped
 from casnap.serving.handshake import Handshake
 from casnap.serving.options import PullOptions
 from casnap.serving.pull import Source, Wanted
+from casnap.storage import Contents, locate_store, open_at
 
 _NONE = bytes(16)
 _PATIENCE = 60.0

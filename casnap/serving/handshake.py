@@ -28,6 +28,7 @@ from weakref import ref
 import msgspec
 from msgspec import Struct
 
+from casnap.backends.announcement import Note
 from casnap.errors import (
     PLACE_ERRORS,
     BackendError,
@@ -38,21 +39,11 @@ from casnap.errors import (
     UnavailableError,
     UnsupportedFormatError,
 )
-from casnap.extending import (
-    CONFIG_KEY,
-    Backoff,
-    Note,
-    Repository,
-    Root,
-    TagMove,
-    in_child,
-    json_decoder,
-    mapped,
-    move_of,
-    new_lock,
-    new_rlock,
-    published_row,
-)
+from casnap.extending import Backoff, in_child, mapped, new_lock
+from casnap.format.decoding import json_decoder
+from casnap.format.records import CONFIG_KEY, Root
+from casnap.runtime.fork import new_rlock
+from casnap.storage import Repository, TagMove, move_of, published_row
 
 _log = logging.getLogger("casnap")
 PHASES = ("published", "fetched", "staged", "paused", "applied")

@@ -19,33 +19,28 @@ from typing import NamedTuple
 
 import msgspec
 
+from casnap.backends.local.durability import sync_folder
+from casnap.backends.local.file_io import read_run, write_cached
+from casnap.backends.local.local_paths import status
+from casnap.backends.local.safe_paths import folder_at, unlink_at
+from casnap.backends.local.system_errors import ABSENT
 from casnap.errors import PLACE_ERRORS, CasnapError, FileFormatError
 from casnap.extending import (
-    ABSENT,
-    Contents,
     Digest,
-    ExportOutput,
-    PlacedChunk,
-    PlannedFile,
     Progress,
-    apply_delta,
-    base_of,
-    cached_property,
     cores,
     digest_of,
-    folder_at,
     is_taken,
     mapped,
     new_lock,
-    opened,
     override,
-    read_run,
-    status,
-    sync_folder,
     translated,
-    unlink_at,
-    write_cached,
 )
+from casnap.files.export_output import ExportOutput
+from casnap.files.layout import PlacedChunk, PlannedFile
+from casnap.format.delta import apply_delta, base_of
+from casnap.runtime.descriptors import opened
+from casnap.runtime.fork import cached_property
 from casnap.serving.folder import FILE_MODE, VERSION, ServedFolder
 from casnap.serving.options import PullOptions, PullReport
 from casnap.serving.version import (
@@ -60,6 +55,7 @@ from casnap.serving.version import (
     read_traces,
 )
 from casnap.serving.writing import Piece, Writer, layout_of
+from casnap.storage import Contents
 
 _WEIGHTS = re.compile(r"(adapter_)?model(-[0-9]+-of-[0-9]+)?\.safetensors(\.index\.json)?")
 _OPENED = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC

@@ -15,24 +15,12 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from casnap.backends.local.file_io import read_file, write_cached
+from casnap.backends.local.safe_paths import create_file, folder_at, unlink_at
 from casnap.errors import PLACE_ERRORS, DamagedError, FileFormatError
-from casnap.extending import (
-    base_of,
-    changed_by,
-    cores,
-    create_file,
-    digest_of,
-    folder_at,
-    header_of,
-    itemsize_of,
-    mapped,
-    new_lock,
-    read_file,
-    read_header,
-    translated,
-    unlink_at,
-    write_cached,
-)
+from casnap.extending import cores, digest_of, mapped, new_lock, translated
+from casnap.files.safetensors_header import header_of, itemsize_of, read_header
+from casnap.format.delta import base_of, changed_by
 from casnap.serving.folder import FILE_MODE
 from casnap.serving.version import (
     RECORD,

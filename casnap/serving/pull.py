@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from casnap.errors import SnapshotNotFoundError
-from casnap.extending import Contents, Progress, Repository, Root, Row, link_advice, move_of
+from casnap.extending import Progress
+from casnap.format.records import Root, Row
 from casnap.serving.folder import ServedFolder
 from casnap.serving.in_place import FolderInPlace, WithdrawnError, change
 from casnap.serving.options import PullOptions, PullReport
 from casnap.serving.version import Version
 from casnap.serving.writing import write_version
+from casnap.storage import Contents, Repository, link_advice, move_of
 
 _log = logging.getLogger("casnap")
 

@@ -17,30 +17,20 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from casnap.backends.local.file_io import read_file, read_run
+from casnap.backends.local.owners import Owners, owners_by
+from casnap.backends.local.safe_paths import open_file
+from casnap.backends.local.system_errors import is_of_the_place
 from casnap.errors import PLACE_ERRORS, BackendError, DamagedError, FileFormatError
-from casnap.extending import (
-    DIGEST_SIZE,
-    Descriptor,
-    Digest,
-    Fill,
-    Owners,
-    PlacedTensor,
-    cached_property,
-    cores,
-    digest_of,
-    grid_of,
-    is_of_the_place,
-    is_taken,
-    itemsize_of,
-    json_decoder,
-    mapped,
-    open_file,
-    override,
-    owners_by,
-    read_file,
-    read_run,
-    split_digests,
-)
+from casnap.extending import Digest, cores, digest_of, is_taken, mapped, override
+from casnap.files.layout import PlacedTensor
+from casnap.files.safetensors_header import itemsize_of
+from casnap.format.decoding import json_decoder
+from casnap.format.digest import DIGEST_SIZE, split_digests
+from casnap.format.grid import grid_of
+from casnap.runtime.descriptors import Descriptor
+from casnap.runtime.fork import cached_property
+from casnap.storage import Fill
 
 RECORD, CHUNKS = "casnap-version.json", "casnap-chunks"
 """The file that says what a version is, and that of the digests of its chunks."""

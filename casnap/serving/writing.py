@@ -15,27 +15,13 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
+from casnap.backends.local.file_io import write_cached
+from casnap.backends.local.system_errors import NO_SPACE
 from casnap.errors import PLACE_ERRORS
-from casnap.extending import (
-    INLINE_BYTES,
-    NO_SPACE,
-    Contents,
-    Digest,
-    ExportOutput,
-    FileLayout,
-    PlacedChunk,
-    PlacedTensor,
-    PlannedFile,
-    Progress,
-    ProgressCounter,
-    ReadOptions,
-    Want,
-    bytes_of,
-    cores,
-    digest_of,
-    mapped,
-    write_cached,
-)
+from casnap.extending import Digest, Progress, ProgressCounter, bytes_of, cores, digest_of, mapped
+from casnap.files.export_output import ExportOutput
+from casnap.files.layout import FileLayout, PlacedChunk, PlacedTensor, PlannedFile
+from casnap.format.entries import INLINE_BYTES
 from casnap.serving.folder import FILE_MODE, ServedFolder
 from casnap.serving.options import FLOATS, PullOptions, PullReport
 from casnap.serving.patches import PATCHES, Differences, are_alike
@@ -48,6 +34,7 @@ from casnap.serving.version import (
     VersionRecord,
     VersionTensor,
 )
+from casnap.storage import Contents, ReadOptions, Want
 
 # The request to share the blocks of another file.
 _FICLONE = 0x40049409

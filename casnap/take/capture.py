@@ -312,6 +312,11 @@ class LiveState:
     def capture(self, keys: Sequence[str], chunk_size: int, *, allow_pickle: bool) -> CapturedState:
         """Capture the state; reading it leaves the random state as it was before.
 
+        Args:
+            keys: All keys, in the order that all ranks agreed on.
+            chunk_size: The store's, in bytes.
+            allow_pickle: Whether values without a safe encoding may be pickled.
+
         Raises:
             UnsupportedTypeError: A value cannot be stored.
         """
@@ -355,7 +360,13 @@ class DividedLeaves:
         return list(self._leaves)
 
     def capture(self, keys: Sequence[str], chunk_size: int, *, allow_pickle: bool) -> CapturedState:
-        """Capture the leaves."""
+        """Capture the leaves.
+
+        Args:
+            keys: All keys, in the order that all ranks agreed on.
+            chunk_size: The store's, in bytes.
+            allow_pickle: Not asked: the leaves are encoded already.
+        """
         leaves: list[Leaf] = []
         spans = []
         for key in keys:

@@ -21,11 +21,14 @@ from casnap.errors import (
     nearest,
 )
 from casnap.format.records import Row
+from casnap.runtime.later import ModuleLater
+from casnap.runtime.progress import Progress
 from casnap.runtime.units import Size, bytes_if_given, count_if_given, count_of
 
 if TYPE_CHECKING:
-    from casnap.runtime.progress import Progress
-    from casnap.storage import CommitHooks, Retention
+    from casnap import storage
+else:
+    storage = ModuleLater("casnap.storage")
 
 _log = logging.getLogger("casnap")
 T = TypeVar("T")
@@ -139,7 +142,7 @@ class TakeArguments(TypedDict, total=False):
     overwrite: bool
     allow_pickle: bool
     progress: Progress | None
-    retention: Retention | None
+    retention: storage.Retention | None
     per_rank: Sequence[str] | None
     threads: int | None
     timeout: float | None
@@ -152,17 +155,27 @@ class AsyncTakeArguments(TakeArguments, total=False):
     max_pending: int
 
 
-def _no_hooks() -> CommitHooks:
-    from casnap.storage import CommitHooks
-
-    return CommitHooks()
+def _no_hooks() -> storage.CommitHooks:
+    return storage.CommitHooks()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TakeOptions:
-    """How to take. :meth:`casnap.Snapshot.take` describes the options.
+    """How to take. :meth:`casnap.Snapshot.take` says more about each option.
 
     Attributes:
+        metadata: What JSON can hold, kept with the snapshot; that of rank 0 counts.
+        overwrite: Whether a snapshot of this name is replaced.
+        allow_pickle: Whether values without a safe encoding are pickled.
+        max_staging_bytes: The most bytes that copies of pending takes may have.
+        max_pending: How many takes may be pending.
+        progress: Called with the phase, the bytes done, and the total.
+        retention: The rules by which other snapshots of the folder are deleted in the same commit.
+        replicated: Globs of paths that are equal on all ranks.
+        per_rank: Globs of paths whose values belong to their rank, also if they are equal.
+        threads: How many threads of this process may work on the take.
+        timeout: For how many seconds a rank waits for another.
+        on_error: Whether a fault of the storage is raised, or is a warning.
         hooks: Called on the rank that commits.
         attempt: What becomes of an error.
     """
@@ -173,20 +186,18 @@ class TakeOptions:
     max_staging_bytes: Size | None = None
     max_pending: int = 1
     progress: Progress | None = None
-    retention: Retention | None = None
+    retention: storage.Retention | None = None
     replicated: Sequence[str] | None = None
     per_rank: Sequence[str] | None = None
     threads: int | None = None
     timeout: float | None = None
     on_error: OnError = "raise"
-    hooks: CommitHooks = field(default_factory=_no_hooks, repr=False)
+    hooks: storage.CommitHooks = field(default_factory=_no_hooks, repr=False)
     attempt: Attempt = field(default_factory=Attempt, repr=False)
 
     def __post_init__(self) -> None:
         if self.retention is not None:
-            from casnap.storage import check_retention
-
-            check_retention(self.retention)
+            storage.check_retention(self.retention)
         # Ranks compare the texts of options, so each has one form.
         object.__setattr__(self, "threads", count_if_given("threads", self.threads))
         object.__setattr__(self, "max_pending", count_of("max_pending", self.max_pending))

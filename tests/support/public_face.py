@@ -16,6 +16,7 @@ import click
 
 import casnap
 import casnap.backends
+import casnap.extending
 import casnap.integrations.dcp
 import casnap.serving
 from casnap.cli import COMMANDS, cli
@@ -39,6 +40,7 @@ MODULES = (
     casnap,
     casnap.errors,
     casnap.backends,
+    casnap.extending,
     casnap.integrations.dcp,
     casnap.serving,
 )
@@ -134,7 +136,7 @@ def _class(kind: type, example: object = None) -> dict[str, Any]:
 def _member(value: object) -> str:
     if isinstance(value, classmethod):
         return f"class {_signature(value.__func__)}"
-    return _signature(value) if inspect.isroutine(value) else "value"
+    return _signature(value) if inspect.isroutine(value) and callable(value) else "value"
 
 
 def _signature(value: Any) -> str:

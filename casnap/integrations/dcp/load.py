@@ -11,25 +11,21 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from casnap.divided import entries_below
 from casnap.errors import MismatchError, StateError
-from casnap.extending import (
-    Contents,
-    Fetch,
-    Loading,
-    Region,
-    Stored,
-    TensorEntry,
-    can_hold_all,
-    conflicting_groups,
-    inflate,
-    own_rank,
-    synchronize,
-    told,
-    why_not_writable,
-    without_torch_modes,
-)
+from casnap.files.dcp_names import Stored
+from casnap.format.entries import TensorEntry
+from casnap.format.region import Region
 from casnap.integrations.dcp.plan import TrueKeys, check_boxes
-from casnap.integrations.divided import entries_below
+from casnap.ranks.joining import own_rank
+from casnap.restore.loading import Fetch, Loading
+from casnap.restore.ties import told
+from casnap.runtime.torch_modes import without_torch_modes
+from casnap.state.devices import synchronize
+from casnap.state.flatten import inflate
+from casnap.state.overlap import can_hold_all, conflicting_groups
+from casnap.state.tensors import why_not_writable
+from casnap.storage import Contents
 
 
 class _TensorRead(NamedTuple):

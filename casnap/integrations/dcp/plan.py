@@ -17,35 +17,28 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from casnap.divided import leaf_of_parts
 from casnap.errors import StateError, UnsupportedTypeError
-from casnap.extending import (
-    ORDINARY_TYPES,
-    Comm,
+from casnap.files.dcp_names import (
     DictKey,
-    DividedLeaves,
-    Leaf,
     ObjectPath,
-    Payload,
-    Region,
-    ValueEntry,
     as_in_dcp,
     casnap_path,
     containers_above,
-    decode_value,
-    describe,
-    encode_key,
-    encode_object,
     first_keys,
-    flatten,
-    holds_parts,
-    python_gc_paused,
-    said_of_parts,
-    shards_of,
     with_keys,
-    without_torch_function,
-    without_torch_modes,
 )
-from casnap.integrations.divided import leaf_of_parts
+from casnap.format.entries import Payload, ValueEntry
+from casnap.format.region import Region
+from casnap.ranks.comm import Comm
+from casnap.runtime.threads import python_gc_paused
+from casnap.runtime.torch_modes import without_torch_modes
+from casnap.state.flatten import flatten
+from casnap.state.parts import holds_parts, said_of_parts
+from casnap.state.sharded import shards_of, without_torch_function
+from casnap.state.tensors import ORDINARY_TYPES, Leaf, describe
+from casnap.state.values import decode_value, encode_key, encode_object
+from casnap.take.capture import DividedLeaves
 
 
 class _Paths(msgspec.Struct, array_like=True):

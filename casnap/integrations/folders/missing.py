@@ -10,21 +10,14 @@ import os
 from pathlib import Path
 
 from casnap import PruneReport, Store
+from casnap.backends import Backend
+from casnap.backends.local.safe_paths import folder_at
 from casnap.errors import StoreError
-from casnap.extending import (
-    Backend,
-    Markers,
-    Repository,
-    Row,
-    Table,
-    Verdict,
-    folder_at,
-    folder_of,
-    prune_judged,
-    translated,
-    view_of,
-    was_taken_here,
-)
+from casnap.extending import translated
+from casnap.format.names import folder_of
+from casnap.format.records import Row
+from casnap.storage import Markers, Repository, Table, Verdict, prune_judged, was_taken_here
+from casnap.view import view_of
 
 
 def check_has_folders(backend: Backend) -> None:

@@ -19,19 +19,13 @@ from pathlib import Path
 
 from casnap import Snapshot
 from casnap.errors import CasnapError
-from casnap.extending import (
-    Markers,
-    Row,
-    Table,
-    Verdict,
-    View,
-    folder_of,
-    new_lock,
-    prune_judged,
-    view_of,
-)
+from casnap.extending import new_lock
+from casnap.format.names import folder_of
+from casnap.format.records import Row
 from casnap.integrations.folders.missing import judge_folders
 from casnap.integrations.notices import is_notice
+from casnap.storage import Markers, Table, Verdict, prune_judged
+from casnap.view import View, view_of
 
 _log = logging.getLogger("casnap")
 # One of these stands beside what an adapter has saved.

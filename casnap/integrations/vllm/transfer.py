@@ -33,7 +33,8 @@ from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.v1.attention.backend import AttentionImplBase
 
 from casnap.errors import CasnapError
-from casnap.extending import itemsize_of, override
+from casnap.extending import override
+from casnap.files.safetensors_header import itemsize_of
 from casnap.integrations.vllm.places import (
     OtherBaseError,
     Places,

@@ -10,35 +10,35 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 import torch
 
-from casnap import Snapshot, Stateful
-from casnap.extending import (
-    CapturedState,
-    Comm,
-    DividedLeaves,
-    Entries,
-    Entry,
-    Leaf,
-    LiveState,
-    Loading,
-    ObjectPath,
-    Region,
-    Shards,
-    TensorEntry,
-    casnap_path,
-    describe_shards,
-    fetch_shared,
-    inflate,
-    why_unfit,
-    without_torch_modes,
-)
-from casnap.integrations.trainers import check_fit
+from casnap.errors import MismatchError
+from casnap.files.dcp_names import ObjectPath, casnap_path
+from casnap.format.entries import Entry, TensorEntry
+from casnap.format.region import Region
+from casnap.ranks.comm import Comm
+from casnap.restore.loading import Loading
+from casnap.restore.shared_reads import fetch_shared
+from casnap.restore.targets import why_unfit
+from casnap.runtime.torch_modes import without_torch_modes
+from casnap.snapshot import Snapshot
+from casnap.state.flatten import inflate
+from casnap.state.sharded import Shards
+from casnap.state.stateful import Stateful
+from casnap.state.tensors import Leaf, describe_shards
+from casnap.storage import Entries
+from casnap.take.capture import CapturedState, DividedLeaves, LiveState
 
 Part: TypeAlias = tuple[Region, torch.Tensor]
 """A box of a tensor, and the memory of its elements, of the same shape."""
 
 
 def leaf_of_parts(path: str, shape: tuple[int, ...], parts: Iterable[Part]) -> Iterator[Leaf]:
-    """Yield the leaf of what this rank stores of a tensor; nothing if it has no elements."""
+    """Yield the leaf of what this rank stores of a tensor; nothing if it has no elements.
+
+    Args:
+        path: The path of the tensor.
+        shape: The shape of the whole tensor.
+        parts: The boxes of it that this rank holds, each with its memory.
+    """
     held = [(box, memory) for box, memory in parts if box.numel]
     if held:
         boxes, tensors = zip(*held, strict=True)
@@ -46,7 +46,13 @@ def leaf_of_parts(path: str, shape: tuple[int, ...], parts: Iterable[Part]) -> I
 
 
 def boxes_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Region]:
-    """Yield the boxes that hold a run of row-major elements, in its order."""
+    """Yield the boxes that hold a run of row-major elements, in its order.
+
+    Args:
+        shape: The shape of the tensor.
+        start: The number of the first element of the run.
+        stop: One past that of the last.
+    """
     if start >= stop:
         return
     if not shape:
@@ -89,7 +95,13 @@ class WithOthers:
         return [*self._others.keys(), *self._divided.keys()]
 
     def capture(self, keys: Sequence[str], chunk_size: int, *, allow_pickle: bool) -> CapturedState:
-        """Capture what is below the keys."""
+        """Capture what is below the keys.
+
+        Args:
+            keys: All keys, in the order that all ranks agreed on.
+            chunk_size: The store's, in bytes.
+            allow_pickle: Whether values without a safe encoding may be pickled.
+        """
         others = self._others.capture(
             [key for key in keys if key in self.values], chunk_size, allow_pickle=allow_pickle
         )
@@ -137,6 +149,12 @@ class Fit:
 
 def check_together(snapshot: Snapshot, comm: Comm, targets: Iterable[Target], fit: Fit) -> None:
     """Check that all ranks could load what they want. All ranks call this, each with its own.
+
+    Args:
+        snapshot: The snapshot.
+        comm: The ranks.
+        targets: What this rank wants to fill.
+        fit: What else must fit.
 
     Raises:
         MismatchError: They could not; the one error names all that does not fit this rank.
@@ -255,3 +273,16 @@ def _within(entry: TensorEntry, target: Target) -> Iterator[Part]:
         common = box.intersect(Region.whole(entry.shape))
         if common is not None:
             yield common, memory[common.within(box)]
+
+
+def check_fit(snapshot: Snapshot, problems: Collection[str]) -> None:
+    """Check that nothing was found that does not fit a snapshot, before anything is loaded.
+
+    Raises:
+        MismatchError: Something was; the one error names it all.
+    """
+    if problems:
+        raise MismatchError(
+            f"{snapshot.path} does not fit what is to be loaded; nothing was loaded: "
+            + "; ".join(problems)
+        )
