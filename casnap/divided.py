@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
@@ -18,14 +18,19 @@ from casnap.ranks.comm import Comm
 from casnap.restore.loading import Loading
 from casnap.restore.shared_reads import fetch_shared
 from casnap.restore.targets import why_unfit
+from casnap.runtime.later import ModuleLater
 from casnap.runtime.torch_modes import without_torch_modes
-from casnap.snapshot import Snapshot
 from casnap.state.flatten import inflate
 from casnap.state.sharded import Shards
 from casnap.state.stateful import Stateful
 from casnap.state.tensors import Leaf, describe_shards
 from casnap.storage import Entries
 from casnap.take.capture import CapturedState, DividedLeaves, LiveState
+
+if TYPE_CHECKING:
+    import casnap
+else:
+    casnap = ModuleLater("casnap")
 
 Part: TypeAlias = tuple[Region, torch.Tensor]
 """A box of a tensor, and the memory of its elements, of the same shape."""
@@ -147,7 +152,9 @@ class Fit:
     problems: Sequence[str] = ()
 
 
-def check_together(snapshot: Snapshot, comm: Comm, targets: Iterable[Target], fit: Fit) -> None:
+def check_together(
+    snapshot: casnap.Snapshot, comm: Comm, targets: Iterable[Target], fit: Fit
+) -> None:
     """Check that all ranks could load what they want. All ranks call this, each with its own.
 
     Args:
@@ -164,7 +171,7 @@ def check_together(snapshot: Snapshot, comm: Comm, targets: Iterable[Target], fi
 
 
 def load_together(
-    snapshot: Snapshot,
+    snapshot: casnap.Snapshot,
     comm: Comm,
     targets: Iterable[Target],
     values: Iterable[ObjectPath] = (),
@@ -202,7 +209,7 @@ def load_together(
 
 
 def _match(
-    snapshot: Snapshot,
+    snapshot: casnap.Snapshot,
     comm: Comm,
     targets: Iterable[Target],
     values: Iterable[str],
@@ -275,7 +282,7 @@ def _within(entry: TensorEntry, target: Target) -> Iterator[Part]:
             yield common, memory[common.within(box)]
 
 
-def check_fit(snapshot: Snapshot, problems: Collection[str]) -> None:
+def check_fit(snapshot: casnap.Snapshot, problems: Collection[str]) -> None:
     """Check that nothing was found that does not fit a snapshot, before anything is loaded.
 
     Raises:
