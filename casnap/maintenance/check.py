@@ -24,37 +24,38 @@ from casnap.runtime.units import is_number, whole_number
 from casnap.storage import Repository
 from casnap.storage.inspecting import StoredFiles, put_if_absent_warnings, unknown_markers
 
-# What lies right in the folder of a store.
+# The names right in the folder of a store.
 _TOP = {CONFIG_KEY, "roots", "packs", "index", "tmp"}
 
 
 @dataclass
 class CheckReport:
-    """What a check found.
+    """The findings of a check.
 
     Attributes:
         damages: Everything that is wrong; empty if the store is whole.
-        unsupported: What this version does not know, and so could not check. It may be whole.
+        unsupported: Data in forms that this version does not know, and so could not check. They may
+            be whole.
         history: Older roots that are damaged or lost. No snapshot needs them, and a repair does
             not restore them.
         root: The number of the root that was checked; -1 if the newest root cannot be read.
         snapshots: How many snapshots there are.
         packs: How many packs the index lists.
         chunks: How many different chunks and nodes the index lists.
-        stored_bytes: Their bytes, at all their places.
+        stored_bytes: The stored bytes of these chunks and nodes, at all their places.
         read_bytes: How many of these bytes were read and verified.
         sample: The share that was to be read; None if only the structure was checked.
         seed: The seed that chose the sample.
         orphans: Packs and segments that the newest root does not name: left over, or about to be
             committed.
-        orphan_segments: How many of these are segments of the index. A take that merges small ones
-            into a larger one leaves them to the collector.
-        orphan_bytes: Their bytes.
-        temporary: Files that are being written, or were left over while being written.
-        temporary_bytes: Their bytes.
-        warnings: What hurts a store in the long run: rules of its bucket; files that casnap does
-            not know; and markers of snapshots that it does not have, as where its newest root was
-            lost.
+        orphan_segments: How many of these are segments of the index. A take that merges small
+            segments into a larger one leaves the small ones to the collector.
+        orphan_bytes: The bytes of the orphans.
+        temporary: Files that are being written, or that dead writers have left.
+        temporary_bytes: The bytes of the temporary files.
+        warnings: Facts that can hurt the store in the long run: rules of its bucket; files that
+            casnap does not know; and markers of snapshots that the store does not have, as after
+            its newest root was lost.
     """
 
     damages: list[Damage] = field(default_factory=list)
@@ -97,7 +98,7 @@ def check(
     name: str | None = None,
     progress: Progress | None = None,
 ) -> CheckReport:
-    """Check a store. Takes and collectors may run meanwhile.
+    """Check a store. Takes and collectors may run at the same time.
 
     Args:
         store: The store.
@@ -152,7 +153,7 @@ def check(
 
 
 def _what_is_read(survey: Survey) -> list[str]:
-    """Return a warning if the newest root is not what is read, since files of it are missing."""
+    """Return a warning if an older root is read, since files of the newest one are missing."""
     has_index = all(damage.kind != "missing" for damage in survey.packs.unreadable.values())
     if has_index and not survey.snapshots.table_is_lost:
         return []
@@ -169,7 +170,7 @@ def _what_is_read(survey: Survey) -> list[str]:
 def _of_one(
     survey: Survey, damages: list[Damage], share: float | None, seed: int | None
 ) -> CheckReport:
-    """Return what was found of one snapshot: the damages that hurt it, or what it needs."""
+    """Return the report on one snapshot: on damages that hurt it, or that hurt what it needs."""
     digests = {digest.hex() for digest in survey.needed}
     return CheckReport(
         damages=[*damages, *(d for d in survey.damages if d.hurts or d.digest in digests)],
@@ -186,7 +187,7 @@ def _of_one(
 
 
 def lost_commits(store: Repository) -> list[str]:
-    """Return warnings of commits that markers tell of, and the newest root does not."""
+    """Return warnings of commits that markers name, but the newest root does not."""
     return [
         f"the marker in {name} names the commit {commit.hex()}, which no snapshot of root "
         f"{store.newest().seq} has. If the folder was not copied there by hand, a newer root was "
@@ -217,8 +218,8 @@ def _count_orphans(backend: Backend, survey: Survey, report: CheckReport) -> Non
     if not survey.packs.unreadable:
         keys += [pack_key(ident) for ident in files.packs - live_ids]
     report.orphans, report.orphan_bytes = len(keys), files.size_of(keys)
-    # Notes lie there too, and are no leftovers.
     report.warnings += _unknown_files(backend, files.others)
+    # Notes lie in tmp/ too, and are no leftovers.
     temporary = {
         key: nbytes
         for key, nbytes in backend.sizes("tmp").items()
@@ -228,7 +229,7 @@ def _count_orphans(backend: Backend, survey: Survey, report: CheckReport) -> Non
 
 
 def _unknown_files(backend: Backend, among_packs: list[str]) -> list[str]:
-    """Return a warning of what lies in the folder of a store and is not known to this version."""
+    """Return a warning if the folder of a store has files that this version does not know."""
     strange = {*among_packs, *backend.names("")} - _TOP
     strange.update(other_than_roots(backend))
     if not strange:

@@ -14,7 +14,7 @@ def check_config(store: Repository, root: Root) -> None:
     """Check that a store was opened by the record that its newest root has a copy of.
 
     Raises:
-        DamagedError: It is another one.
+        DamagedError: The store was opened by another record.
     """
     if config_in(root) not in (None, store.config):
         raise DamagedError(
@@ -46,13 +46,14 @@ def config_damages(store: Repository, root: Root | None) -> list[Damage]:
 
 
 def lost_config(backend: Backend) -> StoreConfig | None:
-    """Return the record of a store whose ``casnap.json`` is lost, to make that anew.
+    """Return the record of a store whose ``casnap.json`` is lost, to make that file anew.
 
-    It is the copy that the newest root has, or the newest that has one. None if nothing is lost.
+    Returns:
+        The copy of the record in the newest root that has one; None if the file is whole.
 
     Raises:
         NotAStoreError: There is no store.
-        DamagedError: It is lost, and no root has a copy.
+        DamagedError: The file is lost, and no root has a copy.
     """
     try:
         read_config(backend)

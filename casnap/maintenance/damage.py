@@ -51,7 +51,7 @@ class Damage:
 
 
 UNSUPPORTED = "unsupported"
-"""The kind of what this version does not know, and so cannot judge. That is no damage."""
+"""The kind of data that this version does not know, and so cannot judge. That is no damage."""
 KINDS = {
     Reason.NOWHERE: "missing",
     Reason.MISSING: "missing",
@@ -63,17 +63,17 @@ KINDS = {
 }
 """The kind of the damage, by the reason why a chunk could not be read."""
 
-# A listing may be stale, so a few roots that it lacks are looked for. A root may claim any number,
-# so where it lacks more, they are not.
+# A listing may be stale, so roots that it lacks are looked for, up to this many in a row. If it
+# lacks more, they are not looked for, since a root may claim any number.
 _MOST_UNLISTED = 1000
 
 
 class Findings:
-    """What a survey has found so far.
+    """The findings of a survey so far.
 
     Attributes:
-        damages: What is wrong.
-        unsupported: What a newer version has to read.
+        damages: The damages.
+        unsupported: The parts that only a newer version can read.
     """
 
     def __init__(self) -> None:
@@ -86,13 +86,13 @@ class Findings:
         return self.damages[-1]
 
     def add_unsupported(self, message: str, key: str = "") -> Damage:
-        """Add what this version cannot judge, and return it."""
+        """Add a part that this version cannot judge, and return it."""
         self.unsupported.append(Damage(UNSUPPORTED, key, message))
         return self.unsupported[-1]
 
 
 READ_ERRORS = (FileNotFoundError, DamagedError, BackendError)
-"""What is raised where an object of a store is damaged, or cannot be read as it is."""
+"""The errors of reading an object of a store that is damaged, or that cannot be read now."""
 
 
 def kind_and_message(error: Exception, label: str) -> tuple[str, str]:
@@ -140,7 +140,7 @@ def listed_roots(backend: Backend) -> list[int]:
 
 
 def other_than_roots(backend: Backend) -> list[str]:
-    """Return the keys of what lies among the roots, and is neither a root nor a copy of one."""
+    """Return the keys of objects among the roots that are neither a root nor a copy of one."""
     keys = _keys_among_roots(backend)
     return [key for key in keys if not _is_root(key) and not key.startswith(f"{COPIES}/")]
 

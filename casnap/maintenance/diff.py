@@ -41,7 +41,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Diff:
-    """What differs between two snapshots.
+    """The entries that differ between two snapshots.
 
     Attributes:
         changes: Every entry that differs, in the order of the paths.
@@ -64,10 +64,10 @@ class Diff:
 
 
 def diff(a: Contents, b: Contents) -> Diff:
-    """Return what differs between two snapshots.
+    """Return the entries that differ between two snapshots.
 
-    Equal subtrees are not read. Of two trees only the leaves that differ are read, and of two
-    entries only the lists of chunks that differ.
+    Equal subtrees are not read. If two trees differ, only their differing leaves are read. If two
+    entries differ, only their differing lists of chunks are read.
 
     Raises:
         DamagedError: A node is missing or damaged.
@@ -112,9 +112,10 @@ def _entries(
 
 
 def _items_apart(*trees: Tree[Entry] | None) -> list[dict[str, Entry]]:
-    """Return the items of each of two trees that are in leaves which the other one lacks.
+    """Return, for each of two trees, the items in leaves that the other tree lacks.
 
-    Both are read level by level. If one has more levels, further leaves of the other are read.
+    Both trees are read level by level. If one has more levels, the other is read further than it
+    needs to be.
     """
     nodes: list[dict[bytes, LeafNode[Entry] | None]] = [
         dict.fromkeys(digest for _, digest, _ in tree.children) if tree is not None else {}

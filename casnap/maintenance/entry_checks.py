@@ -1,4 +1,4 @@
-"""Whether entries make sense: a tensor's length, what values and specs decode to, elements."""
+"""Whether entries make sense: lengths of tensors, bytes of values and specs, elements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from casnap.state.flatten import MAX_NESTING, Reopened, decode_one, too_deep
 from casnap.state.tensors import Leaf, check_tensor
 
 _MOST_DECODED = 16 << 20
-# Any bytes are one of these; what `torch.save` wrote is not loaded by a check.
+# Kinds whose bytes are not decoded: any bytes are valid, or a check must not load what torch.save
+# wrote.
 _ANY_BYTES = frozenset({"int", "bytes", "bytearray", "object", "pickle"})
 
 Read = Callable[[str, KnownEntry], "bytes | None"]
@@ -46,8 +47,8 @@ def check_entry(path: str, entry: KnownEntry, read: Read) -> Iterable[str]:
         The components of the elements of a container, if they are known.
 
     Raises:
-        DamagedError: It does not.
-        UnsupportedFormatError: A later version has to judge it.
+        DamagedError: The entry does not make sense.
+        UnsupportedFormatError: A later version has to judge the entry.
     """
     payload = entry.payload
     if payload.nbytes <= INLINE_BYTES and len(payload.inline) != payload.nbytes:
@@ -74,7 +75,7 @@ def check_entry(path: str, entry: KnownEntry, read: Read) -> Iterable[str]:
 
 
 def _decoded(path: str, entry: ValueEntry | ContainerEntry, read: Read) -> object:
-    """Return a value or container decoded; None if it is not to be."""
+    """Return a value or container decoded; None if it is too large, or its bytes are not read."""
     if entry.payload.nbytes > _MOST_DECODED:
         return None
     content = read(path, entry)
@@ -85,27 +86,30 @@ def _decoded(path: str, entry: ValueEntry | ContainerEntry, read: Read) -> objec
 
 @lru_cache(1 << 10)
 def _components_of(entry: ContainerEntry) -> Iterable[str]:
-    """Return the components of a container whose spec is in its entry: most of a store are alike.
+    """Return the components of a container whose entry holds its spec.
+
+    They are kept for later calls, since most containers of a store are alike.
 
     Raises:
-        CasnapError: They are elsewhere, or it is damaged.
+        CasnapError: The spec is elsewhere, or it is damaged.
     """
     components: Iterable[str] = decode_one(Leaf("", entry, entry.payload.inline)).components
     return components
 
 
 def balance(inner: str, entry: Entry, components: Iterable[str], most: int) -> int:
-    """Return a number of an entry.
+    """Return the number of an entry. If no element is lacking, all numbers of a key add up to 0.
 
-    The sum is 0 over all entries that are the elements of each other: each entry but that of the
-    key counts for its path, each container against the paths of its elements. So trees are summed
-    up once, and each rank adds up those that it sees.
+    The path of each entry counts, save the key's own. Each container counts the paths of its
+    elements with the opposite sign. So each tree is summed up once, and a rank adds up the sums of
+    the trees that it sees.
 
     Args:
         inner: Its path below its key.
         entry: The entry.
         components: The components of its elements.
-        most: How many entries its tree has. A container of more elements has a sum that fits none.
+        most: How many entries its tree has. If a container claims more elements, its number makes
+            any sum differ from 0.
     """
     own = hash(inner) if inner else 0
     if not isinstance(entry, ContainerEntry):
@@ -142,7 +146,7 @@ class _Elements:
 def lacking_elements(
     entries: Iterable[tuple[str, Entry]], read: Read
 ) -> Iterator[tuple[str, DamagedError]]:
-    """Yield the containers that lack elements, by path, and what they lack.
+    """Yield the path of each container that lacks elements, and an error that says so.
 
     Args:
         entries: All entries of a key that a rank sees, in order, by path.

@@ -26,9 +26,9 @@ def bad_records(
     report: Callable[[int], None],
     tell_base: Callable[[Record, Digest], None] = lambda record, base: None,
 ) -> Iterator[tuple[Record, Failure]]:
-    """Read chunks and nodes; yield those that are not whole, and why.
+    """Read chunks and nodes; yield each that is not whole, and why.
 
-    Those of a codec that this version does not know are passed over.
+    Chunks of a codec that this version does not know are passed over.
 
     Args:
         store: The store.
@@ -56,7 +56,7 @@ def _bad_of(
     store: Repository, window: list[tuple[Place, list[Want]]]
 ) -> Iterator[tuple[Record, Failure]]:
     for place, wants, _ in store.read_places(window):
-        # Each alone: one unreadable chunk makes a read with its neighbours fail.
+        # Read each alone: one unreadable chunk makes a read with its neighbours fail.
         for unread in store.read_places([(place, wants)]):
             if unread.failure.reason is not Reason.UNSUPPORTED:
                 yield (wants[0].digest, place), unread.failure
@@ -85,5 +85,5 @@ def can_lie_at(place: Place) -> bool:
 
 
 def is_known(place: Place) -> bool:
-    """Whether this version can read what lies at a place, if that is whole."""
+    """Whether this version knows the form in which a chunk is stored at a place."""
     return place.codec in KNOWN_CODECS

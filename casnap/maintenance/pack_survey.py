@@ -66,7 +66,7 @@ def _wrong_length(size: int, records: Sequence[Record]) -> str:
 class PackSurvey:
     """The places that the index of a root has, and which of them are whole.
 
-    A new one has read the segments. :meth:`look` looks at each pack; :meth:`read` reads bytes.
+    A new survey has read the segments. :meth:`look` looks at each pack; :meth:`read` reads bytes.
 
     Args:
         store: The store.
@@ -129,7 +129,7 @@ class PackSurvey:
         return [place for place in self.index.of(digest) if self._is_there(digest, place)]
 
     def note_bad(self, digest: Digest, place: Place, failure: Failure) -> None:
-        """Record that the bytes at a place are not what was written."""
+        """Record that the bytes at a place are not the bytes that were written."""
         self._bad[digest, place] = failure
         self._chains.forget()
         message = f"at byte {place.offset:,}: {failure}"
@@ -137,7 +137,7 @@ class PackSurvey:
         self._blame.setdefault(digest, []).append(damage)
 
     def recall(self) -> None:
-        """Note again what earlier surveys have read and found bad, if the index still lists it."""
+        """Note again the places that earlier surveys found bad, if the index still lists them."""
         for (digest, place), failure in list(self._bad.items()):
             if place in self.index.of(digest):
                 self.note_bad(digest, place, failure)
@@ -148,7 +148,7 @@ class PackSurvey:
         return self._blame.get(digest, [])
 
     def has_long_chain(self, digest: Digest) -> bool:
-        """Whether a digest is whole, but below more deltas than are read."""
+        """Whether a digest is whole, but its chain has more deltas than are read."""
         return any(map(self._chains.is_too_long, self._places_there(digest)))
 
     # --- the index ---
@@ -203,7 +203,7 @@ class PackSurvey:
             records = self.index.of_pack(pack)
             size = -1 if listed is None else listed.get(pack, -1)
             if size < _length_of(records):
-                # A list is not enough to call a pack hurt.
+                # A listing may be stale, so it is not enough to call a pack hurt.
                 size = backend.size(pack_key(pack))
             if size < _length_of(records):
                 return _PackState(size)
@@ -253,7 +253,7 @@ class PackSurvey:
             self._blame.setdefault(digest, []).append(damage)
 
     def unsupported_in(self, pack: PackId) -> Damage:
-        """Return what says that this version cannot read some of a pack."""
+        """Return the finding that this version cannot read some chunks of a pack."""
         if pack not in self._unsupported_packs:
             unknown = [p.codec for _, p in self.index.of_pack(pack) if not is_known(p)]
             codecs = ", ".join(map(str, sorted(set(unknown))))
@@ -281,7 +281,7 @@ class PackSurvey:
         self._note_other_bases()
 
     def _note_other_bases(self) -> None:
-        """Note deltas whose base the index and their pack name wrongly: it may be collected."""
+        """Note deltas whose base the index names wrongly, so that the base may be collected."""
         for (digest, place), base in self._other_bases.items():
             if place in self.index.of(digest):
                 message = (
@@ -292,7 +292,7 @@ class PackSurvey:
 
     @property
     def stored_bytes(self) -> int:
-        """The stored bytes of what is looked at, at all its places."""
+        """The stored bytes of the chunks and nodes that are looked at, at all their places."""
         if self.wanted is None:
             return self.index.stored_bytes
         return sum(place.stored_size for d in self.wanted for place in self.index.of(d))

@@ -39,7 +39,7 @@ from casnap.storage.inspecting import Mending, Reason, StoredFiles, read_footer
 
 # One reader: packs are filled from one thread, out of the other buffers of the pool.
 _READ = ReadOptions(readers=1)
-# How often to start over because a collector has changed the store meanwhile.
+# How often a repair starts over, at most, because a collector has changed the store.
 _MOST_TRIES = 10
 
 
@@ -49,9 +49,10 @@ class RepairReport:
 
     Attributes:
         dry_run: Whether nothing was changed.
-        found: What was wrong.
-        remaining: What could not be repaired, with everything that it hurts. With ``dry_run`` also
-            what may turn out to be needed once the index and the trees can be read again.
+        found: The damages.
+        remaining: The damages that could not be repaired, with everything that they hurt. With
+            ``dry_run`` also damages that may turn out to hurt something once the index and the
+            trees can be read again.
         root: The number of the newest root.
         dropped_segments: Index segments that could not be read.
         adopted_packs: Packs that no segment listed, and that are listed again.
@@ -59,10 +60,10 @@ class RepairReport:
         saved_chunks: How many chunks and nodes were copied out of damaged packs.
         healed_chunks: How many lost chunks and nodes were found in a source.
         rescued_packs: Condemned packs that are needed, and are no longer condemned.
-        restored_root: The older root whose snapshots the store has again, since files that the
-            newest one named are not here, and its table of snapshots cannot be read; else None.
-        skipped: Sources, and packs that no segment lists, that could not be used, and why.
-        warnings: Snapshots that markers tell of, and the newest root does not, as in a check. No
+        restored_root: The older root whose snapshots the store has again, if files that the newest
+            root named are missing and its table of snapshots cannot be read; else None.
+        skipped: Sources that could not be used, and why; also packs that no segment lists.
+        warnings: Snapshots that markers name, but the newest root does not, as in a check. No
             repair can bring them back.
     """
 
@@ -93,7 +94,7 @@ def repair(
     progress: Progress | None = None,
     dry_run: bool = False,
 ) -> RepairReport:
-    """Repair a store. Takes may run meanwhile.
+    """Repair a store. Takes may run at the same time.
 
     Args:
         store: The store.
@@ -104,7 +105,8 @@ def repair(
     Raises:
         DamagedError: The newest root cannot be read.
         BackendError: Something cannot be read now, but may be whole.
-        UnsupportedFormatError: A damaged pack holds what this version does not know.
+        UnsupportedFormatError: A damaged pack holds chunks in a form that this version does not
+            know.
     """
     return Mending.run(
         store, lambda mending: _Repair(store, sources, dry_run, mending).run(progress)
@@ -127,7 +129,7 @@ class _Repair:
         self._would_adopt: set[Digest] = set()
         # Damaged roots, which must not stay the newest.
         self._must_replace: set[int] = set()
-        # The newest whole root, if files are not here that the newest one names.
+        # The newest whole root, if files that the newest root names are missing.
         self._whole_root: Root | None = None
         self._tries = 0
         self.report = RepairReport(dry_run=dry_run)
@@ -166,7 +168,7 @@ class _Repair:
         try:
             return self._drop_rows() or self._adopt() or self._mend() or self._go_back()
         except DamagedError:
-            # A collector removes segments that the root at hand names, and the newest does not.
+            # A collector may have removed segments that the root at hand names, but not the newest.
             self._tries += 1
             if self._tries == _MOST_TRIES or self._store.newest() == self._survey.root:
                 raise
@@ -174,7 +176,7 @@ class _Repair:
             return True
 
     def _drop_rows(self) -> bool:
-        """Remove the rows of the table whose names cannot be ones."""
+        """Remove the rows of the table whose names cannot be names of snapshots."""
         names = self._survey.snapshots.rejected
         return bool(names) and change_table(self._store, lambda *_: dict.fromkeys(names))
 
@@ -196,9 +198,9 @@ class _Repair:
         self._copied, self._healed = set(), set()
 
     def _go_back(self) -> bool:
-        """Put a root with the snapshots of the newest whole one, if the newest table is lost."""
+        """Put a root with the snapshots of the newest whole root, if the newest table is lost."""
         survey, whole, index = self._survey, self._whole_root, self._survey.index
-        # A dry run does not know what the index would find again.
+        # A dry run does not know whether the table could be read once packs are adopted.
         if whole is None or self._would_adopt or not survey.snapshots.table_is_lost:
             return False
         if self.report.dry_run:
@@ -252,7 +254,7 @@ class _Repair:
         try:
             size = backend.size(pack_key(pack))
             footer = read_footer(backend, pack, size)
-        except FileNotFoundError:  # collected meanwhile
+        except FileNotFoundError:  # a collector has deleted it
             return []
         except (DamagedError, BackendError) as e:
             if self._survey.packs.unreadable:
@@ -263,7 +265,7 @@ class _Repair:
     # --- damaged packs, and what is lost ---
 
     def _mend(self) -> bool:
-        """Put a root without what is damaged; return whether to survey the store again."""
+        """Put a root without damaged packs and segments; return whether to survey again."""
         survey, root = self._survey, self._survey.root
         damaged = frozenset(survey.packs.hurt)
         if not self._save(damaged):
@@ -290,7 +292,10 @@ class _Repair:
         return True
 
     def _report_dry_run(self, digests: set[Digest]) -> None:
-        """Report what would remain: what is lost, or may be, if not all needs are known."""
+        """Report the damages that would remain.
+
+        They are the damages of lost digests; and of packs, if not all needs are known.
+        """
         survey = self._survey
         damages = [
             d for digest in survey.trees.lost & digests for d in survey.trees.damages_of(digest)
@@ -317,7 +322,7 @@ class _Repair:
         return digests
 
     def _save(self, damaged: frozenset[PackId]) -> bool:
-        """Copy what is whole in damaged packs, unless another pack holds it whole.
+        """Copy the whole chunks and nodes of damaged packs, unless another pack holds them whole.
 
         Returns:
             Whether everything that was copied was still whole.

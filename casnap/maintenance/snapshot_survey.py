@@ -1,4 +1,4 @@
-"""Surveying the table: which snapshots there are, and what a damage hurts of each."""
+"""Surveying the table: which snapshots there are, and which parts of them a damage hurts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class SnapshotSurvey:
 
     Args:
         root: The root.
-        trees: What its trees need.
+        trees: The survey of its trees.
         findings: Gets each damage.
         progress: Called with the current phase, how much of it is done, and the total.
 
     Attributes:
         count: How many snapshots there are.
-        rejected: The names in the table that cannot be ones.
+        rejected: The names in the table that cannot be names of snapshots.
         commits: The commit of each snapshot and unfinished copy, by its name in damages.
     """
 
@@ -52,7 +52,7 @@ class SnapshotSurvey:
         """Survey all snapshots and unfinished copies, or one snapshot.
 
         Args:
-            only: The full name of that one.
+            only: The full name of the one snapshot; None for all.
         """
         table, damages = self._trees.try_read(
             partial(self._trees.nodes.table, self._root), "the table"
@@ -95,7 +95,7 @@ class SnapshotSurvey:
                 self.count += 1
 
     def _copies(self) -> None:
-        """Survey what was sent of unfinished copies, which is kept like a snapshot."""
+        """Survey the parts of unfinished copies, which are kept like snapshots."""
         # Their entries name chunks, however short, and are no values.
         self._trees.judges = False
         for commit, copy in self._root.copies.items():
@@ -141,5 +141,5 @@ class SnapshotSurvey:
 
 
 def copy_name(commit: bytes) -> str:
-    """Return what an unfinished copy is called in damages."""
+    """Return the name of an unfinished copy in damages."""
     return f"the unfinished copy {commit.hex()}"

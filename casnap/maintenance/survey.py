@@ -1,9 +1,9 @@
 """Surveying a whole store: every object is read, and every damage named with what it hurts.
 
-Three questions, each answered by the module of its name: which places are whole
-(``pack_survey.py``), what the trees need of them (``tree_survey.py``), and which snapshots that
-hurts (``snapshot_survey.py``). The survey trusts only the store itself, neither the cache of this
-host nor hints to places.
+It answers three questions, each in a module of its own: which places are whole
+(``pack_survey.py``), which of them the trees need (``tree_survey.py``), and which snapshots each
+damage hurts (``snapshot_survey.py``). The survey trusts only the store itself, neither the cache of
+this host nor hints to places.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Survey:
     """Everything that is wrong in a store, with the tensors that it hurts.
 
     A new survey has read the index. :meth:`run` reads the rest. Each time another root becomes the
-    newest one, all three parts begin anew; only what was read and found bad stays known.
+    newest one, all three parts begin anew; only places that were read and found bad stay known.
 
     Args:
         store: The store.
@@ -44,9 +44,9 @@ class Survey:
 
     Attributes:
         root: The newest root.
-        packs: The index and the packs.
-        trees: What trees need.
-        snapshots: The snapshots.
+        packs: The survey of the index and the packs.
+        trees: The survey of the trees.
+        snapshots: The survey of the snapshots.
     """
 
     root: Root
@@ -86,7 +86,7 @@ class Survey:
 
     @property
     def unsupported(self) -> list[Damage]:
-        """What a newer version has to read. It is no damage."""
+        """The parts that only a newer version can read. They are no damages."""
         return self._findings.unsupported
 
     @property
@@ -99,7 +99,7 @@ class Survey:
         return self.packs.whole_places(digest)
 
     def note_bad(self, digest: Digest, place: Place, failure: Failure) -> None:
-        """Record that the bytes at a place are not what was written."""
+        """Record that the bytes at a place are not the bytes that were written."""
         self.trees.note_bad(digest, place, failure)
 
     def run(
@@ -109,7 +109,7 @@ class Survey:
 
         Args:
             share: The share of all chunks and nodes to read and verify; None to read none.
-            seed: Chooses which, if the share is less than 1.
+            seed: Chooses the chunks and nodes to read, if the share is less than 1.
             only: The full name of the one snapshot.
         """
         self._only = only
@@ -125,7 +125,7 @@ class Survey:
             self.run_again()
         else:
             self._survey_snapshots()
-        # What is missing may have been collected or merged since the survey began.
+        # Missing objects may have been collected or merged since the survey began.
         for _ in range(_LOOKS):
             if not self.damages or self.store.newest() == self.root:
                 return

@@ -1,4 +1,4 @@
-"""Surveying trees: which nodes and chunks they need, and what the lack of each hurts."""
+"""Surveying trees: which nodes and chunks they need, and which entries the lack of each hurts."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from casnap.maintenance.entry_checks import Read
 
 T = TypeVar("T")
-# Small chunks of one leaf are read together, up to so many bytes.
+# The most bytes of small chunks of one leaf that are read together.
 _KEPT_BYTES = 32 << 20
 
 
 class Below(NamedTuple):
-    """What lies below a node: the damages, by path, and the sum of :func:`balance`."""
+    """The findings below a node: the damages, by path, and the sum of :func:`balance`."""
 
     hurts: list[tuple[str, Damage]]
     balance: int = 0
@@ -48,14 +48,14 @@ def leaf_name(key: str, count: int) -> str:
 
 
 class TreeSurvey:
-    """What the trees of a root need, and what is wrong with it.
+    """The nodes and chunks that the trees of a root need, and their damages.
 
     No node is read twice, however many snapshots share it.
 
     Args:
         store: The store.
         root: The root.
-        packs: Which places are whole.
+        packs: The survey that says which places are whole.
         findings: Gets each damage.
         reads: Whether values are read and judged, besides the structure.
 
@@ -66,7 +66,8 @@ class TreeSurvey:
         known_lost: Digests that the root says are lost.
         rescued: Condemned packs that hold a needed digest which no live pack holds.
         reads: Whether values are read and judged.
-        judges: Whether the entries that come next are values.
+        judges: Whether entries are judged by their values; not while unfinished copies are
+            surveyed.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class TreeSurvey:
         *,
         reads: bool,
     ) -> None:
-        # This loads torch, which a store and most commands need not.
+        # This loads torch, which an open store and most commands do not need.
         from casnap.maintenance import entry_checks
 
         self._entry_checks = entry_checks
@@ -96,7 +97,7 @@ class TreeSurvey:
         # The damages that hurt a needed digest.
         self._damages_of: dict[Digest, list[Damage]] = {}
         self._condemned_damage: dict[PackId, Damage] = {}
-        # What was surveyed once: subtrees and leaves, and damages of lists of chunks.
+        # Findings that are kept: below subtrees and leaves, of lists of chunks, of containers.
         self._below: dict[bytes, Below] = {}
         self._lists: dict[tuple[object, ...], list[Damage]] = {}
         self._lacking: dict[tuple[bytes, ...], list[tuple[str, Damage]]] = {}
@@ -108,7 +109,7 @@ class TreeSurvey:
         return unknown or any(self.needed[digest] < 0 for digest in self.lost)
 
     def note_bad(self, digest: Digest, place: Place, failure: Failure) -> None:
-        """Record that the bytes at a place are not what was written."""
+        """Record that the bytes at a place are not the bytes that were written."""
         self._packs.note_bad(digest, place, failure)
         self._damages_of.pop(digest, None)
 
@@ -117,7 +118,7 @@ class TreeSurvey:
         self.nodes.read_ahead(top for top in tops if top not in self._below)
 
     def subtree(self, contents: Contents, key: str, top: bytes) -> Below:
-        """Return what lies below a key. A known subtree is not read again."""
+        """Return the findings below a key. A known subtree is not read again."""
         if top in self._below:
             return self._below[top]
         label = f"{contents.name}: {key}"
@@ -133,7 +134,7 @@ class TreeSurvey:
     def _nodes(
         self, contents: Contents, key: str, tree: Tree[Entry], children: list[Child]
     ) -> Below:
-        """Return what lies below some nodes of a tree. A known node is not read again."""
+        """Return the findings below some nodes of a tree. A known node is not read again."""
         self.nodes.read_ahead(node for _, node, _ in children if node not in self._below)
         hurts: list[tuple[str, Damage]] = []
         total = 0
@@ -184,7 +185,7 @@ class TreeSurvey:
             return [self._findings.add_unsupported(f"{path}: {e}")], ()
 
     def _chunks(self, contents: Contents, path: str, entry: KnownEntry) -> list[Damage]:
-        """Return the damages of the chunks of an entry. A known list of them is not read again."""
+        """Return the damages of an entry's chunks. A known list of chunks is not read again."""
         payload = entry.payload
         form = entry.shape if isinstance(entry, TensorEntry) else ()
         content = (payload.digests, payload.depth, payload.nbytes, form)
@@ -200,7 +201,7 @@ class TreeSurvey:
         return damages
 
     def _small_contents(self, items: list[tuple[str, Entry]]) -> dict[Digest, bytes]:
-        """Return the chunks of the values and specs of a leaf, if all bytes are read: together."""
+        """Read the chunks of the values and specs of a leaf together, if values are read at all."""
         digests: dict[Digest, None] = {}
         if self.reads:
             total = 0
@@ -231,7 +232,7 @@ class TreeSurvey:
         return b"".join(parts[d] for d in digests) if parts.keys() >= set(digests) else None
 
     def _read_chunks(self, digests: Iterable[Digest]) -> dict[Digest, bytes]:
-        """Return those of some chunks that can be read."""
+        """Read some chunks; return the ones that can be read."""
         raws: dict[Digest, bytes] = {}
 
         def keep(digest: Digest, raw: memoryview) -> None:
@@ -243,7 +244,7 @@ class TreeSurvey:
             for d, place in places.items()
             if place is not None
         ]
-        # What fails is found where all bytes are read.
+        # A chunk that fails here is noted where all bytes are read.
         if wanted_places:
             self.nodes.read_places(wanted_places)
         return raws
@@ -291,7 +292,7 @@ class TreeSurvey:
         return damages
 
     def try_read(self, attempt: Callable[[], T], label: str) -> tuple[T | None, list[Damage]]:
-        """Return the result of reading from the trees, and the damages that this met."""
+        """Read from the trees; return the result, or None, and the damages that were met."""
         self.nodes.asked = []
         result, error, unsupported = None, None, None
         try:
@@ -317,7 +318,7 @@ class TreeSurvey:
                 packs = [PackId(place.pack) for place in places]
                 self._damages_of[digest] = list(map(self._packs.unsupported_in, packs))
             return self._damages_of.get(digest, [])
-        # While its bases are looked for, there is none: so a circle of deltas ends.
+        # While its bases are looked at, a digest has no damages: so a circle of deltas ends.
         self._damages_of[digest] = []
         if not places:
             self.lost.add(digest)

@@ -13,10 +13,10 @@ from casnap.runtime.threads import mapped
 from casnap.storage import Repository, Want
 from casnap.storage.inspecting import Failure, GivenPlaces, Reason
 
-# On a remote store, nodes of a pack that lie within so many bytes are read together.
+# On a remote store, nodes of a pack that lie within this many bytes are read together.
 _TOGETHER = 4 << 20
 _KEPT_BYTES = 32 << 20
-# So many packs are read at the same time.
+# The most packs that are read at the same time.
 _PACKS_AT_ONCE = 8
 
 
@@ -25,12 +25,12 @@ class UncachedStore(Repository):
 
     Args:
         store: The store.
-        packs: Which places are not known to be bad.
+        packs: The survey that says which places are not known to be bad.
         needed: Gets each node that is asked for, with -1 for its length.
         note_bad: Called with a node, its place, and why it is not whole there.
 
     Attributes:
-        asked: The nodes that were asked for; who asks empties it.
+        asked: The nodes that were asked for since the caller last emptied this list.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class UncachedStore(Repository):
     def read_ahead(self, digests: Iterable[bytes]) -> None:
         """On a remote store, read nodes that are needed soon, of several packs at a time.
 
-        With 50 ms a request a check took 1.2 s so, and 8.8 s without it.
+        With 50 ms a request, a check took 1.2 s with this, and 8.8 s without.
         """
         if not self.backend.costly_requests:
             return
@@ -97,7 +97,10 @@ class UncachedStore(Repository):
                 self._kept_bytes += sum(map(len, content.values()))
 
     def _around(self, digest: Digest, places: list[Place]) -> dict[Digest, list[Place]]:
-        """Return a node and those beside it in its pack: a commit writes all its nodes into one."""
+        """Return a node and its neighbours in the pack, with their places.
+
+        A commit writes all its nodes into one pack, so the neighbours are needed soon.
+        """
         start = min(place.offset for place in places)
         near = range(start - _TOGETHER, start + _TOGETHER)
         todo: dict[Digest, list[Place]] = {digest: places}
@@ -116,5 +119,5 @@ class UncachedStore(Repository):
 
         wants = {d: [Want(d, -1, partial(keep, d), "")] for d in todo}
         self.read_places([(place, wants[d]) for d in todo for place in todo[d]])
-        # The rest is read alone, and noted as bad, where it is needed.
+        # The other nodes are read alone where they are needed, and noted as bad.
         return {d: raws[0] for d, raws in copies.items() if raws and len(raws) == len(todo[d])}

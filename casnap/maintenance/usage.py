@@ -1,8 +1,8 @@
 """How many bytes snapshots take up in their store, alone and together.
 
 A snapshot is a tree of nodes that refer to chunks. The walk enters the snapshots one after the
-other and counts references. It leaves a snapshot only after entering the next one, so what two
-neighbours share is neither read nor counted again.
+other and counts references. It leaves a snapshot only after entering the next one, so nodes and
+chunks that two neighbours share are neither read nor counted again.
 """
 
 from __future__ import annotations
@@ -84,14 +84,15 @@ def usage(
 
 @dataclass(frozen=True)
 class DiskUsage:
-    """What a store takes up, but for the markers of its snapshots.
+    """The bytes that a store takes up, without the markers of its snapshots.
 
     Attributes:
-        kept_bytes: What the newest root names, but for condemned packs.
+        kept_bytes: Packs and segments that the newest root names, without condemned packs.
         waiting_bytes: Condemned packs, which a collector deletes later.
-        orphaned_bytes: What the root does not name: takes that failed left it, or are writing it.
-        saved_bytes: How much less the chunks that are kept take up than their raw bytes, since they
-            are stored as deltas or compressed.
+        orphaned_bytes: Packs and segments that the root does not name: takes that failed have left
+            them, or takes are writing them.
+        saved_bytes: How many bytes less the kept chunks take up, since they are stored as deltas or
+            compressed, than their raw bytes.
         other_bytes: Roots and files that are being written; on a disk also the rest of the last
             block of each file.
     """
@@ -109,7 +110,7 @@ class DiskUsage:
 
 
 def disk_usage(store: Repository) -> DiskUsage:
-    """Return what a store takes up."""
+    """Return how many bytes a store takes up, and for what."""
     view = store.view()
     files = StoredFiles(store, view.root)
     segments = (segment_key(segment) for segment in view.segments)
@@ -117,7 +118,7 @@ def disk_usage(store: Repository) -> DiskUsage:
     waiting = files.size_of(map(pack_key, view.root.condemned))
     orphaned = files.size_of(files.unnamed(view))
     if store.backend.costly_requests:
-        # All else was listed.
+        # All other files were listed above.
         other = store.backend.taken_up("roots")
     else:
         # A file system that compresses may need less than the lengths of the files.
@@ -179,7 +180,7 @@ def _snapshots(store: Repository, view: IndexView) -> list[Contents]:
 class _Walk:
     """A walk over snapshots that counts the references of the current one.
 
-    Nodes and chunks have numbers. The owner of one is the only step that referred to it.
+    Nodes and chunks have numbers. The owner of a number is the only step that referred to it.
 
     Args:
         store: The store.
@@ -191,8 +192,8 @@ class _Walk:
         self._view = view
         self._numbers: dict[bytes, int] = {}
         self._nodes: dict[int, bytes] = {}
-        # The base of each chunk that is stored as a delta. It is entered like a child of a node, so
-        # that a base of many chunks counts once: no chain is asked for.
+        # The base of each chunk that is stored as a delta. A base is entered like a child of a
+        # node, so it counts once however many chunks stand on it.
         self._bases: dict[int, bytes] = {}
         self._stored = array("Q")
         self._owner = array("q")
