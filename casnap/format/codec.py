@@ -41,7 +41,7 @@ BY_SIZE = (Codec.RAW, Codec.PLANES)
 
 
 def codec_among(codecs: Iterable[int]) -> Codec:
-    """Return the one of some codecs that makes chunks smallest; a delta does not count."""
+    """Return the codec that makes chunks smallest, raw if there is none; deltas do not count."""
     given = set(codecs)
     return [Codec.RAW, *(codec for codec in BY_SIZE if codec in given)][-1]
 

@@ -27,9 +27,9 @@ def start_thread(start: Callable[[], None]) -> None:
     """Start a thread by its ``start`` method.
 
     Raises:
-        UnavailableError: No thread can be started.
-        KeyboardInterrupt: Somebody pressed Ctrl-C. Inside of ``start``, that may come as an error
-            about a lock, and the thread may run.
+        UnavailableError: The system starts no more threads.
+        KeyboardInterrupt: The user pressed Ctrl-C. Within ``start``, the interrupt may come as an
+            error about a lock, and the thread may run.
     """
     try:
         start()

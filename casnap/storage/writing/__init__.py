@@ -1,4 +1,4 @@
-"""What a writer puts: packs, segments, and the commit that makes them the next root.
+"""Writing: new packs and segments, and the commit that puts the next root.
 
-Imports ``commit_log``, ``packs``, ``lookup`` and ``reading``. Begin with ``session.py``.
+This room imports ``commit_log``, ``packs``, ``lookup`` and ``reading``. Begin with ``session.py``.
 """

@@ -1,4 +1,4 @@
-"""The smallest form of a chunk that its readers can afford: as a delta, in planes, or as it is."""
+"""Choosing the smallest form of a chunk that its readers can afford: delta, planes, or raw."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from casnap.storage.lookup.chains import can_carry, chains_below
 from casnap.storage.lookup.index import Index, IndexView
 from casnap.storage.writing.new_packs import NewPacks
 
-# A reader takes the longer for a link the more of the chunk it changes, up to that of a dense one.
-# So a chain has at most 32 links that take up to 1/56 of it each, or 4 that take 1/7 or more.
+# The more of a chunk a delta changes, the longer a reader takes to apply it, up to the time of a
+# dense one. So a chain has at most 32 deltas of up to 1/56 of the chunk each, or 4 of 1/7 or more.
 _WEIGHT, _MOST_WEIGHT = 56.0, 8.0
-# If a delta takes more than this, the chunk alone may take less.
+# If a delta takes a greater share of its chunk, planes may take less: try both.
 _LARGE_SHARE = 0.5
 
 
 class Form(NamedTuple):
-    """How a chunk is to be stored.
+    """The form in which to store a chunk.
 
     Attributes:
-        content: The bytes.
-        codec: What they are.
-        base: The base, if they are a delta.
+        content: The stored bytes.
+        codec: Their codec.
+        base: The digest of the base, if they are a delta.
     """
 
     content: bytes | memoryview
@@ -36,12 +36,12 @@ class Form(NamedTuple):
 
 
 class Base(NamedTuple):
-    """What a chunk may be a delta of.
+    """A possible base of a delta: another chunk of the store, of the same length.
 
     Attributes:
-        digest: Another chunk of the store, of the same length.
+        digest: The digest of the base.
         raw: Its bytes.
-        chain: It, and all that it stands on: :meth:`ChunkForms.chains_below`.
+        chain: Its chain, from :meth:`ChunkForms.chains_below`.
     """
 
     digest: Digest
@@ -53,36 +53,40 @@ class ChunkForms:
     """Chooses forms for new chunks of one store.
 
     Args:
-        index: The index of that store.
+        index: The index of the store.
     """
 
     def __init__(self, index: Index) -> None:
         self._index = index
-        # What was written since, in packs without a name.
+        # Chunks that this object wrote, in packs that no root names yet.
         self._written: dict[Digest, Place] = {}
 
     def has_written(self, digest: Digest) -> bool:
-        """Whether a chunk was written in a smaller form."""
+        """Whether :meth:`write` has written a chunk."""
         return digest in self._written
 
     def chains_below(
         self, view: IndexView, digests: Iterable[Digest]
     ) -> dict[Digest, list[Record]]:
-        """Return some chunks with all bases below them, as :func:`~.chains.chains_below` does.
+        """Return the chains of chunks, as :func:`~.chains.chains_below` does.
+
+        Chunks that were written since count too.
 
         Args:
-            view: The index as the change sees it that writes new chunks.
+            view: The index as the writing change sees it.
             digests: The chunks.
         """
         return chains_below(digests, partial(self._find, view))
 
     def choose(self, digest: Digest, raw: memoryview, base: Base | None) -> Form | None:
-        """Return the smallest form of a chunk; None if none is smaller. Several threads may ask.
+        """Return the smallest form of a chunk; None if no form is smaller than the chunk.
+
+        Several threads may call this.
 
         Args:
-            digest: Its digest.
-            raw: The chunk.
-            base: What it may be like.
+            digest: The digest of the chunk.
+            raw: Its bytes.
+            base: A chunk that it may resemble.
         """
         delta = None if base is None else self._delta(digest, raw, base)
         if delta is not None and len(delta.content) <= _LARGE_SHARE * len(raw):
@@ -93,7 +97,7 @@ class ChunkForms:
         return delta
 
     def _delta(self, digest: Digest, raw: memoryview, base: Base) -> Form | None:
-        """Return a chunk as a delta; None if that saves little, or its readers cannot afford it."""
+        """Return a chunk as a delta; None if that saves little, or readers cannot afford it."""
         sizes = [place.stored_size for _, place in base.chain]
         if can_carry(base.chain, digest) and _is_affordable([0, *sizes], len(raw)):
             delta = encode_delta(raw, base.raw, base.digest)
@@ -102,19 +106,31 @@ class ChunkForms:
         return None
 
     def write(self, new_packs: NewPacks, digest: Digest, nbytes: int, form: Form) -> None:
-        """Write a chunk of so many bytes in a form that was chosen."""
+        """Write a chunk in a form.
+
+        Args:
+            new_packs: The packs to write to.
+            digest: The digest of the chunk.
+            nbytes: Its raw length.
+            form: The form.
+        """
         place = Place(b"", 0, len(form.content), nbytes, int(form.codec))
         self._written[digest] = place if form.base is None else with_base(place, form.base)
         new_packs.copy_stored(digest, form.content, nbytes, form.codec)
 
     def _find(self, view: IndexView, digests: list[Digest]) -> list[Place | None]:
-        """Return where each chunk was written, and of others the newest live places."""
+        """Return the place of each chunk: where this object wrote it, or its newest live place."""
         others = [digest for digest in digests if digest not in self._written]
         places = dict(zip(others, self._index.find_newest(view, others), strict=True))
         return [self._written.get(digest) or places[digest] for digest in digests]
 
 
 def _is_affordable(sizes: list[int], nbytes: int) -> bool:
-    """Whether a chain is read fast enough; its first chunk, which is no delta, comes last."""
+    """Whether readers can afford a chain.
+
+    Args:
+        sizes: The stored length of each link. The chunk that is no delta comes last.
+        nbytes: The raw length of the chunk.
+    """
     weights = (min(_MOST_WEIGHT, max(1.0, _WEIGHT * size / nbytes)) for size in sizes[:-1])
     return sum(weights) <= MOST_LINKS and sum(sizes) <= MOST_STORED * nbytes

@@ -18,7 +18,7 @@ from casnap.storage.packs.pack_writer import Room
 from casnap.storage.reading.repository import Repository
 from casnap.storage.writing.new_packs import NewPacks
 
-# Two buffers to read into; writing takes the others of the pool.
+# Reading takes two buffers of the pool; writing takes the others.
 _READ = ReadOptions(readers=2)
 
 # Work in the background has a pool of its own, and so a turn of its own.
@@ -26,14 +26,14 @@ _turn = new_lock()
 _turn_in_background = new_lock()
 
 Report = Callable[[Digest, int], None]
-"""Called with the digest and the raw length of what was copied, from any thread."""
+"""Called with the digest and the raw length of a copied chunk or node, from any thread."""
 
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Hold the turn to copy chunks from some buffers of the pool into others.
+    """Hold the turn to copy chunks from buffers of the pool into other buffers of it.
 
-    Two threads that did so at once could each hold the buffers that the other waits for.
+    If two threads copied at the same time, each could hold the buffers that the other waits for.
     """
     with _turn_in_background if works_in_background() else _turn:
         yield
@@ -47,18 +47,20 @@ def copy_verified(
     *,
     keeps_delta: Callable[[Digest, Digest], bool] | None = None,
 ) -> None:
-    """Read chunks and nodes, verify them, and write them into new packs. Hold the turn for it.
+    """Read chunks and nodes, verify them, and write them into new packs.
+
+    The caller must hold the turn (:func:`one_at_a_time`).
 
     Args:
         source: The store to read from.
         chunks: Digests, each with whether it is a node.
-        new_packs: Where to write.
-        report: Called after each.
-        keeps_delta: Called with a chunk and its base, from any thread; returns whether to write the
-            delta as it is, not the chunk. By default no delta is written.
+        new_packs: The packs to write to.
+        report: Called after each chunk and node.
+        keeps_delta: Called with a chunk that is stored as a delta, and with its base, from any
+            thread. Returns whether to write the delta instead of the raw chunk. None: never.
 
     Raises:
-        DamagedError: Some are nowhere whole. All others were written.
+        DamagedError: Some chunks or nodes have no whole place. All others were written.
         BackendError: Some cannot be read, and may be whole.
     """
 
@@ -84,30 +86,31 @@ def copy_verified(
 
 
 class ChunkBuffer:
-    """Memory that groups of chunks are read into: fresh memory takes longer than hashing them.
+    """Memory to read groups of chunks into, again and again.
 
-    What does not fit gets memory of its own. Hold the turn while it is used.
+    Fresh memory would take longer than hashing the chunks. A chunk that does not fit gets memory of
+    its own. The caller must hold the turn (:func:`one_at_a_time`) while it uses the buffer.
 
     Args:
-        nbytes: How much.
+        nbytes: The bytes of the memory.
     """
 
     def __init__(self, nbytes: int) -> None:
-        # Its pages are made when they are first used.
+        # The kernel makes a page at its first use.
         self._memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._used = 0
         self._lock = threading.Lock()
 
     def clear(self) -> None:
-        """Give up what was read."""
+        """Free the buffer: the chunks in it are no longer valid."""
         self._used = 0
 
     def read(self, source: Repository, digests: Iterable[Digest]) -> dict[Digest, memoryview]:
-        """Return some chunks. They stay as they are until the buffer is cleared.
+        """Read chunks; return their bytes, which are valid until the buffer is cleared.
 
         Raises:
-            DamagedError: Some are nowhere whole.
-            BackendError: Some cannot be read, and may be whole.
+            DamagedError: Some chunks have no whole place.
+            BackendError: Some chunks cannot be read, and may be whole.
         """
         raws: dict[Digest, memoryview] = {}
 

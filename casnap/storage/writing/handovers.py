@@ -1,4 +1,4 @@
-"""One commit for many ranks: each hands over what it wrote to the rank that commits."""
+"""One commit for many ranks: each rank hands its packs over to the rank that commits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from casnap.storage.lookup.index import PackSet
 from casnap.storage.reading.repository import Repository
 from casnap.storage.writing.segments import MERGE_MOST
 
-# Up to so many records, over all ranks, go into the one segment that the committing rank writes.
+# The most records of all ranks that go into the segment of the committing rank.
 MOST_RECORDS = 1 << 16
 
 
@@ -31,17 +31,17 @@ class Handover(Struct, array_like=True):
     """The packs that one rank has written and relies on, for a root that another rank puts.
 
     Attributes:
-        relied_on: The ids of the packs that it relies on, one behind the other.
+        relied_on: The ids of the packs that the rank relies on, one behind the other.
         base_seq: The root number that the ids of its own packs begin with.
-        new_bytes: Bytes of chunks and nodes that it added, as stored.
-        records: Where these lie, as a sealed segment that is not written yet. Empty if there are
-            none, or so many that another segment than that of the committing rank has to hold them.
-        weight: How many records, bases and packs that other segment has to hold.
-        segments: The segments that it wrote, of what it and other ranks added.
-        sample: One of its packs; empty if there is none.
-        place: What tells the place where it writes from others.
-        fenced: Why packs are gone, such as by a collector; empty if none are.
-        full: Why it could not write all; empty if there was room.
+        new_bytes: The stored bytes of chunks and nodes that it added.
+        records: Their records, as a sealed segment that is not written yet. Empty if there are no
+            records, or too many for the segment of the committing rank.
+        weight: How many records, bases and packs must go into another segment.
+        segments: The segments that the rank wrote, for itself and other ranks.
+        sample: The id of one of its packs; empty if it wrote none.
+        place: Bytes that are equal for ranks which write to the same place.
+        fenced: Why packs of the rank are gone, such as by a collector; "" if none are.
+        full: Why the rank could not write all its packs; "" if there was room.
         requests: How many requests it has made, by kind.
     """
 
@@ -59,12 +59,13 @@ class Handover(Struct, array_like=True):
 
     @staticmethod
     def segment_writers(handovers: Sequence[Handover]) -> list[int]:
-        """Return which ranks write segments: each its own records, and those of the next ranks.
+        """Return the ranks that write segments.
 
-        A store reads each segment by itself, so there are few, however many ranks there are.
+        Each writes one for itself and for the ranks after it, up to the next rank that writes. So
+        there are few segments, however many ranks there are: a reader reads each by itself.
 
         Args:
-            handovers: Those of all ranks, in their order.
+            handovers: The handovers of all ranks, in their order.
         """
         writers: list[int] = []
         filled = MERGE_MOST
@@ -78,11 +79,16 @@ class Handover(Struct, array_like=True):
 
     @property
     def is_whole(self) -> bool:
-        """Whether a root may name all of it."""
+        """Whether all packs of the rank are written and there, so that a root may name them."""
         return not (self.fenced or self.full)
 
     def check_whole(self) -> None:
-        """Raise what a take starts again for, if that has happened to the rank."""
+        """Check that all packs of the rank are written and there.
+
+        Raises:
+            FencedError: Some packs are gone.
+            StorageFullError: The rank found no room.
+        """
         if self.fenced:
             raise FencedError(self.fenced)
         if self.full:
@@ -90,25 +96,25 @@ class Handover(Struct, array_like=True):
 
 
 class OtherRanks:
-    """The other ranks of a take, for the rank that commits; none by default.
+    """The handovers of the other ranks of a take, for the rank that commits. By default, none.
 
     Args:
-        gather: As for :meth:`~casnap.storage.writing.session.Session.include`.
-        check: As there.
+        gather: See :meth:`~casnap.storage.writing.session.Session.include`.
+        check: See :meth:`~casnap.storage.writing.session.Session.include`.
 
     Raises:
-        FencedError: Something that one of them wrote, or relied on, is gone.
-        StorageFullError: One of them found no room.
+        FencedError: A pack that a rank wrote or relies on is gone.
+        StorageFullError: A rank found no room.
 
     Attributes:
-        base_seq: The least such number of theirs.
-        new_bytes: Bytes that they added to the store.
+        base_seq: The least root number that ids of the ranks' packs begin with.
+        new_bytes: The stored bytes that the ranks added to the store.
         requests: How many requests they have made, by kind.
         relied_on: The packs that they rely on.
         segments: The segments that they wrote.
         packs: Their packs that no segment lists yet.
         samples: One pack of each rank, or of each place where ranks write.
-        records: The records of these packs.
+        records: The records of ``packs``.
         check: Raises if the other ranks have given up.
     """
 
@@ -144,27 +150,30 @@ class OtherRanks:
         self.records = [record for segment in segments_of_ranks for record in segment.records]
 
     def move_past_fence(self, root: Root, live_packs: PackSet) -> None:
-        """Have them move their packs if a fence has passed these, or a pack relied on is gone.
+        """Have the ranks hand over anew if a fence has passed their packs, or a pack is gone.
 
         Args:
-            root: The root.
-            live_packs: The packs that it names.
+            root: The root that the commit will follow.
+            live_packs: The packs that the root names.
+
+        Raises:
+            FencedError: A pack that a rank wrote or relies on is gone.
         """
         if root.fence > self.base_seq or not live_packs.issuperset(self.relied_on):
             self._take_over(root.seq)
 
     def _is_kept(self, store: Repository) -> bool:
-        """Whether no collector may delete what the ranks have written."""
+        """Whether collectors may not delete the ranks' packs: no fence has passed them."""
         return store.newest().fence <= self.base_seq
 
     def check_written(self, store: Repository) -> None:
         """Check that this rank sees the files that the other ranks wrote.
 
         Raises:
-            FencedError: A collector may have deleted them.
-            StoreError: They write to another storage, such as a copy of the store.
+            FencedError: A collector may have deleted the files.
+            StoreError: Another rank writes to another storage, such as a copy of the store.
         """
-        # At a remote place, one pack tells where a rank writes: all ranks see what is put.
+        # At a remote place, one pack of a rank shows where it writes: a put file is seen by all.
         backend = store.backend
         packs = self.samples if backend.costs.one_asks else {*self.packs, *self.samples}
         ends = dict.fromkeys(map(pack_key, packs), 0)

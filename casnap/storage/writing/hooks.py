@@ -1,4 +1,4 @@
-"""What an open store does beside the commit of a snapshot: notes, and room on its disk."""
+"""The hooks of a commit: the public classes add notes, make room on the disk, and collect."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from casnap.errors import StorageFullError
 from casnap.format.records import Row
 
 CountBytes = Callable[[], int]
-"""Returns about how many bytes are to be written, at most."""
+"""Returns an upper estimate of the bytes to write."""
 
 
-# No lambdas: options of takes are pickled for processes that save in the background.
+# Not lambdas: the options of takes are pickled for processes that save in the background.
 def _no_notes(_name: str) -> dict[str, Any]:
     return {}
 
@@ -40,16 +40,15 @@ def _freed_nothing() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class CommitHooks:
-    """What takes and copies call, in this order.
+    """The functions that takes and copies call, in this order.
 
     Attributes:
-        notes: Returns the notes in the row of a new snapshot of some full name.
+        notes: Returns the notes for the row of a new snapshot, given its full name.
         make_room: Called before a take writes anything.
-        on_full: Called where the disk is full; returns if there is more room now.
-        on_release: Called after a commit with the rows of the snapshots that it let go.
-        on_commit: Called after that.
-        count_freed: Returns how many bytes were freed since the call before, for the stats of a
-            take.
+        on_full: Called if the disk is full. It returns if there is more room now, and else raises.
+        on_release: Called after a commit, with the rows of the snapshots that it let go.
+        on_commit: Called after ``on_release``.
+        count_freed: Returns how many bytes were freed since its last call, for the stats of a take.
     """
 
     notes: Callable[[str], dict[str, Any]] = _no_notes

@@ -1,6 +1,6 @@
-"""What a repair writes: packs of whole data, and roots that name them instead of damaged ones.
+"""The writes of a repair: packs of whole data, and roots that name them instead of damaged packs.
 
-Nothing is changed in place, and nothing is deleted.
+A repair changes nothing in place, and deletes nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Mending:
-    """The packs and roots that one repair writes; made by :meth:`run`.
+    """Writes the packs and roots of one repair. :meth:`run` makes it.
 
     Args:
         store: The store.
@@ -42,7 +42,13 @@ class Mending:
 
     @classmethod
     def run(cls, store: Repository, work: Callable[[Mending], T]) -> T:
-        """Call what repairs a store; return its result. No other thread copies meanwhile."""
+        """Call the work of a repair, and return its result.
+
+        Args:
+            store: The store.
+            work: The work, which gets the object to write with. Meanwhile no other thread of this
+                process copies chunks.
+        """
 
         def mend(crew: Crew) -> T:
             mending = cls(store, crew)
@@ -69,7 +75,7 @@ class Mending:
 
         Args:
             root: The root that was surveyed.
-            places: The damaged packs' places: chunks are stored in a form that is among theirs.
+            places: The places in damaged packs. The new packs use the best codec among theirs.
         """
         codec = codec_among(place.codec for place in places)
         self._saved = NewPacks(self._store, root.seq, self._crew, codec)
@@ -80,7 +86,7 @@ class Mending:
         self._saved.copy(digest, raw, is_node=is_node)
 
     def drop(self) -> None:
-        """Forget what was saved; its packs are left to the collector unless a root names them."""
+        """End the new packs. If no root names them, the collector will delete them."""
         if self._saved is not None:
             self._saved.close()
         self._saved = None
@@ -90,11 +96,11 @@ class Mending:
     def adopt(
         self, packs: Mapping[PackId, list[Record]], unreadable: Collection[SegmentRef]
     ) -> None:
-        """Put a root that lists some packs again.
+        """Put a root that lists packs again which no segment lists.
 
         Args:
-            packs: Packs that no segment lists, and their whole records.
-            unreadable: Segments that the root no longer names.
+            packs: The packs, each with the records of its whole chunks and nodes.
+            unreadable: Segments that the new root does not name.
         """
         put_root_after(self._store, lambda root: self._entering(packs, unreadable, root))
 
@@ -104,10 +110,10 @@ class Mending:
         unreadable: Collection[SegmentRef],
         root: Root,
     ) -> Root:
-        """Return the root after this one, which lists these packs under new names."""
+        """Return the root after ``root``, which lists the packs under new names."""
         new_packs: dict[PackId, PackId] = {}
         for pack in packs:
-            # A collector may be deleting the old name.
+            # A collector may be deleting the pack under its old name.
             to = PackId(new_id(root.seq)[:-1] + pack[-1:])
             try:
                 self._store.backend.copy(pack_key(pack), pack_key(to))
@@ -128,17 +134,17 @@ class Mending:
         condemned: Mapping[bytes, int],
         lost: bytes,
     ) -> bool:
-        """Put a root that lists what was saved instead of what is damaged.
+        """Put a root that lists the new packs instead of damaged ones.
 
         Args:
             root: The root that was surveyed.
-            damaged: Packs that the next root does not list.
-            unreadable: Segments that it does not name.
-            condemned: The packs that it condemns.
-            lost: The digests that it calls lost.
+            damaged: Packs that the new root does not list.
+            unreadable: Segments that the new root does not name.
+            condemned: The packs that the new root condemns.
+            lost: The digests that the new root lists as lost.
 
         Returns:
-            Whether that root was put. If not, the store has changed, so that it is to be surveyed
+            Whether the root was put. If not, the store has changed, and the caller must survey it
             again.
         """
 
@@ -160,10 +166,10 @@ class Mending:
     def _mended(
         self, root: Root, damaged: frozenset[PackId], unreadable: Collection[SegmentRef]
     ) -> tuple[SegmentRef, ...]:
-        """Return the segments of a root without damaged packs, and with what was saved of them.
+        """Return the segments of a root without damaged packs, and with the new packs.
 
         Raises:
-            FileNotFoundError: A collector has deleted what was saved.
+            FileNotFoundError: A collector has deleted a new pack.
         """
         segments = drop_packs(self._store, self._readable(root, unreadable), damaged)
         if self._saved is None:
@@ -182,7 +188,7 @@ class Mending:
         damaged: frozenset[PackId],
         unreadable: Collection[SegmentRef],
     ) -> bool:
-        """Whether what a survey of one root has found is also true of a newer one."""
+        """Whether the findings of a survey of one root also hold for a newer root."""
         return (
             (newer.condemned, newer.lost) == (root.condemned, root.lost)
             and set(unreadable) <= set(newer.segments)
@@ -196,19 +202,19 @@ class Mending:
         packs: Sequence[PackId],
         records_of: Callable[[PackId], list[Record]],
     ) -> bool:
-        """Put a root with the snapshots of an older one, which lists the packs of both.
+        """Put a root that has the snapshots of an older root, and lists the packs of both roots.
 
-        So no chunk goes: a collection condemns what no snapshot needs, and deletes it once its
-        grace is over.
+        So no chunk is lost at once: a collection condemns the packs that no snapshot needs, and
+        deletes them once their grace is over.
 
         Args:
-            newest: The newest root, as it was surveyed.
+            newest: The newest root, which was surveyed.
             whole: The older root.
             packs: The packs of the newest root.
-            records_of: Returns what such a pack holds.
+            records_of: Returns the records of such a pack.
 
         Returns:
-            Whether the root was put. If not, there is a newer one than that which was surveyed.
+            Whether the root was put. If not, another process has put a root since the survey.
         """
 
         def prepare(root: Root) -> Root | None:
@@ -231,7 +237,7 @@ class Mending:
         packs: Sequence[PackId],
         records_of: Callable[[PackId], list[Record]],
     ) -> dict[str, Any]:
-        """Return the segments and condemned packs of a whole root, plus the later packs."""
+        """Return segments and condemned packs of a whole root, with the later packs added."""
         view = self._store.index.view(whole)
         later = [pack for pack in packs if pack not in view.packs]
         if not later:
@@ -244,7 +250,7 @@ class Mending:
         }
 
     def _readable(self, root: Root, unreadable: Collection[SegmentRef]) -> IndexView:
-        """Return the index by those segments of a root that can be read."""
+        """Return the index by the readable segments of a root."""
         refs = tuple(ref for ref in root.segments if ref not in unreadable)
         return self._store.index.view(msgspec.structs.replace(root, segments=refs))
 

@@ -37,11 +37,11 @@ class NewPacks:
         store: The store.
         base_seq: The root number that the ids of the packs begin with.
         crew: The crew of the background threads.
-        codec: How chunks are stored.
+        codec: The codec of chunks.
 
     Attributes:
-        base_seq: That root number.
-        nodes: The nodes that were added, each with its place. Copies are not among them.
+        base_seq: The root number that the ids of the packs begin with.
+        nodes: The bytes and the place of each node that :meth:`add_node` has added.
     """
 
     def __init__(self, store: Repository, base_seq: int, crew: Crew, codec: Codec) -> None:
@@ -54,22 +54,30 @@ class NewPacks:
         self._node_filler = self._nodes.filler()
         self._copies = (self._chunks.filler(), self._nodes.filler())
         self._claimed: set[Digest] = set()
-        # The second one is held while memory is waited for.
+        # The second lock is held while a thread waits for memory.
         self._lock, self._copying = threading.Lock(), threading.Lock()
         self.base_seq = base_seq
         self.nodes: dict[Digest, tuple[bytes, Place]] = {}
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the chunks and nodes that were added, as stored."""
+        """The stored bytes of the chunks and nodes that were added."""
         return self._chunks.stored_bytes + sum(p.stored_size for _, p in self.nodes.values())
 
     def filler(self) -> PackFiller:
-        """Return what one thread fills packs of chunks with."""
+        """Return a filler, with which one thread fills packs of chunks."""
         return self._chunks.filler()
 
     def claim(self, digests: list[Digest], is_new: list[bool]) -> list[bool]:
-        """Return which of the new digests the caller is to write: no other thread has them."""
+        """Claim digests for the calling thread; a digest can be claimed once.
+
+        Args:
+            digests: The digests.
+            is_new: Whether the store lacks each of them.
+
+        Returns:
+            Whether the caller must write each of them.
+        """
         claimed = []
         with self._lock:
             for digest, is_lacking in zip(digests, is_new, strict=True):
@@ -79,21 +87,21 @@ class NewPacks:
         return claimed
 
     def add_node(self, digest: Digest, node: bytes) -> None:
-        """Write a node that was claimed; from one thread."""
+        """Write a claimed node. Only one thread may call this."""
         self._node_filler.add_known([(digest, node)])
         self.nodes[digest] = (node, self._node_filler.last_place())
 
     def copy(
         self, digest: Digest, raw: memoryview, *, is_node: bool, is_verified: bool = False
     ) -> None:
-        """Write a chunk or node, unless it was claimed; from any thread.
+        """Write a chunk or node, unless it was claimed. Any thread may call this.
 
         Args:
-            digest: Its digest.
-            raw: Its bytes.
-            is_node: Whether it is a node.
-            is_verified: Whether these bytes were found to have the digest, in memory that no other
-                thread writes. Else they are hashed again in the pack.
+            digest: The digest.
+            raw: The bytes.
+            is_node: Whether they are a node.
+            is_verified: Whether the bytes were verified, in memory that no other thread writes to.
+                Else they are hashed again in the pack.
         """
         with self._lock:
             if digest in self._claimed:
@@ -109,13 +117,13 @@ class NewPacks:
     def copy_stored(
         self, digest: Digest, stored_form: bytes | memoryview, nbytes: int, codec: Codec
     ) -> None:
-        """Write a chunk in a given form, unless it was claimed; from any thread.
+        """Write a chunk in a given form, unless it was claimed. Any thread may call this.
 
         Args:
-            digest: Its digest.
-            stored_form: The form, which was found to give the chunk.
-            nbytes: The length of the chunk.
-            codec: Which form it is.
+            digest: The digest of the chunk.
+            stored_form: The stored bytes; the caller has verified that they give the chunk.
+            nbytes: The raw length of the chunk.
+            codec: The codec of the form.
         """
         base = base_of(stored_form) if codec == Codec.DELTA else None
         if self.claim([digest], [True])[0]:
@@ -123,13 +131,14 @@ class NewPacks:
                 self._copies[0].add_stored(digest, stored_form, nbytes, codec, base)
 
     def room(self, nbytes: int, count: int) -> Room | None:
-        """Return room for copies of chunks that lie side by side; from any thread.
-
-        None if they have to be copied one by one.
+        """Return room for copies of chunks that lie side by side. Any thread may call this.
 
         Args:
-            nbytes: How many bytes.
-            count: How many chunks, at most.
+            nbytes: The bytes of the room.
+            count: The most chunks in it.
+
+        Returns:
+            The room; None if the chunks must be copied one by one.
         """
         with self._copying:
             room = self._copies[0].room(nbytes, count)
@@ -142,7 +151,7 @@ class NewPacks:
         room.keep(new_chunks)
 
     def use(self, codec: Codec) -> None:
-        """Store what is written from now on with another codec."""
+        """Use another codec for the chunks and nodes that are written from now on."""
         self._chunks.codec = self._nodes.codec = codec
 
     def finish_chunks(self) -> None:
@@ -155,16 +164,16 @@ class NewPacks:
         """Wait until all packs are written.
 
         Args:
-            find: Finds what lies in earlier packs. If it is given, the last pack of nodes gets
-                hints: where the things lie that its nodes name.
-            upper_nodes: Nodes of earlier commits that these hints are to hold.
+            find: Finds chunks and nodes in earlier packs. If it is given, the last pack of nodes
+                gets hints to the chunks and nodes that its nodes name.
+            upper_nodes: Nodes of earlier commits to put into the hints.
         """
         self.finish_chunks()
         self._node_filler.seal(b"" if find is None else self._hints(find, upper_nodes))
         self._nodes.finish()
 
     def _hints(self, find: Find, upper_nodes: Sequence[bytes]) -> bytes:
-        """Return the hints for the open pack of nodes; none if it is too large to be read whole."""
+        """Return the hints for the open pack of nodes; b"" if it is too large to be read whole."""
         open_pack = self._node_filler.filling
         if open_pack is None or open_pack[1] > MOST_HINTED_BYTES:
             return b""
@@ -174,7 +183,7 @@ class NewPacks:
         names = chain.from_iterable(map(named_in, chain(reversed(nodes), upper_nodes)))
         others = (d for d in names if d not in places_of or places_of[d].pack != open_pack[0])
         wanted_digests = dict.fromkeys(islice(others, MOST_HINTS))
-        # Of a small chunk, which stands there twice, the first place.
+        # Reversed: a small chunk stands in its pack twice, and its first place must win.
         records = reversed(self._chunks.records)
         places_of |= {d: place for d, place in records if d in wanted_digests}
         unknown = [d for d in wanted_digests if d not in places_of]
@@ -187,10 +196,13 @@ class NewPacks:
         return hints
 
     def move(self, base_seq: int) -> None:
-        """Give the packs new ids, made under another root: under these no collector deletes them.
+        """Copy the packs to new ids, made under a newer root, so that no collector deletes them.
+
+        Args:
+            base_seq: The number of that root.
 
         Raises:
-            FileNotFoundError: One is gone.
+            FileNotFoundError: A pack is gone.
         """
         new_ids = self._chunks.move(base_seq) | self._nodes.move(base_seq)
         self.nodes = {d: (node, moved_place(p, new_ids)) for d, (node, p) in self.nodes.items()}
@@ -198,11 +210,11 @@ class NewPacks:
 
     @property
     def lengths(self) -> dict[PackId, int]:
-        """How many bytes each pack has that was written."""
+        """The length of each pack that was written."""
         return self._chunks.lengths | self._nodes.lengths
 
     def segment(self) -> Segment:
-        """Return the segment that lists all that was written."""
+        """Return the segment of all packs that were written."""
         packs = (*self._chunks.packs, *self._nodes.packs)
         return Segment(packs, [*self._chunks.records, *self._nodes.records])
 
@@ -210,7 +222,7 @@ class NewPacks:
         """End the threads and give the memory back."""
         for filler in (self._node_filler, *self._copies):
             filler.seal()
-        # The threads of both end, even if something fails after that.
+        # The threads of both writers end here, even if a later step fails.
         for writer in (self._chunks, self._nodes):
             writer.close()
 

@@ -1,9 +1,9 @@
-"""What a change relies on: chunks and nodes that earlier commits wrote.
+"""The reliance of a change: chunks and nodes that earlier commits wrote, and the change needs.
 
-It is announced to collectors before the first look at the index. The index says what was written,
-not what is still there: a file may have been deleted by hand, or cut off by a partly restored
-backup. So each pack is looked at when the change first relies on it, while missing chunks can still
-be stored anew.
+A change announces itself to collectors before it first looks at the index. The index says what was
+written, not what still exists: somebody may have deleted a file by hand, or a partly restored
+backup may have cut it off. So the change looks at each pack when it first relies on it, while it
+can still store missing chunks anew.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ _DELTA = int(Codec.DELTA)
 
 
 class Reliance:
-    """What a change relies on, and in which packs it lies; collectors see it until the end.
+    """The chunks and nodes that a change relies on, with their packs. Collectors see it to its end.
 
-    Each session has one. Who asks before its session begins what the store holds makes another one,
-    which that session relies on too.
+    Each session has one. A caller that asks what the store holds before its session begins makes
+    another one, which the session later adopts.
 
     Args:
         store: The store.
         base_root: The root that rank 0 has just read for all ranks; by default a recent one.
-        announced: The number of a root that is no newer, for collectors to see; None to hide.
-        at_once: Whether they are to see it at once, also where that costs requests.
+        announced: The number to announce to collectors, of a root no newer than the base; None
+            announces nothing.
+        at_once: Whether to announce at once, even if that costs requests.
 
     Attributes:
-        base: The index as the root sees it that the change is based on.
-        renew: To be called now and then while the change goes on.
+        base: The index as the base of the change sees it: the root that the change began from.
+        renew: Renews the announcement. Call it now and then while the change goes on.
     """
 
     def __init__(
@@ -56,12 +57,12 @@ class Reliance:
         self._lock = threading.Lock()
         # Pack → the digests relied on there, one behind the other.
         self._digests: dict[PackId, bytearray] = {}
-        # The packs that were looked at, with their lengths; and those that were bad.
+        # The lengths of packs that were looked at; and the packs that were missing or too short.
         self._lengths: dict[PackId, int] = {}
         self._lost: set[PackId] = set()
         self.renew = _do_nothing
         with ExitStack() as stack:
-            # Before the base is read, so that no collector frees in between what the base names.
+            # Announce before reading the base, so that no collector frees its packs in between.
             if announced is not None:
                 at_once = at_once or store.announces_at_once
                 self.renew = stack.enter_context(
@@ -73,17 +74,17 @@ class Reliance:
 
     @property
     def packs(self) -> KeysView[PackId]:
-        """The packs that it relies on."""
+        """The packs that the change relies on."""
         return self._digests.keys()
 
     def rely_on(self, digests: list[Digest]) -> list[Place | None]:
-        """Rely on the digests that are in live, existing packs; return a place of each, or None.
+        """Rely on the digests that live, existing packs hold; return a place of each, or None.
 
-        A chunk that is stored as a delta needs all bases below it too.
+        If a chunk is stored as a delta, the change relies on all bases below it too.
         """
         self.renew()
         places = dict(zip(digests, self._find(digests), strict=True))
-        # Most are no deltas, and to make chains of them would take ten times as long.
+        # Most places are no deltas, and making chains of them would take ten times as long.
         deltas = [d for d, place in places.items() if place is not None and place.codec == _DELTA]
         links: dict[Digest, Place | None] = {}
         for digest, chain in chains_below(deltas, self._find).items():
@@ -93,7 +94,7 @@ class Reliance:
         return [places[digest] for digest in digests]
 
     def adopt(self, earlier: Reliance) -> None:
-        """Rely also on what an earlier one relies on; :meth:`confirm` has to follow."""
+        """Take over an earlier reliance. A call of :meth:`confirm` must follow."""
         with self._lock:
             for pack, digests in earlier._digests.items():
                 self._digests.setdefault(pack, bytearray()).extend(digests)
@@ -106,7 +107,7 @@ class Reliance:
                     self._digests.setdefault(PackId(place.pack), bytearray()).extend(digest)
 
     def _find(self, digests: list[Digest]) -> list[Place | None]:
-        """Find digests in packs that exist; drop from the view those that do not."""
+        """Find digests in packs that exist; drop missing and short packs from the view."""
         while True:
             view = self._view
             places = self._store.index.find(view, digests, only_live=True)
@@ -136,7 +137,7 @@ class Reliance:
         return self._store.backend.appears(pack_key(pack), lambda: newest() == root)
 
     def _bad(self, places: Iterable[Place | None]) -> set[PackId]:
-        """Return the packs that are too short or missing; look at each file only once."""
+        """Return the packs of places that are missing or too short; look at each pack only once."""
         ends: dict[PackId, int] = {}
         for place in places:
             if place is not None:
@@ -147,15 +148,16 @@ class Reliance:
         return {pack for pack, end in ends.items() if self._lengths[pack] < end}
 
     def confirm(self, latest: IndexView) -> None:
-        """Rely on live packs, as a newer root has them, for what lies in packs that are not live.
+        """Check the reliance by a newer root: for each pack that is not live, look for live ones.
 
-        A condemned pack is rescued if no live pack has some digest that it is relied on for.
+        If live packs have all digests that a pack is needed for, the change relies on them instead.
+        Else a condemned pack stays relied on, so that the commit rescues it.
 
         Args:
-            latest: The index as that root sees it.
+            latest: The index as the newer root sees it.
 
         Raises:
-            FencedError: A digest is in no pack any more that the root names.
+            FencedError: A needed digest is in no pack that the root names.
         """
         self._view = replace(latest, live=latest.live.without(self._lost))
         for pack in latest.live.lacking(self._digests):
@@ -166,7 +168,7 @@ class Reliance:
                 raise FencedError
 
     def stands(self) -> bool:
-        """Whether packs that the newest root names have all of it."""
+        """Whether packs that the newest root names still have all that the change relies on."""
         try:
             self.confirm(self._store.view())
         except FencedError:
@@ -174,10 +176,10 @@ class Reliance:
         return True
 
     def end(self) -> None:
-        """Have collectors see it no more."""
+        """Take back the announcement to collectors."""
         self.renew = _do_nothing
         self._end.close()
 
 
 def _do_nothing() -> None:
-    """Stand for the renewal of what is not announced."""
+    """Renew no announcement, since there is none."""

@@ -28,24 +28,24 @@ from casnap.storage.packs.pack_writer import new_id
 from casnap.storage.reading.repository import Repository
 
 MERGE_MOST = 640_000
-"""A segment of so many records and bases has less than 48 MiB, whatever packs they are in."""
+"""The most records and bases of a segment. It then has less than 48 MiB, however many packs."""
 _SMALL = 1 << 15
-# So many records, bases and packs in a merged one: of 53, 40 and 16 bytes.
+# The most records, bases and packs of a merged segment. They have 53, 40 and 16 bytes each.
 _MOST = 900_000
 
 
 def add_segment(
     store: Repository, view: IndexView, segment: Segment, base: int
 ) -> tuple[SegmentRef, ...]:
-    """Write a new segment, merged with small ones; return the list for the next root.
+    """Write a new segment, merged with small ones; return the segments of the next root.
 
     Args:
         store: The store.
-        view: The index as the root sees it that the next one follows.
-        segment: What is new.
-        base: The root number that the id begins with.
+        view: The index as the last root sees it.
+        segment: The new segment.
+        base: The root number that ids of segments begin with.
     """
-    *large, segment = _parts(segment)
+    *large, segment = _divided(segment)
     refs = [write_segment(store, part, base) for part in large]
     sizes = {ref: ref.weight + len(view.segments[SegmentId(ref.id)]) for ref in view.root.segments}
     new_size = weight_of(segment)
@@ -56,15 +56,15 @@ def add_segment(
 
 
 Groups: TypeAlias = tuple[tuple[SegmentRef, ...], ...]
-"""Segments that are written anew, each group as one."""
+"""Groups of segments. Each group is written anew as one segment."""
 
 
 @dataclass(frozen=True)
 class Rewriting:
-    """Segments that were written in place of others, without some packs.
+    """New segments in place of old ones, without some packs.
 
     Attributes:
-        base: The root number that the ids of the new ones begin with.
+        base: The root number that the ids of the new segments begin with.
         without: The packs that were left out.
         groups: The old segments.
         new_refs: The new segments.
@@ -76,37 +76,42 @@ class Rewriting:
     new_refs: tuple[SegmentRef, ...]
 
     def fits(self, root: Root, without: frozenset[PackId]) -> bool:
-        """Whether the root after this one can have the new segments.
+        """Whether the root after ``root`` can have the new segments.
 
-        It can if this root still names all old segments, the same packs are to be left out, and the
-        fence is not past the new segments.
+        It can if ``root`` still names all old segments, the same packs are to be left out, and the
+        fence has not passed the new segments.
+
+        Args:
+            root: The last root.
+            without: The packs to leave out of the next root.
         """
         names_all = set(chain(*self.groups)).issubset(root.segments)
         return names_all and root.fence <= self.base and without == self.without
 
     def applied(self, root: Root) -> tuple[SegmentRef, ...]:
-        """Return the list for the root after this one, which the rewriting fits."""
+        """Return the segments of the root after ``root``, which this must fit."""
         replaced = set(chain(*self.groups))
         return tuple(ref for ref in root.segments if ref not in replaced) + self.new_refs
 
     def discard(self, store: Repository) -> None:
-        """Delete the new segments, which no root names."""
+        """Delete the new segments. No root may name them."""
         for ref in self.new_refs:
             store.backend.delete(segment_key(ref.id))
 
 
 def segments_to_rewrite(view: IndexView, without: Collection[PackId], costs: Costs) -> Groups:
-    """Return the segments that list some packs, and small ones if there are many of them.
+    """Return the segments that list packs to leave out, and small segments if there are many.
 
     Args:
         view: The index as a root sees it.
-        without: The packs.
-        costs: What requests cost where the store is.
+        without: The packs to leave out.
+        costs: The costs of the store's place.
     """
     segments = view.root.segments
     affected = [ref for ref in segments if not view.segments[SegmentId(ref.id)].isdisjoint(without)]
     small = [ref for ref in segments if ref.weight < _SMALL and ref not in affected]
-    # Takes merge small segments themselves, so a few are normal; on a remote store each costs.
+    # Takes merge small segments themselves, so a few are normal. On a remote store, each costs a
+    # request.
     few = costs.merged if affected else LOCAL.merged
     return tuple(map(tuple, _groups(affected + (small if len(small) >= few else []))))
 
@@ -124,6 +129,9 @@ def rewrite_segments(
         view: The index as a root sees it.
         groups: The segments.
         without: The packs to leave out.
+
+    Raises:
+        StorageFullError: There is no room. The segments that were written before are deleted.
     """
     new_refs: list[SegmentRef] = []
     try:
@@ -138,7 +146,7 @@ def rewrite_segments(
 def drop_packs(
     store: Repository, view: IndexView, without: Collection[PackId]
 ) -> tuple[SegmentRef, ...]:
-    """Rewrite segments without some packs; return the list for the root after that of the view."""
+    """Rewrite segments without some packs; return the segments of the next root."""
     groups = segments_to_rewrite(view, without, store.backend.costs)
     return rewrite_segments(store, view, groups, frozenset(without)).applied(view.root)
 
@@ -151,7 +159,7 @@ def _write_merged(
     without: Collection[PackId],
     base: int,
 ) -> list[SegmentRef]:
-    """Write new and old segments as one; return it, or nothing if it lists no pack."""
+    """Write a new segment and old ones as one; return it, or nothing if it lists no pack."""
     content, packs = encode_segment(new_segment), new_segment.packs
     if refs:
         parts = [store.index.sealed_or_kept(ref) for ref in refs]
@@ -165,24 +173,24 @@ def _write_merged(
 
 
 def write_segment(store: Repository, segment: Segment, base: int) -> SegmentRef:
-    """Write a segment as it is. Another process may name it in a root."""
+    """Write a segment without merging it, so that another process may name it in a root."""
     ident = _put_segment(store, encode_segment(segment), base)
     return SegmentRef(ident, len(segment.records), segment.deltas)
 
 
 def write_segments(store: Repository, segment: Segment, base: int) -> tuple[SegmentRef, ...]:
-    """Write a segment as it is; as several if it is large."""
-    return tuple(write_segment(store, part, base) for part in _parts(segment))
+    """Write a segment without merging it; a large one becomes several."""
+    return tuple(write_segment(store, part, base) for part in _divided(segment))
 
 
 def write_sealed(store: Repository, sealed: Iterable[bytes], base: int) -> SegmentRef:
-    """Write the segments that some ranks have sealed as one."""
+    """Write segments that ranks have sealed as one segment."""
     content, _ = merged_segment((part, "what a rank wrote") for part in sealed)
     return SegmentRef(_put_segment(store, content, base), *segment_counts(content))
 
 
-def _parts(segment: Segment) -> list[Segment]:
-    """Divide a segment by packs into some that are not too large."""
+def _divided(segment: Segment) -> list[Segment]:
+    """Divide a large segment, by its packs, into smaller ones."""
     if _weight(segment.records) <= MERGE_MOST:
         return [segment]
     of_pack: dict[bytes, list[Record]] = {pack: [] for pack in segment.packs}
@@ -202,17 +210,17 @@ def _parts(segment: Segment) -> list[Segment]:
 
 
 def weight_of(segment: Segment) -> int:
-    """Return how many records a segment has, and bases, and packs."""
+    """Return how many records, bases and packs a segment has."""
     return _weight(segment.records) + len(segment.packs)
 
 
 def _weight(records: list[Record]) -> int:
-    """Return how many records these are, and bases."""
+    """Return how many records and bases these records are."""
     return len(records) + count_deltas(records)
 
 
 def _put_segment(store: Repository, content: bytes, base: int) -> SegmentId:
-    """Write a segment; make it and all packs durable. If that fails, none is left."""
+    """Write a segment, and make it and all packs durable. If that fails, the segment is deleted."""
     ident = SegmentId(new_id(base))
     try:
         store.backend.write(segment_key(ident), content)
@@ -225,7 +233,7 @@ def _put_segment(store: Repository, content: bytes, base: int) -> SegmentId:
 
 
 def _groups(refs: Iterable[SegmentRef]) -> list[list[SegmentRef]]:
-    """Divide segments into groups; each may be merged into one."""
+    """Divide segments into groups, each small enough to be merged into one segment."""
     groups: list[list[SegmentRef]] = []
     total = MERGE_MOST
     for ref in refs:
@@ -240,16 +248,17 @@ def _groups(refs: Iterable[SegmentRef]) -> list[list[SegmentRef]]:
 def _to_merge(
     sizes: Mapping[SegmentRef, int], new_size: int, levels: Sequence[tuple[int, int]]
 ) -> list[SegmentRef]:
-    """Return the segments to merge with a new one.
+    """Return the segments to merge with a new segment.
 
-    Some segments of about one size become one. So the number of segments grows with the logarithm
-    of the number of records, and so does how often a record is written again.
+    Once there are several segments of about one size, they become one. So the number of segments
+    grows with the logarithm of the number of records. So does the number of times that a record is
+    written again.
 
     Args:
         sizes: How many records, bases and packs each segment has.
-        new_size: How many the new one has.
-        levels: For each level the most records, bases and packs that a segment of it has, and how
-            many segments of it are merged with a new one.
+        new_size: How many the new segment has.
+        levels: For each level, the most records, bases and packs of its segments; and how many of
+            its segments to merge with a new one.
     """
     merged: list[SegmentRef] = []
     total = new_size

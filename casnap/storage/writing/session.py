@@ -1,10 +1,11 @@
-"""Writing to a store: new chunks and nodes, what they rely on, and the root that names all of it.
+"""Writing to a store: new chunks and nodes, and the root that names them.
 
-A session writes packs, and relies on what earlier ones hold. In the end it commits a change of the
-table, or hands over to the rank that commits for all (``handovers.py``). The protocol, and the
-argument for it, are in ``docs/commit-protocol.md``. In short: a writer bases itself on root ``n``
-and relies only on packs that are live in ``n``. It puts root ``m + 1`` if all that it relied
-on is still there in ``m``, and no fence has passed the packs that it wrote.
+A session writes packs, and relies on packs of earlier commits. In the end it commits a change of
+the table, or hands over to the rank that commits for all ranks (``handovers.py``).
+``docs/commit-protocol.md`` has the protocol, and the argument for it. In short: a writer begins
+from root ``n``, and relies only on packs that are live in ``n``. It puts root ``m + 1`` if ``m``
+still names all packs that it relies on, and the fence of ``m`` has not passed the packs that it
+wrote.
 """
 
 from __future__ import annotations
@@ -57,43 +58,45 @@ from casnap.storage.writing.segments import (
 )
 from casnap.storage.writing.starting_over import put_root_after
 
-# About so many bytes of lists of the table stand in the hints of a commit.
+# About how many bytes of the table's lists stand in the hints of a commit.
 _UPPER_BYTES = 16 << 10
 
 Change = Callable[[Tree[Row], int], Mapping[str, Row | None] | None]
-"""Given the table and the number of the next root, returns the rows to set, and None for each to
-remove; None instead if no root is to be put. It raises to give up."""
+"""A change of the table. It gets the table and the number of the next root, and returns the rows to
+set, with None for each row to remove. It returns None if no root is to be put, and raises to give
+up."""
 
 
 class Session:
     """The part of one process in a change: the packs it writes, the packs it relies on, the commit.
 
-    It commits once, or hands over to the rank that commits. At the end of a ``with`` block it gives
-    memory back. If no root may name its packs, it deletes them.
+    A session commits once, or hands over to the rank that commits. At the end of a ``with`` block
+    it gives memory back. If no root may name its packs, it deletes them.
 
     Args:
         store: The store.
         crew: The crew of the background threads, which an error stops; by default one of its own.
-        codec: How new chunks are stored.
-        requests_before: How many requests the backend had made when the change began.
+        codec: The codec of new chunks.
+        requests_before: How many requests the backend had made when the change began, by kind.
         base_root: The root that rank 0 has just read for all ranks; by default a recent one.
-        puts_root: Whether this process is to put the root, so that it has to know whether the place
-            keeps writers apart.
-        earlier: What was relied on before it begins, and until it commits or hands over; in the end
-            it relies on all of that.
-        copies: Whether chunks are copied out of packs. Of such sessions of this process, each waits
-            for the one before.
-        dry_run: Whether it is only asked what it could rely on; it then leaves no trace.
+        earlier: A reliance from before the session, which may grow until the session commits or
+            hands over. The session then takes it over.
+        puts_root: Whether this process puts the root. It then checks that the place keeps writers
+            apart.
+        copies: Whether the session copies chunks out of packs. In one process, such sessions wait
+            for each other.
+        dry_run: Whether the session only says what it could rely on. It then leaves no trace.
 
     Attributes:
         store: The store.
-        base: The index as the root sees it that this change is based on.
-        commit_id: The commit id of the root to be put.
-        new_packs: The packs that it writes.
-        may_be_referenced: Whether a root may stand, now or later, that names the new packs.
+        base: The index as the base of the change sees it: the root that the change began from.
+        commit_id: The commit id of the root to put.
+        new_packs: The packs that the session writes.
+        may_be_referenced: Whether a root may exist, now or later, that names the new packs.
 
     Raises:
-        UnsupportedFormatError: The store uses a feature that its writers have to know.
+        UnsupportedFormatError: The store uses a feature that this version cannot write.
+        StoreError: The place does not honour put-if-absent, or may only be read.
     """
 
     def __init__(
@@ -117,7 +120,7 @@ class Session:
         self._codec = codec
         self._forms = ChunkForms(store.index)
         self._segments: list[SegmentRef] = []
-        # The segment of what another segment than that of the committing rank has to hold.
+        # Records that were too many for the segment of the committing rank.
         self._unlisted = Segment((), [])
         self._others = OtherRanks()
         with ExitStack() as stack:
@@ -139,23 +142,23 @@ class Session:
 
     @property
     def requests(self) -> Counter[str]:
-        """How many requests the change has made so far, by kind; other ranks included."""
+        """How many requests the change has made so far, on all ranks, by kind."""
         return Counter(self.store.backend.requests) - self._requests_before + self._others.requests
 
     @property
     def new_bytes(self) -> int:
-        """Bytes of the new chunks and nodes, as stored; those of other ranks included."""
+        """The stored bytes of new chunks and nodes, on all ranks."""
         return self.new_packs.stored_bytes + self._others.new_bytes
 
     def writer(self, select_share: SelectNew | None = None) -> ChunkWriter:
-        """Return what one thread stores chunks with.
+        """Return a writer, with which one thread stores chunks.
 
         Args:
-            select_share: Returns which of the chunks that the store lacks this rank is to write;
-                None for all.
+            select_share: Returns, for chunks that the store lacks, whether this rank must write
+                each; None: it writes all.
         """
-        # To compress a known chunk takes longer than to hash it twice, so a store that compresses
-        # never guesses.
+        # Compressing a known chunk takes longer than hashing it twice. So a store that compresses
+        # never guesses that all chunks are new.
         guess = not self.base.live if self._codec == Codec.RAW else None
         return ChunkWriter(self, select_share, all_new=guess)
 
@@ -165,40 +168,49 @@ class Session:
         return self._reliance.rely_on(digests)
 
     def renew_announcement(self) -> None:
-        """Have collectors go on to see the change; to be called now and then."""
+        """Renew the announcement to collectors. Call this now and then."""
         for reliance in self._reliances:
             reliance.renew()
 
     def _adopt(self) -> None:
-        """Rely also on what was relied on before; the caller looks whether it is there."""
+        """Take over the earlier reliance. The caller must then confirm that its packs exist."""
         earlier, self._earlier = self._earlier, None
         if earlier is not None:
             self._reliance.adopt(earlier)
 
     def claim_new(self, digests: list[Digest]) -> list[bool]:
-        """Return which digests the caller is to write: no live pack has them, and no other thread.
+        """Return, for each digest, whether the caller must write it.
 
-        The others are relied on.
+        The caller must write a digest that no live pack has, and no other thread has claimed. The
+        session relies on the digests that live packs have.
         """
         is_new = [place is None for place in self.rely_on(digests)]
         return self.new_packs.claim(digests, is_new)
 
     def put_node(self, node: bytes) -> Digest:
-        """Store a tree node, or a list of digests, if it is new."""
+        """Store a tree node, or a list of digests, if the store lacks it; return its digest."""
         digest = digest_of(node)
         if self.claim_new([digest])[0]:
             self.new_packs.add_node(digest, node)
         return digest
 
     def put_table_node(self, node: bytes) -> Digest:
-        """Store a node of the table, even a known one: the table follows the newest root."""
+        """Store a node of the table, even if the store has it; return its digest.
+
+        The table follows the newest root, and the session does not rely on nodes of that root.
+        """
         digest = digest_of(node)
         if self.new_packs.claim([digest], [True])[0]:
             self.new_packs.add_node(digest, node)
         return digest
 
     def ref(self, digest: Digest, earlier: NodeRef | None = None) -> NodeRef:
-        """Return a node with a hint to its place."""
+        """Return a reference to a node, with a hint to its place.
+
+        Args:
+            digest: The digest of the node.
+            earlier: The reference in the root before, which is kept if the node is the same.
+        """
         if earlier is not None and earlier.digest == digest:
             return earlier
         if digest in self.new_packs.nodes:
@@ -208,21 +220,21 @@ class Session:
     # --- chunks and nodes of other stores ---
 
     def use(self, codec: Codec) -> None:
-        """Store what is written from now on with another codec."""
+        """Use another codec for the chunks that are written from now on."""
         self._codec = codec
         self.new_packs.use(codec)
 
     def copy(self, source: Repository, digests: Iterable[Digest], report: Report) -> None:
-        """Copy chunks of another store, each verified, with the codec of this session.
+        """Copy verified chunks of another store, with the codec of this session.
 
         Args:
             source: The other store.
             digests: The chunks.
-            report: Called with digest and raw length of each, from any thread.
+            report: Called with digest and raw length of each chunk, from any thread.
 
         Raises:
-            DamagedError: Some are nowhere whole in the source.
-            PlaceError: Some cannot be read, and may be whole.
+            DamagedError: Some chunks have no whole place in the source.
+            PlaceError: Some chunks cannot be read, and may be whole.
         """
 
         def note(digest: Digest, nbytes: int) -> None:
@@ -237,12 +249,13 @@ class Session:
         raws: Mapping[Digest, memoryview],
         bases: Mapping[Digest, Digest],
     ) -> None:
-        """Store chunks in the smallest forms that their readers can afford; from any thread.
+        """Store chunks in the smallest forms that readers can afford. Any thread may call this.
 
         Args:
             digests: The chunks.
-            raws: The verified bytes of the chunks, and of those bases that could be read.
-            bases: Chunk → another one, which it may be like. The session relies on it.
+            raws: The verified bytes of the chunks, and of the bases that could be read.
+            bases: The digest of a chunk → the digest of another one, which it may resemble. The
+                session must rely on that one.
         """
         chains = self._forms.chains_below(self.base, raws.keys() & bases.values())
         for digest in digests:
@@ -253,13 +266,13 @@ class Session:
             self._forms.write(self.new_packs, digest, len(raw), form)
 
     def _go_on(self) -> None:
-        """Stop if the threads are to stop; else have collectors go on to see the change."""
+        """Renew the announcement to collectors; raise the error of the crew if it has failed."""
         if self._crew.error is not None:
             raise self._crew.error
         self.renew_announcement()
 
     def copy_nodes(self, source: Repository, digests: list[Digest]) -> int:
-        """Copy nodes of another store that this one lacks; return how many are new here."""
+        """Copy nodes of another store, unless this session has written them; return how many."""
         source.cache_nodes(digests)
         claimed = self.new_packs.claim(digests, [True] * len(digests))
         new_digests = [digest for digest, is_new in zip(digests, claimed, strict=True) if is_new]
@@ -274,16 +287,17 @@ class Session:
         gather: Callable[[int], Sequence[Handover]],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Have the commit name what other ranks hand over, too.
+        """Include the handovers of other ranks in the commit.
 
         Args:
-            gather: Returns their handovers. Given a root number that is not 0, it has them hand
-                over anew: packs with an older base get new ids first, made under this root.
+            gather: Returns the handovers. If it gets a root number other than 0, the ranks hand
+                over anew, and first copy packs with an older base to new ids under that root.
             check: Raises if the other ranks have given up, and would not learn of a commit.
 
         Raises:
-            FencedError: Something that one of them wrote, or relied on, is gone.
-            StoreError: They write to another storage, such as a copy of the store.
+            FencedError: A pack that a rank wrote or relies on is gone.
+            StorageFullError: A rank found no room.
+            StoreError: A rank writes to another storage, such as a copy of the store.
         """
         self._others = OtherRanks(gather, check)
         self._others.check_written(self.store)
@@ -297,14 +311,13 @@ class Session:
 
         Args:
             change: The change of the table.
-            update_root: Given the root before, returns it with the fields that the next one is to
-                have.
+            update_root: Returns the last root with other fields changed for the next root.
 
         Returns:
-            The root; None if the change says that none is to be put.
+            The root; None if the change returned None.
 
         Raises:
-            FencedError: Something that this relied on was collected, or is gone.
+            FencedError: A pack that the session wrote or relies on was collected, or is gone.
         """
         self._adopt()
         next_after = partial(self._root_after, change, update_root)
@@ -321,11 +334,11 @@ class Session:
         try:
             stands = put_root(self.store.backend, root)
         except StorageFullError:
-            # Nothing can have been put.
+            # This error means that no root was put.
             self.may_be_referenced = False
             raise
         if not stands:
-            # The number is another commit's for ever.
+            # Another commit has the number for ever, so no root names the packs yet.
             self.may_be_referenced = False
             self._delete_segments()
         return stands
@@ -333,12 +346,16 @@ class Session:
     def _root_after(
         self, change: Change, update_root: Callable[[Root], Root], m: Root
     ) -> Root | None:
-        """Write everything that the root after ``m`` names, and return that root; None for none.
+        """Write all files that the root after ``m`` names, and return that root.
 
-        If ``m`` lacks a pack relied on, but a newer root was put meanwhile, that one is looked at.
+        If ``m`` lacks a pack that the session relies on, but others have put a newer root, this
+        goes on with the newer root.
+
+        Returns:
+            The root; None if the change returned None.
 
         Raises:
-            FencedError: A pack relied on is gone, and no newer root was put.
+            FencedError: A pack that the session wrote or relies on is gone.
         """
         latest = self.store.index.view(m)
         relied_on = self._packs_relied_on(m, latest)
@@ -363,7 +380,7 @@ class Session:
             self.commit_id,
             table=None if top is None else self.ref(top, m.table),
             segments=self._write_segment(latest),
-            # A pack that was condemned meanwhile, and is relied on, is rescued, as a whole.
+            # A pack that the session relies on, and that was condemned meanwhile, is rescued.
             condemned={p: seq for p, seq in m.condemned.items() if p not in relied_on},
         )
 
@@ -389,15 +406,15 @@ class Session:
         return None
 
     def _write_table(self, table: Tree[Row], changes: Mapping[str, Row | None]) -> Digest | None:
-        """Write a table with some changes; return its digest."""
+        """Write the table with changes; return its digest, or None if it has no row left."""
         slim = {name: row and self._slim(row) for name, row in changes.items()}
         return table.edit(slim, self.put_table_node)
 
     def _upper_lists(self, top: Digest | None) -> list[bytes]:
         """Return the upper lists of the table that this commit does not write, from the top down.
 
-        Many commits wrote them. A reader with the hints of the last one needs one request
-        for all. Only what this host has cached is among them.
+        They are in the packs of many commits. With these lists in the hints of the last commit, a
+        reader needs one request for all. Lists that this host has not cached are left out.
         """
         new_nodes, cache = self.new_packs.nodes, self.store.index.cache
         todo = deque([] if top is None else [top])
@@ -415,7 +432,10 @@ class Session:
         return upper
 
     def _slim(self, row: Row) -> Row:
-        """Put large metadata into a node of their own, which is not written again with the leaf."""
+        """Return a row whose large metadata stand in a node of their own.
+
+        So they are not written again with each change of their leaf.
+        """
         content = encode(row.metadata)
         if len(content) <= INLINE_METADATA_BYTES:
             return row
@@ -436,17 +456,17 @@ class Session:
         return (*segments, *others.segments)
 
     def hand_over(self, world: int, seq: int = 0) -> Handover:
-        """Finish the packs of this rank, and return what the rank that commits needs to know.
+        """Finish the packs of this rank, and return the handover for the rank that commits.
 
-        From here on a root may stand that names the packs, until :meth:`withdraw`.
+        From now on a root may name the packs, until :meth:`withdraw`.
 
         Args:
             world: How many ranks hand over.
-            seq: A root number. Packs with an older base get new ids, made under this root.
+            seq: A root number. Packs with an older base are copied to new ids under this root.
 
         Returns:
-            The handover; if a pack that this rank wrote or relies on is gone, or there is no room,
-            one that says so. Then no root names anything, and all ranks delete what they wrote.
+            The handover. If a pack that this rank wrote or relies on is gone, or there is no room,
+            the handover says so. No root then names any packs, and all ranks delete theirs.
         """
         self._adopt()
         try:
@@ -458,8 +478,8 @@ class Session:
 
     def _finish(self, world: int, seq: int) -> Handover:
         store, packs = self.store, self.new_packs
-        # The rank that commits compares what all rely on with the newest root. So at a remote place
-        # this rank looks at that only when it is asked to move.
+        # The rank that commits checks the packs that all ranks rely on by the newest root. So at a
+        # remote place, this rank looks at that root only if it is asked to move its packs.
         compares_with_base = store.backend.costly_requests and not seq
         latest = self.base if compares_with_base else store.view()
         self._reliance.confirm(latest)
@@ -481,24 +501,24 @@ class Session:
             handover.records = encode_segment(segment)
         handover.sample = b"".join(segment.packs[:1])
         handover.place = digest_of(os.fsencode(store.backend.identity))[:8]
-        # The rank that commits can sync only what it wrote itself.
+        # Sync here: the rank that commits can sync only its own files.
         store.backend.sync()
         handover.requests = dict(self.requests)
-        # No root names packs that no segment lists.
+        # No root can name packs before a segment lists them.
         self.may_be_referenced = not handover.weight
         return handover
 
     @property
     def unlisted(self) -> bytes:
-        """What this rank handed over, and a segment is still to hold; sealed, empty for nothing."""
+        """The records of this rank that still need a segment, sealed; b"" if there are none."""
         return encode_segment(self._unlisted) if self._unlisted.packs else b""
 
     def list_unlisted(self, sealed: Sequence[bytes]) -> Handover:
-        """Write the segments of what ranks handed over, and return what to tell of that.
+        """Write segments of records that ranks handed over, and return a handover of them.
 
         Args:
-            sealed: What this rank is to write of itself and of other ranks, as these have sealed
-                it; nothing if another rank writes it.
+            sealed: The :attr:`unlisted` records of this rank and of the ranks that it writes for;
+                empty if another rank writes the segment.
         """
         own, self._unlisted = self._unlisted, Segment((), [])
         base = self.new_packs.base_seq
@@ -513,20 +533,23 @@ class Session:
         return Handover(segments=tuple(self._segments), requests=dict(self.requests))
 
     def withdraw(self) -> None:
-        """Note that no root will name what this rank has handed over."""
+        """Note that no root will name the packs that this rank has handed over."""
         self.may_be_referenced = False
 
     def _cache_nodes(self) -> None:
-        """Keep the new nodes in the cache of this host, and the lengths of the new packs."""
+        """Cache the new nodes on this host, and note the lengths of the new packs."""
         nodes = [(digest, node) for digest, (node, _) in self.new_packs.nodes.items()]
         self.store.index.cache.keep_nodes(nodes)
         self.store.index.pack_lengths.note(self.new_packs.lengths)
 
     def _move(self, seq: int) -> None:
-        """Give the new packs ids that were made under another root, past a fence.
+        """Copy the new packs to ids under a newer root, since a fence has passed them.
+
+        Args:
+            seq: The number of that root.
 
         Raises:
-            FencedError: A collector has deleted one.
+            FencedError: A collector has deleted a pack.
         """
         try:
             self.new_packs.move(seq)
@@ -534,7 +557,7 @@ class Session:
             raise FencedError from None
 
     def _delete_segments(self) -> None:
-        """Delete the segments of a failed try to commit."""
+        """Delete the segments of a try to commit that has failed."""
         segments, self._segments = self._segments, []
         for segment in segments:
             self.store.backend.delete(segment_key(segment.id))
@@ -551,7 +574,8 @@ class Session:
         if error is not None:
             self._crew.fail(error)
         self._end.__exit__(kind, error, tb)
-        # What gathers from other ranks may hold this session: a cycle would keep the store open.
+        # The function that gathers handovers may hold this session. A cycle would keep the store
+        # open.
         self._others = OtherRanks()
 
     def _close(self) -> None:
@@ -562,7 +586,10 @@ class Session:
 
 
 def _serving_all(root: Root, changes: Mapping[str, Row | None]) -> Root:
-    """Return a root that serves the names that a commit sets: by them it is meant to."""
+    """Return a root whose store serves the names that a commit sets.
+
+    A user who names a snapshot in a folder below the store means the store to serve all paths.
+    """
     names = (name for name, row in changes.items() if row is not None)
     if serves_below(root) or not any(map(is_deep, names)):
         return root
@@ -570,16 +597,16 @@ def _serving_all(root: Root, changes: Mapping[str, Row | None]) -> Root:
 
 
 class ChunkWriter:
-    """Stores chunks from one thread. It hashes them where they lie, and copies only new ones.
+    """Stores chunks from one thread. It hashes them where they lie, and copies only new chunks.
 
-    While all chunks are new, as in a first take, it copies them first and hashes them only once, in
-    the pack.
+    As long as all chunks are new, as in a first take, it copies them first and hashes them only
+    once, in the pack.
 
     Args:
-        session: Where it stores them.
-        select_share: Returns which of the chunks that the store lacks this rank is to write; None
-            for all.
-        all_new: Whether to begin with the guess that all chunks are new; None to never guess so.
+        session: The session.
+        select_share: Returns, for chunks that the store lacks, whether this rank must write each;
+            None: it writes all.
+        all_new: Whether to begin with the guess that all chunks are new; None never guesses so.
     """
 
     def __init__(
@@ -591,7 +618,7 @@ class ChunkWriter:
         self._all_new = all_new
 
     def store(self, raws: Sequence[Raw]) -> list[Digest]:
-        """Store those chunks that are in no live pack; return the digests of all."""
+        """Store the chunks that no live pack has; return the digest of each chunk."""
         if self._all_new:
             return self._filler.add(raws, self._select_new)
         digests = [digest_of(raw) for raw in raws]

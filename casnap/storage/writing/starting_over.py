@@ -1,18 +1,18 @@
-"""What a writer tries again: a root whose number was taken, and a change that cannot be finished.
+"""The tries of a writer: another root if a number was taken, another start if a change is stopped.
 
-What a collector that is faster than a change does to it, from the mildest case on:
+A collector that overtakes a change may do this to it, from the mildest case on:
 
-1. It has condemned a pack that the change relies on. The root of the change no longer condemns it
-   (``session.py``).
-2. Its fence has passed packs that the change wrote. They get new names; nothing is written again
-   (``Session._move``).
-3. Such a pack is deleted already, or one that the change relies on: :class:`FencedError`. The
-   change starts again (:func:`again`), and is announced at once, so that collectors wait for it.
-4. It cannot start again, or was fenced five times. It is given up, and the error is raised.
+1. The collector has condemned a pack that the change relies on. The root of the change rescues the
+   pack (``session.py``).
+2. The collector's fence has passed packs that the change wrote. These packs get new names; no chunk
+   is written again (``Session._move``).
+3. The collector has deleted such a pack, or one that the change relies on: :class:`FencedError`.
+   The change starts again (:func:`again`), and is announced at once. So collectors wait for it.
+4. The change cannot start again, or was fenced five times. It gives up, and the error is raised.
 
-If the disk is full, a change starts again once something was freed. Nothing else knows all that. A
-writer says how often it starts again, what makes room on a full disk, and what ranks have to agree
-on before.
+If the disk is full, a change starts again once other data was freed. No other module knows these
+rules. A writer only says how many times it starts again, what makes room on a full disk, and what
+ranks must agree on before each start.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger("casnap")
 T = TypeVar("T")
 
 TRIES = 5
-"""After so many fences, or full disks, a writer gives up that has much to lose."""
+"""The fences, or full disks, after which a writer gives up by default."""
 Obstacle: TypeAlias = FencedError | StorageFullError
 
 
@@ -46,14 +46,14 @@ def put_root_after(
 
     Args:
         store: The store.
-        prepare: Given a root, writes all that the root after it names, and returns that one; None
-            if none is to be put.
-        put: Puts it; returns False if its number is taken, so that it will never stand. By default
-            :func:`~casnap.storage.commit_log.roots.put_root`.
-        first_root: Returns the root to follow at first; by default the newest.
+        prepare: Gets the last root, writes all files that the next root names, and returns the
+            next root; None if none is to be put.
+        put: Puts the root; returns False if its number is taken, so that it will never stand. By
+            default :func:`~casnap.storage.commit_log.roots.put_root`.
+        first_root: Returns the root to follow in the first try; by default the newest.
 
     Returns:
-        The root that was put.
+        The root that was put; None if ``prepare`` returned None.
     """
     put = put or partial(put_root, store.backend)
     last_root = first_root or store.newest
@@ -83,26 +83,29 @@ def again(
     start_over: Callable[[], bool] = lambda: True,
     give_up: Callable[[Obstacle], T] = _raise,
 ) -> T:
-    """Do some work that writes to a store, and start again if a collector or the disk prevents it.
+    """Do work that writes to a store; start again if a collector or a full disk stops it.
 
-    From the first fence on, the changes of this process are announced at once, so that collectors
-    see the next try. Fences and full disks are counted apart: who gives up at a full disk has made
-    room there first, however many fences came before.
+    From the first fence on, all changes of this process are announced at once, so that collectors
+    see the next try. Fences and full disks are counted apart. So however many fences came before, a
+    full disk still gets its chances to make room.
 
     Args:
         store: The store.
         work: The work, from its beginning.
-        what: What it is, for the log.
-        tries: After how many fences to give up, or after how many full disks; None for never.
-        on_full: Called when the disk is full; returns if there may be room now. By default there is
-            none.
-        start_over: Called before each new try; returns whether there can be one. If many ranks do
-            the work, they agree here.
-        give_up: Called with the error of the last try; by default that is raised.
+        what: The work in words, for the log.
+        tries: How many fences, or how many full disks, to give up after; None: never.
+        on_full: Called if the disk is full. It returns if there may be room now, and else raises;
+            by default it raises.
+        start_over: Called before each new try; returns whether to try again. If many ranks do the
+            work, they agree here.
+        give_up: Called with the error of the last try; by default it raises the error.
+
+    Returns:
+        The result of the work, or of ``give_up``.
 
     Raises:
         FencedError: A collector was faster in the last try.
-        StorageFullError: The disk is full, and nothing there can be freed.
+        StorageFullError: The disk is full, and nothing on it can be freed.
     """
     obstacles = Counter[type[Obstacle]]()
     while True:
