@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from casnap.maintenance.usage import Usage
     from casnap.mirror.mirror import Mirror
     from casnap.mirror.status import MirrorStatus
-    from casnap.pending import PendingSnapshot
+    from casnap.pending import PendingSnapshot, PendingTry
     from casnap.preemption import Preemption, on_preemption
     from casnap.restore.entry_handle import Handle
     from casnap.restore.restore_report import RestoreReport
@@ -54,6 +54,7 @@ __all__ = [
     "Mirror",
     "MirrorStatus",
     "PendingSnapshot",
+    "PendingTry",
     "Preemption",
     "PruneReport",
     "PullReport",
@@ -91,6 +92,7 @@ _LATER = {
     "Mirror": "casnap.mirror.mirror",
     "MirrorStatus": "casnap.mirror.status",
     "PendingSnapshot": "casnap.pending",
+    "PendingTry": "casnap.pending",
     "Preemption": "casnap.preemption",
     "PruneReport": "casnap.storage",
     "PullReport": "casnap.serving.options",

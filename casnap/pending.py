@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, cast
+from typing import TYPE_CHECKING
 
 from casnap.errors import CasnapError
 from casnap.runtime.later import ModuleLater
-from casnap.runtime.typing import TypeVar
 from casnap.take.pending import PendingTake
 
 if TYPE_CHECKING:
@@ -16,13 +15,8 @@ if TYPE_CHECKING:
 else:
     casnap, commit = ModuleLater("casnap"), ModuleLater("casnap.take.commit")
 
-# With on_error="warn", a take that failed leaves None.
-Outcome = TypeVar(
-    "Outcome", bound="casnap.Snapshot | None", covariant=True, default="casnap.Snapshot"
-)
 
-
-class PendingSnapshot(Generic[Outcome]):
+class PendingSnapshot:
     """A snapshot that is being stored in the background."""
 
     def __init__(
@@ -36,8 +30,8 @@ class PendingSnapshot(Generic[Outcome]):
         self._stored = stored
 
     @classmethod
-    def not_begun(cls, path: str, error: CasnapError) -> PendingSnapshot[casnap.Snapshot | None]:
-        """Return what ``async_take`` returns if it failed before it went on in the background."""
+    def not_begun(cls, path: str, error: CasnapError) -> PendingSnapshot:
+        """Return the snapshot of a take that failed before it went on in the background."""
 
         def stored(_: commit.TakeResult) -> casnap.Snapshot:
             raise error
@@ -57,23 +51,52 @@ class PendingSnapshot(Generic[Outcome]):
     def error(self) -> BaseException | None:
         """The error that the take has ended with; None while it is pending, and if it succeeded.
 
-        Looking at it does not count as raising it: without ``on_error="warn"``, ``wait()`` or a
-        later take still does.
+        Looking at it does not count as raising it: ``wait()`` or a later take still does.
         """
         return self._take.error
 
-    def wait(self) -> Outcome:
+    def wait(self) -> casnap.Snapshot:
         """Wait until the snapshot is durable, and return it.
-
-        If the take was called with ``on_error="warn"``, and the storage failed, this returns None,
-        and :attr:`error` says why.
 
         Raises:
             CasnapError: The take failed; nothing was committed, unless it is an
                 :class:`casnap.errors.UnclearCommitError`. Or this snapshot is durable, but an
                 earlier take of the store failed, and no call has raised that yet: call again.
         """
+        return self._stored(self._take.wait())
+
+    def _tried(self) -> casnap.Snapshot | None:
+        """Wait for the end; return None if a fault of the storage was tolerated."""
         self._take.wait_for_end()
-        # Only what a take with on_error="warn" returns may be None.
-        outcome = None if self._take.tolerated else self._stored(self._take.wait())
-        return cast("Outcome", outcome)
+        return None if self._take.tolerated else self.wait()
+
+
+class PendingTry:
+    """A snapshot that is being stored in the background, by :meth:`casnap.Store.try_async_take`."""
+
+    def __init__(self, pending: PendingSnapshot) -> None:
+        self._pending = pending
+
+    @property
+    def path(self) -> str:
+        """The path that the snapshot will have."""
+        return self._pending.path
+
+    def done(self) -> bool:
+        """Whether the take has ended, with success or with an error."""
+        return self._pending.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that the take has ended with; None while it is pending, and if it succeeded."""
+        return self._pending.error
+
+    def wait(self) -> casnap.Snapshot | None:
+        """Wait for the end of the take; return the snapshot, or None if the storage failed.
+
+        Then :attr:`error` says why.
+
+        Raises:
+            CasnapError: The take failed by another fault than one of the storage.
+        """
+        return self._pending._tried()

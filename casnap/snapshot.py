@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
@@ -27,19 +27,17 @@ from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.units import Size, bytes_if_given
 from casnap.state.stateful import AppState
 from casnap.storage import Contents
-from casnap.take.options import OnError, TakeOptions, check_order, options_of, shows_options
+from casnap.take.options import TakeOptions, check_order
 from casnap.version import __version__
 from casnap.view import View, find_view, find_view_together, view_of
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Unpack
 
     import casnap
     from casnap.ranks.comm import Comm
     from casnap.take.capture import StateSource
     from casnap.take.commit import TakeResult
-    from casnap.take.options import AsyncTakeArguments, TakeArguments
 else:
     casnap, torch = ModuleLater("casnap"), ModuleLater("torch")
 
@@ -153,9 +151,6 @@ class Snapshot:
         NotAStoreError: There is no store above the path.
     """
 
-    # Makes the store of a view. ``casnap.store``, which is above this module, sets it.
-    _store_of: ClassVar[Callable[[View], casnap.Store]]
-
     @python_gc_paused()
     def __init__(
         self,
@@ -224,7 +219,6 @@ class Snapshot:
 
     # --- taking ---
 
-    @overload
     @classmethod
     def take(
         cls,
@@ -235,96 +229,40 @@ class Snapshot:
         storage_options: Mapping[str, Any] | None = None,
         *,
         store: casnap.Store | str | os.PathLike[str] | None = None,
-        on_error: Literal["raise"] = "raise",
-        **options: Unpack[TakeArguments],
-    ) -> Snapshot: ...
-
-    @overload
-    @classmethod
-    def take(
-        cls,
-        path: str | os.PathLike[str],
-        app_state: AppState,
-        pg: Any = None,
-        replicated: Sequence[str] | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        *,
-        store: casnap.Store | str | os.PathLike[str] | None = None,
-        on_error: OnError,
-        **options: Unpack[TakeArguments],
-    ) -> Snapshot | None: ...
-
-    @classmethod
-    @shows_options(in_background=False)
-    def take(  # noqa: D417 - the options are described one by one
-        cls,
-        path: str | os.PathLike[str],
-        app_state: AppState,
-        pg: Any = None,
-        replicated: Sequence[str] | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        *,
-        store: casnap.Store | str | os.PathLike[str] | None = None,
-        **options: Any,
-    ) -> Snapshot | None:
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        allow_pickle: bool = False,
+        progress: Progress | None = None,
+        retention: casnap.Retention | None = None,
+        per_rank: Sequence[str] | None = None,
+        threads: int | None = None,
+        timeout: float | None = None,
+    ) -> Snapshot:
         """Take a snapshot; return when it is durable.
 
-        With ``torch.distributed``, all ranks call this together and take one snapshot. Each byte is
-        stored once, however many ranks hold it. A value is *global* if it is sharded, declared as
-        replicated, or equal on all ranks: it can be restored on any number of ranks. Every other
-        value belongs to its rank.
+        ``path`` is that of the store, then the name of the snapshot. The nearest store above it is
+        used. If there is none, the parent folder becomes a store. Of a URI, such as
+        ``s3://bucket/run1/step_100``, the parent is the store. All ranks use the absolute path of
+        rank 0. With ``store``, an open one or its URI, ``path`` is the name in this store.
+        ``storage_options`` are those of :class:`casnap.Store`; each rank uses its own.
 
-        Args:
-            path: The path of the store, then the name of the snapshot. The nearest store above the
-                path is used. If there is none, the parent folder becomes a store. Of a URI, such as
-                ``s3://bucket/run1/step_100``, the parent is the store. All ranks use the absolute
-                path of rank 0.
-            app_state: Key → module, optimizer, :class:`StateDict`, generator, … ; the same keys on
-                all ranks.
-            pg: The process group whose ranks take the snapshot together. By default this is the
-                whole world, or this process alone.
-            replicated: Globs (``*`` crosses ``/``) of paths like ``model/**`` that are equal on
-                all ranks, so that each rank hashes and writes only a part. Samples are compared
-                first; values that differ are refused. The parameters of DDP modules need no glob.
-            storage_options: How to reach a remote store, as :class:`casnap.Store` takes them.
-                Each rank uses its own.
-            store: A store or its URI. ``path`` is then the name in this store.
-            metadata: Anything that JSON can hold, up to 64 KiB, kept with the snapshot. NumPy's
-                scalars, and tensors without a dimension, become plain numbers. The metadata of rank
-                0 count.
-            overwrite: Replace a snapshot of this name, unless it has a tag.
-            allow_pickle: Store values that have no safe encoding by pickle. To restore them,
-                ``allow_pickle=True`` is needed again.
-            progress: Called as ``progress(phase, done, total)``, in bytes, from any thread.
-            retention: In the same commit, delete the snapshots of the same folder that these rules
-                do not keep, but never this one. If they cannot be judged, a warning is logged.
-            per_rank: Globs of paths whose values belong to their rank even if they are equal: the
-                state of a data loader, for example. :class:`RNGState` needs no glob.
-            threads: How many threads of this process may hash, how many may copy, and how many may
-                write to a disk. By default one a core (up to eight) hashes, and up to three write.
-            timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
-            on_error: With "warn", a fault of the storage or a device is logged as a warning, on all
-                ranks, and None is returned: no space, no answer, damage, a collector that was
-                faster, a wrong digest of a device. Once a take of the run is stored again, another
-                warning says how many failed, and since when. Any other error is raised: a wrong
-                state, name or store, a rank that died or hangs, Ctrl-C. The same on all ranks.
-
-        Raises:
-            StateError: A value of the state cannot be taken, or the ranks contradict each other.
-            SnapshotError: The name cannot be used.
-            UnclearCommitError: It is not known whether the snapshot is stored, or lasts. The same
-                take again replaces it.
-            StoreError: Another one: the store cannot be used; nothing was committed.
-            DeviceError: A device has computed a wrong digest; nothing was committed.
-            RankError: Another rank failed, died or did not answer in time.
+        :meth:`casnap.Store.take` describes all other arguments, and what is raised.
         """
         refuse_nested_take()
         check_order("Snapshot.take(path, app_state)", app_state, path)
-        options["replicated"] = replicated
-        given = options_of("Snapshot.take", options, in_background=False)
-        return take_snapshot(TakePlace.at(path, storage_options, store), app_state, given, pg)
+        options = TakeOptions(
+            metadata=metadata,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            progress=progress,
+            retention=retention,
+            replicated=replicated,
+            per_rank=per_rank,
+            threads=threads,
+            timeout=timeout,
+        )
+        return take_snapshot(TakePlace.at(path, storage_options, store), app_state, options, pg)
 
-    @overload
     @classmethod
     def async_take(
         cls,
@@ -335,62 +273,38 @@ class Snapshot:
         storage_options: Mapping[str, Any] | None = None,
         *,
         store: casnap.Store | str | os.PathLike[str] | None = None,
-        on_error: Literal["raise"] = "raise",
-        **options: Unpack[AsyncTakeArguments],
-    ) -> casnap.PendingSnapshot: ...
-
-    @overload
-    @classmethod
-    def async_take(
-        cls,
-        path: str | os.PathLike[str],
-        app_state: AppState,
-        pg: Any = None,
-        replicated: Sequence[str] | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        *,
-        store: casnap.Store | str | os.PathLike[str] | None = None,
-        on_error: OnError,
-        **options: Unpack[AsyncTakeArguments],
-    ) -> casnap.PendingSnapshot[Snapshot | None]: ...
-
-    @classmethod
-    @shows_options(in_background=True)
-    def async_take(
-        cls,
-        path: str | os.PathLike[str],
-        app_state: AppState,
-        pg: Any = None,
-        replicated: Sequence[str] | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        *,
-        store: casnap.Store | str | os.PathLike[str] | None = None,
-        **options: Any,
-    ) -> casnap.PendingSnapshot[Snapshot | None]:
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        allow_pickle: bool = False,
+        progress: Progress | None = None,
+        retention: casnap.Retention | None = None,
+        per_rank: Sequence[str] | None = None,
+        threads: int | None = None,
+        timeout: float | None = None,
+        max_staging_bytes: Size | None = None,
+        max_pending: int = 1,
+    ) -> casnap.PendingSnapshot:
         """Take a snapshot of the state as it is now; return once the state may change.
 
-        The take goes on in the background. :meth:`PendingSnapshot.wait` ends it, and raises its
-        error. An error is also logged at once. If no ``wait()`` has raised it, the next take of the
-        store raises it on all ranks, and takes nothing. The arguments are those of :meth:`take`,
-        and two more.
-
-        ``max_staging_bytes``, such as ``"20GB"``, bounds the memory for the copies of all pending
-        takes together, which is kept for the next take; at least four blocks of 64 MiB are used. If
-        the states are larger, this blocks until enough of them has been stored.
-
-        ``max_pending``, the same on all ranks, is how many takes may be pending, with this one.
-        While there are as many, this blocks. Each is stored, and committed, once the one before it
-        has ended; if one fails, the others go on. A name that a pending take has is then refused
-        not here, but by :meth:`PendingSnapshot.wait`.
-
-        With ``on_error="warn"``, neither ``wait()`` nor a later take raises a fault of the storage:
-        ``wait()`` returns None, and :attr:`PendingSnapshot.error` has it.
+        The take goes on in the background. ``path``, ``store`` and ``storage_options`` are those of
+        :meth:`take`. :meth:`casnap.Store.async_take` describes all other arguments.
         """
         refuse_nested_take()
         check_order("Snapshot.async_take(path, app_state)", app_state, path)
-        options["replicated"] = replicated
-        given = options_of("Snapshot.async_take", options, in_background=True)
-        return begin_snapshot(TakePlace.at(path, storage_options, store), app_state, given, pg)
+        options = TakeOptions(
+            metadata=metadata,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            progress=progress,
+            retention=retention,
+            replicated=replicated,
+            per_rank=per_rank,
+            threads=threads,
+            timeout=timeout,
+            max_staging_bytes=max_staging_bytes,
+            max_pending=max_pending,
+        )
+        return begin_snapshot(TakePlace.at(path, storage_options, store), app_state, options, pg)
 
     # --- restoring ---
 
@@ -736,7 +650,7 @@ class Snapshot:
     def store(self) -> casnap.Store:
         """The store that holds the snapshot."""
         if self._store is None:
-            self._store = Snapshot._store_of(self._store_view)
+            self._store = casnap.Store._of(self._store_view)
         return self._store
 
     @property
@@ -857,40 +771,59 @@ class TakePlace(NamedTuple):
         return cls(check_name(view.full_of(name)), view.path_of(name), find, store)
 
 
-def take_snapshot(
+def take_snapshot(place: TakePlace, app_state: AppState, options: TakeOptions, pg: Any) -> Snapshot:
+    """Take a snapshot together with the other ranks, as :meth:`casnap.Store.take` describes."""
+    return _take(place, app_state, options.for_path(place.path), pg)
+
+
+def try_snapshot(
     place: TakePlace, app_state: AppState, options: TakeOptions, pg: Any
 ) -> Snapshot | None:
-    """Take a snapshot together with the other ranks, as :meth:`Snapshot.take` describes."""
-    from casnap.ranks.joining import join
-    from casnap.take.capture import LiveState
-
-    options = options.for_path(place.path)
-    comm = join(pg, options.timeout, f"the take of {place.label!r}")
-
-    def take() -> Snapshot:
-        view, name = place.find(comm)
-        state = partial(LiveState, app_state)
-        return take_from(view, comm, state, name, options, pg, place.store)
-
-    return options.attempt.run(take, lambda _: None)
+    """Take a snapshot likewise, as :meth:`casnap.Store.try_take` describes."""
+    options = options.for_path(place.path, goes_on=True)
+    return options.attempt.run(lambda: _take(place, app_state, options, pg), lambda _: None)
 
 
 def begin_snapshot(
     place: TakePlace, app_state: AppState, options: TakeOptions, pg: Any
-) -> casnap.PendingSnapshot[Snapshot | None]:
-    """Begin a take together with the other ranks, as :meth:`Snapshot.async_take` describes."""
-    from casnap.pending import PendingSnapshot
+) -> casnap.PendingSnapshot:
+    """Begin a take together with the other ranks, as :meth:`casnap.Store.async_take` describes."""
+    return _begin(place, app_state, options.for_path(place.path), pg)
+
+
+def try_to_begin(
+    place: TakePlace, app_state: AppState, options: TakeOptions, pg: Any
+) -> casnap.PendingTry:
+    """Begin a take likewise, as :meth:`casnap.Store.try_async_take` describes."""
+    from casnap.pending import PendingSnapshot, PendingTry
+
+    options = options.for_path(place.path, goes_on=True)
+    return PendingTry(
+        options.attempt.run(
+            lambda: _begin(place, app_state, options, pg),
+            partial(PendingSnapshot.not_begun, place.path),
+        )
+    )
+
+
+def _take(place: TakePlace, app_state: AppState, options: TakeOptions, pg: Any) -> Snapshot:
     from casnap.ranks.joining import join
     from casnap.take.capture import LiveState
 
-    options = options.for_path(place.path)
+    comm = join(pg, options.timeout, f"the take of {place.label!r}")
+    view, name = place.find(comm)
+    return take_from(view, comm, partial(LiveState, app_state), name, options, pg, place.store)
+
+
+def _begin(
+    place: TakePlace, app_state: AppState, options: TakeOptions, pg: Any
+) -> casnap.PendingSnapshot:
+    from casnap.ranks.joining import join
+    from casnap.take.capture import LiveState
+
     comm = join(pg, options.timeout, f"the async_take of {place.label!r}")
-
-    def begin() -> casnap.PendingSnapshot:
-        view, name = place.find(comm)
-        return begin_take(view, comm, LiveState(app_state), name, options, pg, place.store)
-
-    return options.attempt.run(begin, partial(PendingSnapshot.not_begun, place.path))
+    view, name = place.find(comm)
+    return begin_take(view, comm, LiveState(app_state), name, options, pg, place.store)
 
 
 def take_from(

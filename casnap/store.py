@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 from casnap.backends import Backend
 from casnap.errors import MirrorError, SnapshotNotFoundError
@@ -30,46 +28,28 @@ from casnap.runtime.units import (
     seconds_if_given,
     seconds_of,
 )
-from casnap.snapshot import Snapshot, TakePlace, begin_snapshot, take_from, take_snapshot
+from casnap.snapshot import (
+    Snapshot,
+    TakePlace,
+    begin_snapshot,
+    take_from,
+    take_snapshot,
+    try_snapshot,
+    try_to_begin,
+)
 from casnap.state.stateful import AppState
-from casnap.take.options import OnError, TakeOptions, check_order, options_of, shows_options
+from casnap.take.options import TakeOptions, check_order
 from casnap.view import View
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     import casnap
     from casnap import serving
     from casnap.mirror.status import MirrorOptions
     from casnap.serving.pull import Source
-    from casnap.take.options import AsyncTakeArguments, TakeArguments
 else:
     casnap, serving = ModuleLater("casnap"), ModuleLater("casnap.serving")
 
 _log = logging.getLogger("casnap")
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _documented_as(by_path: Callable[..., Any]) -> Callable[[F], F]:
-    """Give a take by name the docstring of the take by path, without what is about the path."""
-
-    def documented(by_name: F) -> F:
-        lines = list[str]()
-        is_kept = True
-        for line in (inspect.getdoc(by_path) or "").split("\n"):
-            argument = re.match(r"    (\w+): ", line)
-            if argument:
-                is_kept = argument[1] not in ("path", "storage_options", "store")
-            elif not line.startswith("    "):
-                is_kept = True
-            if argument and argument[1] == "pg":
-                lines.append("    name: The snapshot's name in this store.")
-            if is_kept:
-                lines.append(line)
-        by_name.__doc__ = "\n".join(lines)
-        return by_name
-
-    return documented
 
 
 class Store:
@@ -109,7 +89,7 @@ class Store:
             once. 0: no cache. By default ``CASNAP_CACHE_BYTES`` of the environment counts; without
             it there is no cache.
         threads: How many threads of each step of a take may run, unless the take itself says; see
-            :meth:`Snapshot.take`. By default ``CASNAP_THREADS`` of the environment counts.
+            :meth:`take`. By default ``CASNAP_THREADS`` of the environment counts.
 
     Raises:
         NotAStoreError: There is no store, and ``create`` is False.
@@ -213,7 +193,6 @@ class Store:
 
     # --- snapshots ---
 
-    @overload
     def take(
         self,
         app_state: AppState,
@@ -221,69 +200,211 @@ class Store:
         *,
         pg: Any = None,
         replicated: Sequence[str] | None = None,
-        on_error: Literal["raise"] = "raise",
-        **options: Unpack[TakeArguments],
-    ) -> Snapshot: ...
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        allow_pickle: bool = False,
+        progress: Progress | None = None,
+        retention: casnap.Retention | None = None,
+        per_rank: Sequence[str] | None = None,
+        threads: int | None = None,
+        timeout: float | None = None,
+    ) -> Snapshot:
+        """Take a snapshot; return when it is durable.
 
-    @overload
-    def take(
+        With ``torch.distributed``, all ranks call this together and take one snapshot. Each byte is
+        stored once, however many ranks hold it. A value is *global* if it is sharded, declared as
+        replicated, or equal on all ranks: it can be restored on any number of ranks. Every other
+        value belongs to its rank.
+
+        Args:
+            app_state: Key → module, optimizer, :class:`StateDict`, generator, … ; the same keys on
+                all ranks.
+            name: The snapshot's name in this store.
+            pg: The process group whose ranks take the snapshot together. By default this is the
+                whole world, or this process alone.
+            replicated: Globs (``*`` crosses ``/``) of paths like ``model/**`` that are equal on
+                all ranks, so that each rank hashes and writes only a part. Samples are compared
+                first; values that differ are refused. The parameters of DDP modules need no glob.
+            metadata: Anything that JSON can hold, up to 64 KiB, kept with the snapshot. NumPy's
+                scalars, and tensors without a dimension, become plain numbers. The metadata of rank
+                0 count.
+            overwrite: Replace a snapshot of this name, unless it has a tag.
+            allow_pickle: Store values that have no safe encoding by pickle. To restore them,
+                ``allow_pickle=True`` is needed again.
+            progress: Called as ``progress(phase, done, total)``, in bytes, from any thread.
+            retention: In the same commit, delete the snapshots of the same folder that these rules
+                do not keep, but never this one. If they cannot be judged, a warning is logged.
+            per_rank: Globs of paths whose values belong to their rank even if they are equal: the
+                state of a data loader, for example. :class:`RNGState` needs no glob.
+            threads: How many threads of this process may hash, how many may copy, and how many may
+                write to a disk. By default one a core (up to eight) hashes, and up to three write.
+            timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
+
+        Raises:
+            StateError: A value of the state cannot be taken, or the ranks contradict each other.
+            SnapshotError: The name cannot be used.
+            UnclearCommitError: It is not known whether the snapshot is stored, or lasts. The same
+                take again replaces it.
+            StoreError: Another one: the store cannot be used; nothing was committed.
+            DeviceError: A device has computed a wrong digest; nothing was committed.
+            RankError: Another rank failed, died or did not answer in time.
+        """
+        refuse_nested_take()
+        options = TakeOptions(
+            metadata=metadata,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            progress=progress,
+            retention=retention,
+            replicated=replicated,
+            per_rank=per_rank,
+            threads=threads,
+            timeout=timeout,
+        )
+        return take_snapshot(self._place_of("take", app_state, name), app_state, options, pg)
+
+    def async_take(
         self,
         app_state: AppState,
         name: str,
         *,
         pg: Any = None,
         replicated: Sequence[str] | None = None,
-        on_error: OnError,
-        **options: Unpack[TakeArguments],
-    ) -> Snapshot | None: ...
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        allow_pickle: bool = False,
+        progress: Progress | None = None,
+        retention: casnap.Retention | None = None,
+        per_rank: Sequence[str] | None = None,
+        threads: int | None = None,
+        timeout: float | None = None,
+        max_staging_bytes: Size | None = None,
+        max_pending: int = 1,
+    ) -> casnap.PendingSnapshot:
+        """Take a snapshot of the state as it is now; return once the state may change.
 
-    @_documented_as(Snapshot.take)
-    @shows_options(in_background=False)
-    def take(
-        self, app_state: AppState, name: str, *, pg: Any = None, **options: Any
+        The take goes on in the background. :meth:`PendingSnapshot.wait` ends it, and raises its
+        error. An error is also logged at once. If no ``wait()`` has raised it, the next take of the
+        store raises it on all ranks, and takes nothing. The arguments are those of :meth:`take`,
+        and two more.
+
+        ``max_staging_bytes``, such as ``"20GB"``, bounds the memory for the copies of all pending
+        takes together, which is kept for the next take; at least four blocks of 64 MiB are used. If
+        the states are larger, this blocks until enough of them has been stored.
+
+        ``max_pending``, the same on all ranks, is how many takes may be pending, with this one.
+        While there are as many, this blocks. Each is stored, and committed, once the one before it
+        has ended; if one fails, the others go on. A name that a pending take has is then refused
+        not here, but by :meth:`PendingSnapshot.wait`.
+        """
+        refuse_nested_take()
+        options = TakeOptions(
+            metadata=metadata,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            progress=progress,
+            retention=retention,
+            replicated=replicated,
+            per_rank=per_rank,
+            threads=threads,
+            timeout=timeout,
+            max_staging_bytes=max_staging_bytes,
+            max_pending=max_pending,
+        )
+        return begin_snapshot(self._place_of("async_take", app_state, name), app_state, options, pg)
+
+    def try_take(
+        self,
+        app_state: AppState,
+        name: str,
+        *,
+        pg: Any = None,
+        replicated: Sequence[str] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        allow_pickle: bool = False,
+        progress: Progress | None = None,
+        retention: casnap.Retention | None = None,
+        per_rank: Sequence[str] | None = None,
+        threads: int | None = None,
+        timeout: float | None = None,
     ) -> Snapshot | None:
-        """Take a snapshot. :meth:`Snapshot.take` describes the arguments, and what it returns."""
-        refuse_nested_take()
-        check_order("store.take(app_state, name)", app_state, name)
-        place = TakePlace.of(self._view, self._view.local_name(name), self)
-        given = options_of("Store.take", options, in_background=False)
-        return take_snapshot(place, app_state, given, pg)
+        """Take a snapshot as :meth:`take` does; if the storage fails, warn, and return None.
 
-    @overload
-    def async_take(
+        So a run goes on while there is no space or no answer, and after damage, a collector that
+        was faster, or a wrong digest of a device. All ranks log the warning, and return None. Once
+        a take of the run is stored again, another warning says how many failed, and since when.
+        Any other error is raised: a wrong state, name or store, a rank that died or hangs, Ctrl-C.
+
+        An error of an earlier :meth:`async_take` is not raised here. All ranks call this, or all
+        call :meth:`take`. The arguments are those of :meth:`take`.
+        """
+        refuse_nested_take()
+        options = TakeOptions(
+            metadata=metadata,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            progress=progress,
+            retention=retention,
+            replicated=replicated,
+            per_rank=per_rank,
+            threads=threads,
+            timeout=timeout,
+        )
+        return try_snapshot(self._place_of("try_take", app_state, name), app_state, options, pg)
+
+    def try_async_take(
         self,
         app_state: AppState,
         name: str,
         *,
         pg: Any = None,
         replicated: Sequence[str] | None = None,
-        on_error: Literal["raise"] = "raise",
-        **options: Unpack[AsyncTakeArguments],
-    ) -> casnap.PendingSnapshot: ...
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        allow_pickle: bool = False,
+        progress: Progress | None = None,
+        retention: casnap.Retention | None = None,
+        per_rank: Sequence[str] | None = None,
+        threads: int | None = None,
+        timeout: float | None = None,
+        max_staging_bytes: Size | None = None,
+        max_pending: int = 1,
+    ) -> casnap.PendingTry:
+        """Take a snapshot as :meth:`async_take` does, and go on after faults as :meth:`try_take`.
 
-    @overload
-    def async_take(
-        self,
-        app_state: AppState,
-        name: str,
-        *,
-        pg: Any = None,
-        replicated: Sequence[str] | None = None,
-        on_error: OnError,
-        **options: Unpack[AsyncTakeArguments],
-    ) -> casnap.PendingSnapshot[Snapshot | None]: ...
-
-    @_documented_as(Snapshot.async_take)
-    @shows_options(in_background=True)
-    def async_take(
-        self, app_state: AppState, name: str, *, pg: Any = None, **options: Any
-    ) -> casnap.PendingSnapshot[Snapshot | None]:
-        """Take a snapshot in the background, as :meth:`Snapshot.async_take` does."""
+        Neither :meth:`PendingTry.wait` nor a later take raises a fault of the storage: ``wait()``
+        returns None then, and :attr:`PendingTry.error` says why. The arguments are those of
+        :meth:`async_take`.
+        """
         refuse_nested_take()
-        check_order("store.async_take(app_state, name)", app_state, name)
-        place = TakePlace.of(self._view, self._view.local_name(name), self)
-        given = options_of("Store.async_take", options, in_background=True)
-        return begin_snapshot(place, app_state, given, pg)
+        options = TakeOptions(
+            metadata=metadata,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            progress=progress,
+            retention=retention,
+            replicated=replicated,
+            per_rank=per_rank,
+            threads=threads,
+            timeout=timeout,
+            max_staging_bytes=max_staging_bytes,
+            max_pending=max_pending,
+        )
+        return try_to_begin(
+            self._place_of("try_async_take", app_state, name), app_state, options, pg
+        )
+
+    def _place_of(self, call: str, app_state: object, name: str) -> TakePlace:
+        """Return the place of a new snapshot.
+
+        Args:
+            call: The verb, for errors.
+            app_state: What was given as the app state.
+            name: What was given as the name.
+        """
+        check_order(f"store.{call}(app_state, name)", app_state, name)
+        return TakePlace.of(self._view, self._view.local_name(name), self)
 
     def __getitem__(self, name: str) -> Snapshot:
         """Return a snapshot by name, or raise :class:`SnapshotNotFoundError`.
@@ -1022,10 +1143,6 @@ class Store:
         from casnap.maintenance.repair import repair
 
         return repair(self._view.repository, sources=places, progress=progress, dry_run=dry_run)
-
-
-# A snapshot knows its store, whose class is above its own.
-Snapshot._store_of = Store._of
 
 
 def _mirror_options(

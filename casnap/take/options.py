@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from casnap.errors import (
     PLACE_ERRORS,
@@ -18,7 +17,6 @@ from casnap.errors import (
     FencedError,
     UnclearCommitError,
     UnsupportedTypeError,
-    nearest,
 )
 from casnap.format.records import Row
 from casnap.runtime.later import ModuleLater
@@ -33,8 +31,6 @@ else:
 _log = logging.getLogger("casnap")
 T = TypeVar("T")
 U = TypeVar("U")
-
-OnError: TypeAlias = Literal["raise", "warn"]
 
 # Faults that may be gone at the next take. A wrong state or name is not among them, nor a rank that
 # died. An error of one rank has the same type on all ranks, so all ranks go on, or none. After a
@@ -81,11 +77,14 @@ class Attempt:
 
     Args:
         path: The path of the snapshot, or its URI.
-        on_error: What becomes of an error of the storage: it is raised, or only logged.
+        goes_on: Whether the run goes on after an error of the storage, which is then logged.
+
+    Attributes:
+        goes_on: As given.
     """
 
-    def __init__(self, path: str = "", on_error: OnError = "raise") -> None:
-        self._on_error = on_error
+    def __init__(self, path: str = "", *, goes_on: bool = False) -> None:
+        self.goes_on = goes_on
         self._path = path
         self._run = path.rpartition("/")[0]
         self._is_noted = False
@@ -106,7 +105,7 @@ class Attempt:
 
     def tolerates(self, error: BaseException) -> bool:
         """Return whether the run goes on after an error of the take; log it then."""
-        if self._on_error == "raise" or not isinstance(error, _OF_STORAGE):
+        if not self.goes_on or not isinstance(error, _OF_STORAGE):
             return False
         # A call and its part in the background may both fail, but only one is counted.
         if not self._is_noted:
@@ -115,7 +114,7 @@ class Attempt:
             series.count += 1
             series.last_error = f"{type(error).__name__}: {error}"
             _log.warning(
-                "%s; the run goes on (on_error='warn'): %s",
+                "%s; the run goes on: %s",
                 what_failed(self._path, error),
                 series.last_error,
             )
@@ -135,33 +134,13 @@ class Attempt:
             )
 
 
-class TakeArguments(TypedDict, total=False):
-    """The keyword arguments of each take, as type checkers see them."""
-
-    metadata: Mapping[str, Any] | None
-    overwrite: bool
-    allow_pickle: bool
-    progress: Progress | None
-    retention: storage.Retention | None
-    per_rank: Sequence[str] | None
-    threads: int | None
-    timeout: float | None
-
-
-class AsyncTakeArguments(TakeArguments, total=False):
-    """The keyword arguments of each take in the background, likewise."""
-
-    max_staging_bytes: Size | None
-    max_pending: int
-
-
 def _no_hooks() -> storage.CommitHooks:
     return storage.CommitHooks()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TakeOptions:
-    """How to take. :meth:`casnap.Snapshot.take` says more about each option.
+    """How to take. :meth:`casnap.Store.take` says more about each option.
 
     Attributes:
         metadata: What JSON can hold, kept with the snapshot; that of rank 0 counts.
@@ -175,7 +154,6 @@ class TakeOptions:
         per_rank: Globs of paths whose values belong to their rank, also if they are equal.
         threads: How many threads of this process may work on the take.
         timeout: For how many seconds a rank waits for another.
-        on_error: Whether a fault of the storage is raised, or is a warning.
         hooks: Called on the rank that commits.
         attempt: What becomes of an error.
     """
@@ -191,7 +169,6 @@ class TakeOptions:
     per_rank: Sequence[str] | None = None
     threads: int | None = None
     timeout: float | None = None
-    on_error: OnError = "raise"
     hooks: storage.CommitHooks = field(default_factory=_no_hooks, repr=False)
     attempt: Attempt = field(default_factory=Attempt, repr=False)
 
@@ -204,8 +181,6 @@ class TakeOptions:
         _ = self.staging_bytes
         for name in ("replicated", "per_rank"):
             _check_globs(name, getattr(self, name))
-        if self.on_error not in get_args(OnError):
-            raise ValueError(f"on_error= is 'raise' or 'warn', not {self.on_error!r:.80}")
 
     @property
     def staging_bytes(self) -> int | None:
@@ -216,9 +191,14 @@ class TakeOptions:
         """
         return bytes_if_given("max_staging_bytes", self.max_staging_bytes, least=0)
 
-    def for_path(self, path: str) -> TakeOptions:
-        """Return the same options, for the take to a path."""
-        return replace(self, attempt=Attempt(path, self.on_error))
+    def for_path(self, path: str, *, goes_on: bool = False) -> TakeOptions:
+        """Return the same options, for the take to a path.
+
+        Args:
+            path: The path, or the URI.
+            goes_on: As for :class:`Attempt`.
+        """
+        return replace(self, attempt=Attempt(path, goes_on=goes_on))
 
 
 def _check_globs(option: str, globs: object) -> None:
@@ -233,36 +213,6 @@ def _check_globs(option: str, globs: object) -> None:
         return
     if not isinstance(globs, Collection) or not all(isinstance(glob, str) for glob in globs):
         raise TypeError(f"{option} is a list of globs, such as ['model/*']; got {globs!r:.200}")
-
-
-_OF_A_TAKE = [f.name for f in fields(TakeOptions) if f.name not in ("hooks", "attempt")]
-_IN_BACKGROUND = ("max_staging_bytes", "max_pending")
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def shows_options(*, in_background: bool) -> Callable[[F], F]:
-    """Have ``help()`` and ``inspect`` show the options of a take, which it has as ``**options``.
-
-    Type checkers see them in its overloads.
-
-    Args:
-        in_background: Whether the take goes on in the background.
-    """
-
-    def shown(take: F) -> F:
-        signature = inspect.signature(take)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        own_names = {p.name for p in own}
-        options = inspect.signature(TakeOptions).parameters
-        more = [options[name] for name in _names(in_background) if name not in own_names]
-        take.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
-        return take
-
-    return shown
-
-
-def _names(in_background: bool) -> list[str]:
-    return [name for name in _OF_A_TAKE if in_background or name not in _IN_BACKGROUND]
 
 
 def check_order(call: str, app_state: object, name: object) -> None:
@@ -282,24 +232,3 @@ def check_order(call: str, app_state: object, name: object) -> None:
             f"the call is {call}: app_state is a dict of keys and Statefuls, {argument} a str; got "
             f"{type(app_state).__name__} as app_state, {type(name).__name__} as {argument}"
         )
-
-
-def options_of(call: str, arguments: Mapping[str, Any], *, in_background: bool) -> TakeOptions:
-    """Return the options that a take was called with.
-
-    Args:
-        call: The method, such as "Store.take". Its signature is not asked: a subclass, or what
-            stands in its place, may hand on its arguments as ``**options``.
-        arguments: Its ``**options``, and what else is one.
-        in_background: As for :func:`shows_options`.
-
-    Raises:
-        TypeError: The take has no such option.
-    """
-    known = _names(in_background)
-    for name in arguments:
-        if name not in known:
-            raise TypeError(
-                f"{call}() got an unexpected keyword argument {name!r}{nearest(name, known)}"
-            )
-    return TakeOptions(**arguments)

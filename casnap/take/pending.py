@@ -7,7 +7,7 @@ nothing is committed, and the take ends with an error.
 
 An error in the background is logged at once. It is raised by the ``wait()`` of its take, by the
 next take of the store, or by the ``wait()`` for a later take. If none of these has raised it, it is
-printed at exit. With ``on_error="warn"`` it is only a warning, and ``wait()`` returns None.
+printed at exit. If the run goes on after it, as with ``try_async_take``, it is only a warning.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _pending() -> list[PendingTake]:
 def wait_for_room(store_id: str, name: str, options: TakeOptions, *, is_alone: bool) -> None:
     """Wait until a take may begin, and raise the errors of earlier takes that no call has raised.
 
-    A take with ``on_error="warn"`` raises none: its caller would take them for errors of this take.
+    A ``try_take`` raises none: its caller would take them for errors of this take.
     On many ranks, all raise the same: a take that may still be pending on another rank is left out.
 
     Args:
@@ -65,7 +65,7 @@ def wait_for_room(store_id: str, name: str, options: TakeOptions, *, is_alone: b
     """
     before = options.max_pending - 1
     _wait_for_others(before)
-    if options.on_error == "raise":
+    if not options.attempt.goes_on:
         last_count = _count if is_alone else _count - before
         advice = f"the take of {name!r} has not begun: call again for it"
         _raise_unseen(store_id, last_count, advice)

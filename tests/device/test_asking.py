@@ -500,7 +500,7 @@ def test_a_run_goes_on_after_a_wrong_digest_if_it_is_to(
 ) -> None:
     live = to_device(weights(1))
     lying(monkeypatch, flip_bits)
-    taken = getattr(store, how)({"s": StateDict(**live)}, "a", on_error="warn")
+    taken = getattr(store, f"try_{how}")({"s": StateDict(**live)}, "a")
     assert (taken if how == "take" else taken.wait()) is None
     assert_nothing_is_wrong(store, live, ["first"])
 

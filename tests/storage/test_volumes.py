@@ -352,7 +352,7 @@ try:
 except UnavailableError as e:
     assert e.reason == "exhausted", e
     print(e)
-snapshot = store.take(state, "step", on_error="warn")
+snapshot = store.try_take(state, "step")
 """
 
 

@@ -3,7 +3,7 @@
 ::
 
     with warnings_heard() as texts:
-        store.take(state, "step_1", on_error="warn")
+        store.try_take(state, "step_1")
     assert "NOT stored" in texts[0]
 """
 

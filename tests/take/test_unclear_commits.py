@@ -63,8 +63,8 @@ def test_a_loop_that_goes_on(
 
     def take(number: int) -> Snapshot | None:
         if in_background:
-            return store.async_take(state(number), "step_1", on_error="warn").wait()
-        return store.take(state(number), "step_1", on_error="warn")
+            return store.try_async_take(state(number), "step_1").wait()
+        return store.try_take(state(number), "step_1")
 
     unclear(backend, how)
     with caplog.at_level(logging.WARNING, "casnap"):
@@ -108,11 +108,11 @@ def test_an_interrupt_after_the_commit(tmp_path: Path) -> None:
 def test_what_another_process_took_meanwhile_stays(tmp_path: Path) -> None:
     backend, store = store_at(tmp_path)
     unclear(backend, "its sync fails")
-    assert store.take(state(1), "step_1", on_error="warn") is None
+    assert store.try_take(state(1), "step_1") is None
     store.delete("step_1")
     other = Store(tmp_path).take(state(7), "step_1")
     with pytest.raises(SnapshotExistsError):
-        store.take(state(1), "step_1", on_error="warn")
+        store.try_take(state(1), "step_1")
     assert store["step_1"].commit_id == other.commit_id
 
 
@@ -120,10 +120,10 @@ def test_a_tag_protects_it(tmp_path: Path) -> None:
     """Who tagged it has seen that it is there."""
     backend, store = store_at(tmp_path)
     unclear(backend, "its sync fails")
-    assert store.take(state(1), "step_1", on_error="warn") is None
+    assert store.try_take(state(1), "step_1") is None
     store.tag("step_1", "best")
     with pytest.raises(SnapshotExistsError, match="tagged"):
-        store.take(state(1), "step_1", on_error="warn")
+        store.try_take(state(1), "step_1")
 
 
 def loop_of_a_rank(folder: str) -> tuple[list[bool], list[str]]:
@@ -134,7 +134,7 @@ def loop_of_a_rank(folder: str) -> tuple[list[bool], list[str]]:
             if dist.get_rank() == 0 and not stored:
                 unclear(backend, "its sync fails")
             live = {"s": StateDict(x=torch.rand(100_000), rank=dist.get_rank())}
-            stored.append(store.take(live, "step_1", on_error="warn") is not None)
+            stored.append(store.try_take(live, "step_1") is not None)
     return stored, texts
 
 

@@ -28,7 +28,7 @@ class Agreement(msgspec.Struct, array_like=True):
         store_id: The id of the store.
         name: The name of the snapshot.
         keys: The keys of the app state, as components: a key need not be Unicode.
-        options: The options that must be the same on all ranks.
+        options: What else must be the same on all ranks, by its name in errors.
         codec: How chunks are stored. Only rank 0 looks how the store is set.
         seed: A random number. Rank 0's chooses which bytes of replicas are compared.
         root: The newest root, which rank 0 reads for all ranks where each look is a request.
@@ -77,11 +77,11 @@ def agree(
         name,
         [component_of(key) for key in keys],
         {
-            "overwrite": str(options.overwrite),
-            "allow_pickle": str(options.allow_pickle),
-            "max_pending": str(options.max_pending),
-            "retention": repr(options.retention),
-            "on_error": options.on_error,
+            "the option overwrite=": str(options.overwrite),
+            "the option allow_pickle=": str(options.allow_pickle),
+            "the option max_pending=": str(options.max_pending),
+            "the option retention=": repr(options.retention),
+            "the verb": "try_take" if options.attempt.goes_on else "take",
         },
         codec,
         seed=int.from_bytes(os.urandom(7), "big"),
@@ -95,7 +95,7 @@ def agree(
         ("the store", mine.store_id, agreed.store_id),
         ("the name", mine.name, agreed.name),
         ("the keys of app_state", sorted(mine.keys), sorted(agreed.keys)),
-        *((f"the option {key}=", text, agreed.options[key]) for key, text in mine.options.items()),
+        *((key, text, agreed.options[key]) for key, text in mine.options.items()),
     ):
         comm.check_same(subject, on_this_rank, on_rank_0)
     return agreed

@@ -1,4 +1,4 @@
-"""on_error="warn": a fault of the storage is a warning, and the run goes on; no other error is."""
+"""``try_take``: a fault of the storage is a warning, and the run goes on; no other error is."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def state(number: int, nbytes: int = MB) -> dict[str, Any]:
 
 
 def sync(store: Store, *args: Any, **options: Any) -> Snapshot | None:
-    return store.take(*args, on_error="warn", **options)
+    return store.try_take(*args, **options)
 
 
 def in_background(store: Store, *args: Any, **options: Any) -> Snapshot | None:
-    pending = store.async_take(*args, on_error="warn", **options)
+    pending = store.try_async_take(*args, **options)
     snapshot = pending.wait()
     assert pending.done()
     assert (pending.error is None) == (snapshot is not None)
@@ -93,7 +93,7 @@ def test_a_loop_on_a_full_disk_goes_on(tmp_path: Path, how: Any, warnings: Any) 
             assert how(store, state(step), f"step_{step}") is None
             [text] = warnings()
             assert text.startswith(f"the snapshot {store.uri}/step_{step} was NOT stored; ")
-            assert "(on_error='warn'): StorageFullError: " in text
+            assert "the run goes on: StorageFullError: " in text
         full.unlink()
         snapshot = how(store, state(3), "step_3")
         [text] = warnings()
@@ -117,29 +117,28 @@ def test_faults_of_the_storage(tmp_path: Path, how: Any, error: CasnapError, war
     assert how(store, state(1), "step_1") is None
     mend()
     [text] = warnings()
-    assert (
-        f"step_1 was NOT stored; the run goes on (on_error='warn'): {type(error).__name__}" in text
-    )
+    assert f"step_1 was NOT stored; the run goes on: {type(error).__name__}" in text
     assert how(store, state(1), "step_1") is not None
     assert "1 before it failed" in warnings()[0]
 
 
-def test_by_a_path(tmp_path: Path, warnings: Any) -> None:
-    """Snapshot.take opens the store at each call, so that is a part of the take."""
+def test_of_a_store_that_cannot_be_made(tmp_path: Path, warnings: Any) -> None:
+    """The first take makes the store, so that is a part of it."""
     with tmpfs(tmp_path / "disk", "4m") as disk:
         full = disk / "full"
         with full.open("wb", buffering=0) as f, suppress(OSError):
             while True:
                 f.write(bytes(4 << 10))
-        pending = Snapshot.async_take(disk / "run/step_1", state(1), on_error="warn")
+        store = Store(disk / "run")
+        pending = store.try_async_take(state(1), "step_1")
         assert isinstance(pending.error, StorageFullError)
         assert pending.done()
         assert pending.wait() is None
         assert pending.path == str(disk / "run/step_1")
-        assert Snapshot.take("step_2", state(2), store=disk / "run", on_error="warn") is None
+        assert store.try_take(state(2), "step_2") is None
         assert len(warnings()) == 2
         full.unlink()
-        assert Snapshot.take(disk / "run/step_3", state(3), on_error="warn") is not None
+        assert store.try_take(state(3), "step_3") is not None
         assert "2 before it failed" in warnings()[0]
 
 
@@ -153,8 +152,6 @@ def test_errors_of_the_program_are_raised(tmp_path: Path, how: Any) -> None:
     how(store, state(1), "step_1")
     with pytest.raises(SnapshotExistsError):
         how(store, state(1), "step_1")
-    with pytest.raises(ValueError, match="on_error= is 'raise' or 'warn', not 'ignore'"):
-        store.take(state(1), "step_2", on_error="ignore")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -170,14 +167,14 @@ def test_interrupts_are_raised(tmp_path: Path, how: Any, interrupt: Any) -> None
 
 
 def test_an_error_that_is_to_be_raised_stays_so(tmp_path: Path, warnings: Any) -> None:
-    """A take with on_error="warn" does not swallow that of an earlier one without."""
+    """A ``try_take`` does not swallow that of an earlier ``async_take``."""
     store = Store(tmp_path / "run").make()
     mend = broken(store, UnavailableError("away"))
     strict = store.async_take(state(1), "step_1")
     while not strict.done():
         pass
     mend()
-    assert store.take(state(2), "step_2", on_error="warn") is not None
+    assert store.try_take(state(2), "step_2") is not None
     assert isinstance(strict.error, UnavailableError)
     with pytest.raises(UnavailableError, match="earlier, the snapshot 'step_1' was NOT stored"):
         store.take(state(3), "step_3")
@@ -223,7 +220,7 @@ def interrupted_rank(folder: str) -> None:
     if dist.get_rank() == 1:
         broken(store, KeyboardInterrupt())
     live = {"s": StateDict(x=torch.rand(MB), rank=dist.get_rank())}
-    store.take(live, "step_1", on_error="warn")
+    store.try_take(live, "step_1")
 
 
 def test_an_interrupt_on_one_rank_is_raised_on_all(tmp_path: Path, world: Worlds) -> None:
