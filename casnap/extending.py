@@ -1,7 +1,7 @@
 """What a guest of casnap stands on: a trainer, an engine, or a report of its own.
 
 A guest imports the names of ``casnap`` and ``casnap.errors``, and the names below. The versions of
-casnap hold for all of them (semantic versioning).
+casnap hold for all of them (semantic versioning). ``docs/guides/own-trainer.md`` uses them.
 
 ==========================  ====================================================================
 take what a trainer has     ``JoinedTake``, ``TakeOptions``; a ``StateSource`` is a ``LiveState``
