@@ -17,7 +17,7 @@ from casnap.runtime.environment import crowded_folders, local_path
 from casnap.runtime.later import ModuleLater
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.snapshot import Snapshot, begin_take, take_from
-from casnap.storage import locate_snapshot
+from casnap.storage import Location
 from casnap.take.capture import StateSource
 from casnap.take.options import TakeOptions
 from casnap.view import View, find_view_together
@@ -115,7 +115,7 @@ def _store_in(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> str
         return None
     folder, parent = (Path(os.path.realpath(place)) for place in (root, Path(path).parent))
     is_deeper = folder in parent.parents and folder not in crowded_folders()
-    if not is_deeper or locate_snapshot(path).exists:
+    if not is_deeper or Location.of_snapshot(path).exists:
         return None
-    locate_snapshot(folder / Path(path).name).backend.check_changes()
+    Location.of_snapshot(folder / Path(path).name).backend.check_changes()
     return str(folder)

@@ -64,12 +64,12 @@ def newest_row(view: View, prefix: str | None, *, thinned: bool) -> FoundRow | N
         error = _all_thinned_error if last.row.is_thinned else _all_rewound_error
         raise error(last.view.path_of(last.name))
     if newest is None:
-        from casnap.storage import advice_in, link_advice
+        from casnap.storage import ForeignCheckpoints, Location
 
         folder = view.folder_on_disk(prefix)
-        if folder is not None and (advice := advice_in(folder)):
+        if folder is not None and (advice := ForeignCheckpoints(folder).advice_within()):
             _log.warning("%s", advice)
-        if advice := link_advice(view.place.backend, view.folder(prefix)):
+        if advice := Location(view.place.backend, view.folder(prefix)).link_advice():
             _log.warning("%s holds no snapshot below %r%s", view.uri, view.folder(prefix), advice)
     return newest
 

@@ -26,16 +26,7 @@ from casnap.format.names import check_name, name_text
 from casnap.format.records import Root, Row, StoreConfig
 from casnap.runtime.environment import given_path, threads_asked
 from casnap.runtime.units import Size
-from casnap.storage import (
-    Location,
-    Repository,
-    Table,
-    in_commit_order,
-    locate_snapshot,
-    locate_store,
-    open_at,
-    row_of,
-)
+from casnap.storage import Location, Repository, Table, in_commit_order, open_at, row_of
 
 if TYPE_CHECKING:
     from casnap.mirror.mirror import Mirror
@@ -112,7 +103,7 @@ class View:
             options: Further arguments of :func:`casnap.storage.opening.opening.open_at`, which
                 also says what is raised.
         """
-        place = locate_store(uri, storage_options, may_take=create)
+        place = Location.of_store(uri, storage_options, may_take=create)
         given = place.backend if isinstance(uri, Backend) else given_path(uri)
         opening = partial(open_at, **options)
         view = cls(
@@ -174,7 +165,7 @@ class View:
         if self._repository is not None or self._place.backend.costly_requests:
             return self._place
         # One above may have been made, or it could not be looked at before.
-        return locate_store(self._uri, None, may_take=self._create)
+        return Location.of_store(self._uri, None, may_take=self._create)
 
     def look(self) -> Repository | None:
         """Open the store; return None if there is none yet, and it may be made."""
@@ -536,7 +527,7 @@ def view_above(
         options: Further arguments of :func:`casnap.storage.opening.opening.open_at`, which also
             says what is raised.
     """
-    place = locate_snapshot(path, storage_options, may_take=create, is_typed=is_typed)
+    place = Location.of_snapshot(path, storage_options, may_take=create, is_typed=is_typed)
     if create:
         place.backend.check_changes()
     try:
@@ -544,9 +535,7 @@ def view_above(
             place._replace(name=""), create=create, is_explicit=False, look_ahead=True, **options
         )
     except NotAStoreError as e:
-        from casnap.storage import only_marker_error
-
-        raise only_marker_error(place.backend, place.name) or e from None
+        raise place.only_marker_error() or e from None
     return View.of(repository, is_new=is_new), place.name
 
 
@@ -573,7 +562,7 @@ def find_view_together(
             view = view_of(store)
             if view.repository.backend.uri == answer.uri:
                 return view.whole(), answer.name
-        place = locate_store(answer.uri, storage_options)
+        place = Location.of_store(answer.uri, storage_options)
         repository, _ = open_at(place, create=False, config=answer.config)
         if answer.root is not None:
             repository.observe_root(answer.root)

@@ -23,7 +23,7 @@ from casnap.errors import (
 from casnap.format.names import check_name, folder_of
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
-from casnap.storage import link_advice, locate_store, open_at
+from casnap.storage import Location, open_at
 from casnap.store import Store
 from casnap.view import View, repository_of, view_above
 
@@ -102,7 +102,7 @@ def open_store(store: str | None, **options: Any) -> Store:
     uri = store or "."
     if options:
         return Store(uri, storage_options=options_for(uri), exclusive=is_exclusive(), **options)
-    place = locate_store(uri, options_for(uri), may_take=False, is_typed=True)
+    place = Location.of_store(uri, options_for(uri), may_take=False, is_typed=True)
     repository, _ = open_at(place, create=False, exclusive=is_exclusive())
     return Store._of(View.of(repository, place.name))
 
@@ -117,7 +117,7 @@ def _open_place(
         backends: Gets the backend that is asked.
         is_destination: Whether snapshots go there. Then a store whose making was cut off is made.
     """
-    place = locate_store(uri, options_of(uri), may_take=is_destination, is_typed=True)
+    place = Location.of_store(uri, options_of(uri), may_take=is_destination, is_typed=True)
     backends.append(place.backend)
     finish = is_destination and bool(place.exists)
     repository, is_new = open_at(place, create=finish, exclusive=is_exclusive())
@@ -234,7 +234,7 @@ def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
         return []
     folders = set(map(folder_of, names)) - {""}
     backend = repository_of(whole_store).backend
-    advice = link_advice(backend, outer) or nearest(outer, [*folders, *names])
+    advice = Location(backend, outer).link_advice() or nearest(outer, [*folders, *names])
     raise CommandError(f"{whole_store.uri} holds no snapshot below {quote(outer)}{advice}")
 
 

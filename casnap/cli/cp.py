@@ -33,7 +33,7 @@ from casnap.cli.output import (
 from casnap.cli.shell_command import EndingSignals
 from casnap.errors import NotAStoreError
 from casnap.format.names import check_name
-from casnap.storage import locate_store
+from casnap.storage import Location
 from casnap.store import Store
 from casnap.transfer.continuous import ContinuousCopier, Pair
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
@@ -190,7 +190,7 @@ def _destination(
         return *open_or_above(uri, backends, is_destination=True), False
     except NotAStoreError:
         place, rename = _new_destination(uri, name)
-    backend = locate_store(place, options_of(place)).backend
+    backend = Location.of_store(place, options_of(place)).backend
     backends.append(backend)
     # By its backend, so that the requests by which a store is made are counted.
     to = place if backend.folder is not None else backend

@@ -23,7 +23,7 @@ from casnap.files.file_reports import SUFFIXES, ImportReport
 from casnap.format.names import STORE_FOLDER, check_name
 from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
-from casnap.storage import locate_snapshot, open_at
+from casnap.storage import Location, open_at
 from casnap.store import Store, import_snapshot
 from casnap.view import View, view_above
 
@@ -122,7 +122,7 @@ def _is_store(target: str) -> bool:
         return False
     if exists(local_path(target) + "/" + STORE_FOLDER):
         return True
-    return "/" not in target and locate_snapshot(target, is_typed=True).exists is False
+    return "/" not in target and Location.of_snapshot(target, is_typed=True).exists is False
 
 
 def _check_all(targets: dict[str, str], reach: dict[str, Any] | None, **options: Any) -> None:
@@ -232,7 +232,7 @@ def _place_of(
         commit = view.row_of(name).commit.hex()
         which = identity(view.repository.backend, view.full_of(name), commit)
         return {**which, "made_store": view.is_new}
-    location = locate_snapshot(path, reach, is_typed=True)
+    location = Location.of_snapshot(path, reach, is_typed=True)
     is_new = location.exists is False
     if location.exists is None:
         try:

@@ -7,12 +7,7 @@ import click
 from casnap.cli.arguments import open_store, options_for, writing_options
 from casnap.cli.output import CommandError, emit, quote, say
 from casnap.format.records import DEFAULT_CHUNK_SIZE, serving_below
-from casnap.storage import (
-    CODECS,
-    change_settings,
-    chunk_size_of,
-    locate_store,
-)
+from casnap.storage import CODECS, Location, change_settings, chunk_size_of
 from casnap.view import repository_of, view_of
 
 
@@ -48,7 +43,7 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
     this store and share equal chunks. If there is a store, it stays as it is, and serves all below
     it from then on.
     """
-    location = locate_store(store, options_for(store))
+    location = Location.of_store(store, options_for(store))
     if location.name:
         uri = location.backend.uri
         raise CommandError(

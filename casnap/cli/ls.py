@@ -39,10 +39,14 @@ def ls(store: str | None, prefix: str | None, wide: bool, as_json: bool) -> None
         emit({**store_fields(place), "snapshots": listed}, place)
         return
     if not snapshots:
-        from casnap.storage import advice_in
+        from casnap.storage import ForeignCheckpoints
 
         folder = repository_of(place).backend.folder
-        advice = "" if folder is None else advice_in(folder / view_of(place).folder(prefix))
+        advice = (
+            ""
+            if folder is None
+            else ForeignCheckpoints(folder / view_of(place).folder(prefix)).advice_within()
+        )
         say(advice or f"{place.uri} holds no snapshot yet", err=True)
         return
     rows = list(map(_cells, snapshots))

@@ -45,7 +45,7 @@ from casnap.integrations.trainers import (
     step_in,
 )
 from casnap.state.containers import live_components
-from casnap.storage import check_no_foreign_checkpoint
+from casnap.storage import ForeignCheckpoints
 
 check_version("torch_checkpointing", "0.1.1", "0.2")
 
@@ -121,7 +121,7 @@ class CasnapCheckpointManager(CheckpointManager):
         """
         self._check_open("save")
         self._wait()
-        check_no_foreign_checkpoint(Path(local_path(checkpoint_id)), "torch_checkpointing")
+        ForeignCheckpoints(Path(local_path(checkpoint_id))).check_none("torch_checkpointing")
         items = self._schema.build_items(checkpoint, rank=own_rank())
         state = {key: Value(item.value) for key, item in items.items()}
         options = TakeOptions(

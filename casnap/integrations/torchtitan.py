@@ -29,7 +29,7 @@ from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from casnap.integrations.folders.rotation import forget
 from casnap.integrations.notices import is_notice
 from casnap.integrations.trainers import Checkpoints, check_version, snapshot_at
-from casnap.storage import advice_in
+from casnap.storage import ForeignCheckpoints
 
 check_version("torchtitan", "0.3", "0.4")
 
@@ -136,7 +136,7 @@ class CasnapCheckpointManager(CheckpointManager):
         checkpoints = Checkpoints(folder, _PREFIX, _is_own)
         # torchtitan calls this only on ranks that see the folder, so they cannot agree here.
         last = checkpoints.find_last()
-        if last is None and (advice := advice_in(Path(folder))):
+        if last is None and (advice := ForeignCheckpoints(Path(folder)).advice_within()):
             _log.warning("%s", advice)
         step = None if last is None else checkpoints.number(last)
         return -1 if step is None else step

@@ -41,7 +41,7 @@ from casnap.extending import (
 )
 from casnap.integrations.folders.rotation import forget, forget_deleted, note_saved
 from casnap.integrations.notices import put_notices
-from casnap.storage import advice_at, advice_in
+from casnap.storage import ForeignCheckpoints
 
 StrPath: TypeAlias = str | os.PathLike[str]
 _log = logging.getLogger("casnap")
@@ -284,8 +284,10 @@ def not_found_error(path: StrPath, others: str = "") -> SnapshotNotFoundError:
     text, advice = os.fspath(path), ""
     if "://" not in text:
         folder = Path(local_path(text))
-        inner_advice = advice_in(folder)
-        advice = advice_at(folder) or (f". {inner_advice}" if inner_advice else "")
+        inner_advice = ForeignCheckpoints(folder).advice_within()
+        advice = ForeignCheckpoints(folder).advice() or (
+            f". {inner_advice}" if inner_advice else ""
+        )
     what = (
         f"checkpoint at {text}, neither a snapshot nor {others}"
         if others

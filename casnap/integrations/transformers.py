@@ -46,7 +46,7 @@ from casnap.integrations.trainers import (
     load_own,
     snapshot_at,
 )
-from casnap.storage import Markers, advice_at
+from casnap.storage import ForeignCheckpoints, Markers
 
 check_version("transformers", "5.23", "5.24")
 
@@ -306,7 +306,7 @@ class CasnapTrainerMixin(_Base):
                     f"{resume_from_checkpoint} holds no whole checkpoint: its save was cut off, "
                     "its snapshot was deleted, or the store of casnap is not there. "
                     "resume_from_checkpoint=True takes the last whole one"
-                    + advice_at(Path(resume_from_checkpoint))
+                    + ForeignCheckpoints(Path(resume_from_checkpoint)).advice()
                 )
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return

@@ -34,7 +34,7 @@ from casnap.maintenance.damage import Damage, root_damages
 from casnap.maintenance.pack_checks import bad_records, can_lie_at, is_known
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
-from casnap.storage import ReadOptions, Repository, Want, change_table, locate_store
+from casnap.storage import Location, ReadOptions, Repository, Want, change_table
 from casnap.storage.inspecting import Mending, Reason, StoredFiles, read_footer
 
 # One reader: packs are filled from one thread, out of the other buffers of the pool.
@@ -406,7 +406,7 @@ class _Repair:
 
 
 def _store_at(source: str) -> Backend:
-    location = locate_store(source, may_take=False)
+    location = Location.of_store(source, may_take=False)
     if location.backend.folder and not location.exists:
         raise NotAStoreError(
             "it is no casnap store. Take or import the tensors of a file into the damaged store: "

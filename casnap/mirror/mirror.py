@@ -61,14 +61,7 @@ from casnap.runtime.backoff import Backoff
 from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.host_locks import BusyError, locked
 from casnap.runtime.threads import Worker
-from casnap.storage import (
-    CommitHooks,
-    Repository,
-    Table,
-    locate_store,
-    open_at,
-    publish_tag,
-)
+from casnap.storage import CommitHooks, Location, Repository, Table, open_at, publish_tag
 from casnap.transfer.continuous import ContinuousCopier, Pair
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from casnap.transfer.copy_selection import check_pair
@@ -131,7 +124,7 @@ class Mirror:
                 "give mirror= to that one"
             )
         self.how = options
-        self.uri = locate_store(options.uri, options.options).backend.uri
+        self.uri = Location.of_store(options.uri, options.options).backend.uri
         self._source = source
         self._host = HostFiles(source, self.uri)
         self._hooks_of = hooks_of
@@ -497,7 +490,7 @@ class Mirror:
         check_same_tag(attached, self.how.tag, source.backend.uri, attaches=True)
         try:
             # Another process may have made it meanwhile, so its place is looked at anew.
-            place = locate_store(self.how.uri, self.how.options)
+            place = Location.of_store(self.how.uri, self.how.options)
             store, _ = open_at(
                 place,
                 create=attached is None,

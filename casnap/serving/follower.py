@@ -31,7 +31,7 @@ from casnap.serving.gate import Gate, Stopped
 from casnap.serving.handshake import Handshake
 from casnap.serving.options import PullOptions
 from casnap.serving.pull import Source, Wanted
-from casnap.storage import Contents, locate_store, open_at
+from casnap.storage import Contents, Location, open_at
 
 _NONE = bytes(16)
 _PATIENCE = 60.0
@@ -136,7 +136,7 @@ class Follower:
         notes: bool = True,
     ) -> None:
         check_plain(on_version)
-        place = locate_store(uri, storage_options, may_take=False)
+        place = Location.of_store(uri, storage_options, may_take=False)
         self._weights = LiveWeights(target, path, rename, strict=strict)
         self._options = PullOptions(tag=tag, match=match)
         self._interval, self._every = seconds_of("interval", interval), every

@@ -19,7 +19,7 @@ from casnap.serving.in_place import FolderInPlace, WithdrawnError, change
 from casnap.serving.options import PullOptions, PullReport
 from casnap.serving.version import Version
 from casnap.serving.writing import write_version
-from casnap.storage import Contents, Repository, link_advice, move_of
+from casnap.storage import Contents, Location, Repository, move_of
 
 _log = logging.getLogger("casnap")
 
@@ -78,7 +78,7 @@ class Source:
             asked += [f"tagged {options.tag!r}"] if options.tag else []
             asked += [f"that matches {options.match!r}"] if options.match else []
             uri, what = self.store.backend.uri, " and ".join(asked)
-            advice = link_advice(self.store.backend, self.name)
+            advice = Location(self.store.backend, self.name).link_advice()
             raise SnapshotNotFoundError(f"{uri} holds no snapshot {what}".rstrip() + advice)
         return wanted
 

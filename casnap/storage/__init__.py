@@ -37,15 +37,7 @@ if TYPE_CHECKING:
     from casnap.storage.commit_log.settings import new_settings as new_settings
     from casnap.storage.opening.creation import chunk_size_of as chunk_size_of
     from casnap.storage.opening.location import Location as Location
-    from casnap.storage.opening.location import locate_snapshot as locate_snapshot
-    from casnap.storage.opening.location import locate_store as locate_store
-    from casnap.storage.opening.no_store import advice_at as advice_at
-    from casnap.storage.opening.no_store import advice_in as advice_in
-    from casnap.storage.opening.no_store import (
-        check_no_foreign_checkpoint as check_no_foreign_checkpoint,
-    )
-    from casnap.storage.opening.no_store import link_advice as link_advice
-    from casnap.storage.opening.no_store import only_marker_error as only_marker_error
+    from casnap.storage.opening.no_store import ForeignCheckpoints as ForeignCheckpoints
     from casnap.storage.opening.opening import open_at as open_at
     from casnap.storage.packs.chunk_reads import Fill as Fill
     from casnap.storage.packs.chunk_reads import ReadOptions as ReadOptions
@@ -100,17 +92,15 @@ if TYPE_CHECKING:
 
 # The module of each name. It is imported at the first use of a name: a reader needs no writer.
 _NAMES = {
-    "collecting.automatic": ("AutomaticCollector Outlook"),
+    "collecting.automatic": "AutomaticCollector Outlook",
     "collecting.gc": "GcOptions GcReport collect",
     "commit_log.put_if_absent_probe": "has_one_winner no_put_if_absent_error",
     "commit_log.settings": "CODECS new_settings",
     "packs.chunk_reads": "Fill ReadOptions Want",
     "packs.pack_writer": "Raw SelectNew",
     "opening.creation": "chunk_size_of",
-    "opening.location": "Location locate_snapshot locate_store",
-    "opening.no_store": (
-        "check_no_foreign_checkpoint advice_at advice_in link_advice only_marker_error"
-    ),
+    "opening.location": "Location",
+    "opening.no_store": "ForeignCheckpoints",
     "reading.cached_stores": "CachedStore",
     "reading.repository": "Repository",
     "snapshots.cell_pairs": "bases_in",

@@ -6,7 +6,7 @@ from casnap.backends import Backend, LocalBackend
 from casnap.errors import SnapshotNotFoundError, StoreError, nearest
 from casnap.format.names import check_name
 from casnap.format.records import Row
-from casnap.storage import Repository, Table, link_advice
+from casnap.storage import Location, Repository, Table
 from casnap.transfer.copy_jobs import CopyJob
 
 
@@ -31,7 +31,7 @@ def choose(source: Repository, prefix: str, name: str | None, rename: str | None
         row = table.get(check_name(outer)) if inner else None
         rows = [(outer, row)] if row is not None else list(table.items_in(outer))
         if outer and not rows:
-            advice = link_advice(source.backend, outer)
+            advice = Location(source.backend, outer).link_advice()
             advice = advice or nearest(outer, (full for full, _ in table.items_in()))
             raise SnapshotNotFoundError(
                 f"{source.backend.uri} holds no snapshot {outer!r}, nor any below it{advice}"

@@ -15,6 +15,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from casnap.backends import Backend, LocalBackend, backend_at
 from casnap.backends.local.local_paths import as_written, exists, is_folder, is_link, status
 from casnap.backends.local.owners import Owners, owners_by
@@ -28,7 +30,8 @@ from casnap.errors import (
     NotAStoreError,
     StoreError,
 )
-from casnap.format.names import STORE_FOLDER, check_name
+from casnap.format.decoding import json_decoder
+from casnap.format.names import MARKER, STORE_FOLDER, check_name
 from casnap.format.records import CONFIG_KEY, root_key, serves_below
 from casnap.runtime.environment import given_path, local_path
 from casnap.storage.commit_log.config import no_config_error
@@ -52,12 +55,155 @@ class Location(NamedTuple):
 
     backend: Backend
     name: str
-    exists: bool | None
+    exists: bool | None = None
 
     @property
     def uri(self) -> str:
         """The path or URI of the store, or of the view of it that the prefix means."""
         return joined(self.backend.uri, self.name, is_view=True)
+
+    @classmethod
+    def of_snapshot(
+        cls,
+        path: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        may_take: bool = True,
+        is_typed: bool = False,
+    ) -> Location:
+        """Return the store and the name that a snapshot's path means.
+
+        Args:
+            path: A path or URI.
+            storage_options: How a remote place is reached.
+            may_take: Whether the caller may take snapshots to the store, or make others there.
+            is_typed: Whether a person has typed the path, and sees which store was found.
+
+        Raises:
+            InvalidNameError: The path is a store itself, has no name at its end, or a name that is
+                too long or reserved.
+            StoreError: The path holds a checkpoint of TorchSnapshot, or cannot be looked at.
+            DamagedError: The path lies in a store that has lost its ``casnap.json``.
+            ValueError: A local path has storage options.
+        """
+        uri = store_uri(path)
+        if uri is not None:
+            return _locate_uri(uri.as_snapshot(), storage_options)
+        text, local = _local(path, storage_options)
+        if not local.strip("/") or Path(local).name in ("", ".", ".."):
+            raise InvalidNameError(f"{text!r} does not end in a snapshot's name")
+        parent, name = Path(local).parent, check_name(Path(local).name)
+        folder = _resolved(parent) / name
+        if exists(folder / STORE_FOLDER):
+            raise InvalidNameError(
+                f"{folder} is a store itself; a snapshot in it needs a name, like {folder}/step_100"
+            )
+        if exists(folder / ".snapshot_metadata"):
+            raise StoreError(
+                f"{folder} holds a snapshot of TorchSnapshot, which casnap does not touch; take to "
+                "another path; `casnap import` imports it as a snapshot"
+            )
+        use = _Use(may_take, is_typed)
+        match = _find_store(parent, use)
+        if match is None:
+            return cls(_led_to(folder.parent, parent), name, exists=False)
+        store, inner = match
+        backend = _guarded(store, parent, use, is_parent=not inner)
+        return cls(backend, check_name(f"{inner}/{name}".lstrip("/")), exists=True)
+
+    @classmethod
+    def of_store(
+        cls,
+        uri: str | os.PathLike[str] | Backend,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        may_take: bool = True,
+        is_typed: bool = False,
+    ) -> Location:
+        """Return the store that a URI or a backend means, and the prefix in it if it lies below.
+
+        Args:
+            uri: A path, URI or backend.
+            storage_options: How a remote place is reached.
+            may_take: Whether the caller may take snapshots to the store, or make others there.
+            is_typed: Whether a person has typed the path, and sees which store was found.
+
+        Raises:
+            StoreError: The path is a file, or cannot be looked at.
+            DamagedError: The store has lost its ``casnap.json``.
+            ValueError: A local path, or a backend, has storage options.
+        """
+        if isinstance(uri, Backend):
+            if storage_options:
+                raise ValueError(
+                    "a backend knows how it is reached; give storage_options to its maker"
+                )
+            return _named(uri, "")
+        place = store_uri(uri)
+        if place is not None:
+            return _locate_uri(place, storage_options)
+        _, local = _local(uri, storage_options)
+        folder = _resolved(Path(local))
+        if exists(folder) and not is_folder(folder):
+            raise NotAStoreError(f"{folder} is a file; a store is a folder")
+        use = _Use(may_take, is_typed)
+        match = _find_store(Path(local), use)
+        if match is None:
+            return cls(_led_to(folder, Path(local)), "", exists=False)
+        store, inner = match
+        if not inner:
+            return cls(_led_to(store, Path(local)), "", exists=True)
+        backend = _guarded(store, Path(local), use, is_parent=False)
+        return cls(backend, check_name(inner), exists=True)
+
+    def link_advice(self) -> str:
+        """Return advice for an error if the name, which is not in the store, is a link; else ""."""
+        backend, name = self.backend, self.name
+        if backend.folder is None or not name:
+            return ""
+        parts = name.split("/")
+        try:
+            ways = (backend.folder.joinpath(*parts[: n + 1]) for n in range(len(parts)))
+            link = next(filter(is_link, ways), None)
+            target = None if link is None else link.resolve()
+        except (OSError, RuntimeError, *PLACE_ERRORS):
+            # The link only serves for advice.
+            return ""
+        if link is None:
+            return ""
+        return (
+            f". {link} is a link, and links in a store are not followed: name {target}, which it "
+            "leads to. For a name that moves on, tag a snapshot: "
+            f"`casnap tag {backend.uri}/NAME {link.name} --move`, and ask for "
+            f"Store.tagged({link.name!r})"
+        )
+
+    def only_marker_error(self) -> NotAStoreError | None:
+        """Return the error for a folder in no store that has a marker; None without a marker."""
+        backend, name = self.backend, self.name
+        if backend.folder is None:
+            # The error of a remote place says how to name a store further up.
+            return None
+        try:
+            marker = json_decoder(_Marker).decode(
+                backend.read_marker(f"{name}/{MARKER}" if name else MARKER)
+            )
+        except (FileNotFoundError, CasnapError, ValueError, RecursionError):
+            return None
+        place = f"{backend.uri}/{name}" if name else backend.uri
+        return NotAStoreError(
+            f"{place!r:.500} is only a marker of the snapshot {marker.name!r:.200}; its bytes are "
+            f"in the store that was at {marker.store!r:.500}. Copy that whole store, or the "
+            "snapshot by `casnap cp`"
+        )
+
+
+class _Marker(msgspec.Struct):
+    """The fields of a marker that an error tells."""
+
+    commit: str
+    name: str = ""
+    store: str = ""
 
 
 class _Use(NamedTuple):
@@ -73,96 +219,6 @@ class _Use(NamedTuple):
 
     may_take: bool
     is_typed: bool
-
-
-def locate_snapshot(
-    path: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None = None,
-    *,
-    may_take: bool = True,
-    is_typed: bool = False,
-) -> Location:
-    """Return the store and the name that a snapshot's path means.
-
-    Args:
-        path: A path or URI.
-        storage_options: How a remote place is reached.
-        may_take: Whether the caller may take snapshots to the store, or make others there.
-        is_typed: Whether a person has typed the path, and sees which store was found.
-
-    Raises:
-        InvalidNameError: The path is a store itself, has no name at its end, or a name that is too
-            long or reserved.
-        StoreError: The path holds a checkpoint of TorchSnapshot, or cannot be looked at.
-        DamagedError: The path lies in a store that has lost its ``casnap.json``.
-        ValueError: A local path has storage options.
-    """
-    uri = store_uri(path)
-    if uri is not None:
-        return _locate_uri(uri.as_snapshot(), storage_options)
-    text, local = _local(path, storage_options)
-    if not local.strip("/") or Path(local).name in ("", ".", ".."):
-        raise InvalidNameError(f"{text!r} does not end in a snapshot's name")
-    parent, name = Path(local).parent, check_name(Path(local).name)
-    folder = _resolved(parent) / name
-    if exists(folder / STORE_FOLDER):
-        raise InvalidNameError(
-            f"{folder} is a store itself; a snapshot in it needs a name, like {folder}/step_100"
-        )
-    if exists(folder / ".snapshot_metadata"):
-        raise StoreError(
-            f"{folder} holds a snapshot of TorchSnapshot, which casnap does not touch; take to "
-            "another path; `casnap import` imports it as a snapshot"
-        )
-    use = _Use(may_take, is_typed)
-    match = _find_store(parent, use)
-    if match is None:
-        return Location(_led_to(folder.parent, parent), name, exists=False)
-    store, inner = match
-    backend = _guarded(store, parent, use, is_parent=not inner)
-    return Location(backend, check_name(f"{inner}/{name}".lstrip("/")), exists=True)
-
-
-def locate_store(
-    uri: str | os.PathLike[str] | Backend,
-    storage_options: Mapping[str, Any] | None = None,
-    *,
-    may_take: bool = True,
-    is_typed: bool = False,
-) -> Location:
-    """Return the store that a URI or a backend means, and the prefix in it if it lies below.
-
-    Args:
-        uri: A path, URI or backend.
-        storage_options: How a remote place is reached.
-        may_take: Whether the caller may take snapshots to the store, or make others there.
-        is_typed: Whether a person has typed the path, and sees which store was found.
-
-    Raises:
-        StoreError: The path is a file, or cannot be looked at.
-        DamagedError: The store has lost its ``casnap.json``.
-        ValueError: A local path, or a backend, has storage options.
-    """
-    if isinstance(uri, Backend):
-        if storage_options:
-            raise ValueError("a backend knows how it is reached; give storage_options to its maker")
-        return _named(uri, "")
-    place = store_uri(uri)
-    if place is not None:
-        return _locate_uri(place, storage_options)
-    _, local = _local(uri, storage_options)
-    folder = _resolved(Path(local))
-    if exists(folder) and not is_folder(folder):
-        raise NotAStoreError(f"{folder} is a file; a store is a folder")
-    use = _Use(may_take, is_typed)
-    match = _find_store(Path(local), use)
-    if match is None:
-        return Location(_led_to(folder, Path(local)), "", exists=False)
-    store, inner = match
-    if not inner:
-        return Location(_led_to(store, Path(local)), "", exists=True)
-    backend = _guarded(store, Path(local), use, is_parent=False)
-    return Location(backend, check_name(inner), exists=True)
 
 
 def _locate_uri(uri: Uri, storage_options: Mapping[str, Any] | None) -> Location:

@@ -14,13 +14,9 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
-from casnap.backends import Backend
-from casnap.backends.local.local_paths import exists, is_file, is_folder, is_link, is_taken
+from casnap.backends.local.local_paths import exists, is_file, is_folder, is_taken
 from casnap.backends.local.system_errors import translated
-from casnap.errors import PLACE_ERRORS, CasnapError, NotAStoreError, SnapshotExistsError
-from casnap.format.decoding import json_decoder
+from casnap.errors import PLACE_ERRORS, NotAStoreError, SnapshotExistsError
 from casnap.format.names import MARKER, NOTICE_HEAD, STORE_FOLDER
 from casnap.format.records import CONFIG_KEY
 from casnap.storage.opening.location import not_served_text
@@ -84,26 +80,68 @@ def form_of(path: Path) -> Form | None:
         return None
 
 
-def check_no_foreign_checkpoint(folder: Path, saver: str = "") -> None:
-    """Check that the folder of a new snapshot holds no checkpoint of another library.
+class ForeignCheckpoints:
+    """Checkpoints of other libraries, as their names tell.
 
     Args:
-        folder: The folder.
-        saver: The name of the form of the library that saves. A checkpoint of this form counts even
-            if its names are not sure.
-
-    Raises:
-        SnapshotExistsError: The folder holds one. A search by the name could find either of them.
-        PlaceError: The folder cannot be looked at.
+        path: Where to look: at such a file or folder, or at a folder of some.
     """
-    form = _folder_form(folder, [form for form in _FOLDERS if form.is_sure or form.name == saver])
-    if form is not None:
-        importing = f"`casnap import {folder} NAME` imports it as a snapshot"
-        raise SnapshotExistsError(
-            f"{folder} holds a checkpoint of {form.name}, and one name is not for two states: take "
-            "under another name, or remove that one. "
-            + (f"{form.reader} loads it" if form.reader else importing)
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def advice(self) -> str:
+        """Return advice for an error if the path is such a checkpoint; else ""."""
+        form = form_of(self._path)
+        return (
+            "" if form is None else f". There is a checkpoint of {form.name}, which {form.advice}"
         )
+
+    def advice_within(self) -> str:
+        """Return a message about such checkpoints in the folder; "" if there are none."""
+        folder = self._path
+        try:
+            entries = sorted(
+                _entries(folder), key=lambda entry: entry.stat(follow_symlinks=False).st_mtime
+            )
+        except OSError:
+            return ""
+        checkpoints = [
+            (path, form) for path in map(Path, entries) if (form := form_of(path)) is not None
+        ]
+        if not checkpoints:
+            return ""
+        path, form = checkpoints[-1]
+        more = f", and {len(checkpoints) - 1} more" if len(checkpoints) > 1 else ""
+        importing = f"`casnap import {path} {folder}/NAME` imports it as a snapshot"
+        return (
+            f"{folder} holds no snapshot, but {path.name}, a checkpoint of {form.name}{more}: "
+            f"{f'{form.reader} loads it' if form.reader else importing}"
+        )
+
+    def check_none(self, saver: str = "") -> None:
+        """Check that the path, the folder of a new snapshot, holds none.
+
+        Args:
+            saver: The name of the form of the library that saves. A checkpoint of this form counts
+                even if its names are not sure.
+
+        Raises:
+            SnapshotExistsError: The folder holds one. A search by the name could find either of
+                them.
+            PlaceError: The folder cannot be looked at.
+        """
+        folder = self._path
+        form = _folder_form(
+            folder, [form for form in _FOLDERS if form.is_sure or form.name == saver]
+        )
+        if form is not None:
+            importing = f"`casnap import {folder} NAME` imports it as a snapshot"
+            raise SnapshotExistsError(
+                f"{folder} holds a checkpoint of {form.name}, and one name is not for two states: "
+                "take under another name, or remove that one. "
+                + (f"{form.reader} loads it" if form.reader else importing)
+            )
 
 
 def _folder_form(folder: Path, forms: Sequence[Form]) -> Form | None:
@@ -138,60 +176,6 @@ def _is_ours(path: Path) -> bool:
         return file.read(len(NOTICE_HEAD)) == NOTICE_HEAD
 
 
-def advice_at(path: Path) -> str:
-    """Return advice for an error if a checkpoint of another library is at a path; else ""."""
-    form = form_of(path)
-    return "" if form is None else f". There is a checkpoint of {form.name}, which {form.advice}"
-
-
-def link_advice(backend: Backend, name: str) -> str:
-    """Return advice for an error if a name that a store lacks leads over a link there; else "".
-
-    Args:
-        backend: The backend of the store.
-        name: The full name of a snapshot, or of a folder of snapshots.
-    """
-    if backend.folder is None or not name:
-        return ""
-    parts = name.split("/")
-    try:
-        ways = (backend.folder.joinpath(*parts[: n + 1]) for n in range(len(parts)))
-        link = next(filter(is_link, ways), None)
-        target = None if link is None else link.resolve()
-    except (OSError, RuntimeError, *PLACE_ERRORS):
-        # The link only serves for advice.
-        return ""
-    if link is None:
-        return ""
-    return (
-        f". {link} is a link, and links in a store are not followed: name {target}, which it leads "
-        f"to. For a name that moves on, tag a snapshot: `casnap tag {backend.uri}/NAME {link.name} "
-        f"--move`, and ask for Store.tagged({link.name!r})"
-    )
-
-
-def advice_in(folder: Path) -> str:
-    """Return a message about checkpoints of other libraries in a folder; "" if there are none."""
-    try:
-        entries = sorted(
-            _entries(folder), key=lambda entry: entry.stat(follow_symlinks=False).st_mtime
-        )
-    except OSError:
-        return ""
-    checkpoints = [
-        (path, form) for path in map(Path, entries) if (form := form_of(path)) is not None
-    ]
-    if not checkpoints:
-        return ""
-    path, form = checkpoints[-1]
-    more = f", and {len(checkpoints) - 1} more" if len(checkpoints) > 1 else ""
-    importing = f"`casnap import {path} {folder}/NAME` imports it as a snapshot"
-    return (
-        f"{folder} holds no snapshot, but {path.name}, a checkpoint of {form.name}{more}: "
-        f"{f'{form.reader} loads it' if form.reader else importing}"
-    )
-
-
 def no_store_error(folder: Path) -> NotAStoreError:
     """Return the error for a folder that is in no store. It says what is there instead."""
     if narrow := not_served_text(folder):
@@ -204,43 +188,11 @@ def no_store_error(folder: Path) -> NotAStoreError:
             f"{base}, but there {'are stores' if len(stores) > 1 else 'is a store'} right below: "
             f"{', '.join(stores[:_SHOWN])}{more}. Name one, like {folder / stores[0]}"
         )
-    if advice := advice_in(folder):
+    others = ForeignCheckpoints(folder)
+    if advice := others.advice_within():
         return NotAStoreError(f"{base}. {advice}")
-    return NotAStoreError(
-        f"{base}{advice_at(folder) or f'; make one with `casnap init {folder}`, or check the path'}"
-    )
-
-
-class _Marker(msgspec.Struct):
-    """The fields of a marker that an error tells."""
-
-    commit: str
-    name: str = ""
-    store: str = ""
-
-
-def only_marker_error(backend: Backend, name: str) -> NotAStoreError | None:
-    """Return the error for a folder that has a marker, but is in no store; None without a marker.
-
-    Args:
-        backend: The place.
-        name: The name of the folder below the place; "" for the place itself.
-    """
-    if backend.folder is None:
-        # The error of a remote place says how to name a store further up.
-        return None
-    try:
-        marker = json_decoder(_Marker).decode(
-            backend.read_marker(f"{name}/{MARKER}" if name else MARKER)
-        )
-    except (FileNotFoundError, CasnapError, ValueError, RecursionError):
-        return None
-    place = f"{backend.uri}/{name}" if name else backend.uri
-    return NotAStoreError(
-        f"{place!r:.500} is only a marker of the snapshot {marker.name!r:.200}; its bytes are in "
-        f"the store that was at {marker.store!r:.500}. Copy that whole store, or the snapshot by "
-        f"`casnap cp`"
-    )
+    making = f"; make one with `casnap init {folder}`, or check the path"
+    return NotAStoreError(f"{base}{others.advice() or making}")
 
 
 def _stores_below(folder: Path) -> list[str]:

@@ -137,9 +137,9 @@ _made_by_paths: dict[Path, Path | None] = {}
 
 def _absent_error(backend: Backend) -> NotAStoreError:
     """Return the error for a place without a store. It says what is there instead."""
-    from casnap.storage.opening.no_store import no_store_error, only_marker_error
+    from casnap.storage.opening.no_store import no_store_error
 
-    if error := only_marker_error(backend, "") or _no_name_error(backend):
+    if error := Location(backend, "").only_marker_error() or _no_name_error(backend):
         return error
     folder = backend.folder
     return not_a_store_error(backend) if folder is None else no_store_error(folder)

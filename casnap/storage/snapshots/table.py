@@ -24,11 +24,12 @@ def row_of(table: Table, name: str, backend: Backend) -> Row:
     """
     row = table.get(name)
     if row is None:
-        from casnap.storage.opening.no_store import advice_at, link_advice
+        from casnap.storage.opening.location import Location
+        from casnap.storage.opening.no_store import ForeignCheckpoints
 
-        advice = link_advice(backend, name)
+        advice = Location(backend, name).link_advice()
         if not advice and backend.folder is not None:
-            advice = advice_at(backend.folder / name)
+            advice = ForeignCheckpoints(backend.folder / name).advice()
         advice = advice or nearest(name, (full_name for full_name, _ in table.items_in()))
         raise SnapshotNotFoundError(f"{backend.uri} holds no snapshot {name!r}{advice}")
     return row

@@ -11,13 +11,7 @@ from casnap.format.codec import Codec
 from casnap.format.names import component_of
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
-from casnap.storage import (
-    Repository,
-    Table,
-    check_free,
-    check_no_foreign_checkpoint,
-    check_path_is_free,
-)
+from casnap.storage import ForeignCheckpoints, Repository, Table, check_free, check_path_is_free
 from casnap.take.options import TakeOptions, unclear_commits
 
 
@@ -117,7 +111,7 @@ def _check_name_is_free(store: Repository, name: str, options: TakeOptions) -> R
     """Check in the newest root that a take may make a snapshot of this name; return that root."""
     check_path_is_free(store.backend, name)
     if store.backend.folder is not None:
-        check_no_foreign_checkpoint(store.backend.folder / name)
+        ForeignCheckpoints(store.backend.folder / name).check_none()
 
     def check(root: Root) -> Root:
         table = store.table(root)
