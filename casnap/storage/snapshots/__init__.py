@@ -1,4 +1,4 @@
-"""Snapshots by name, what each holds, and which of them stay.
+"""Snapshots by name, the contents of each, and the rules by which they stay.
 
-Imports all rooms of ``storage`` but ``collecting``. Begin with ``table.py``.
+This room imports all rooms of ``storage`` except ``collecting``. Begin with ``table.py``.
 """

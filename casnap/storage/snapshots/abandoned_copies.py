@@ -1,4 +1,4 @@
-"""Unfinished copies that nobody goes on with: a collector drops them from the root."""
+"""Unfinished copies that no process continues: a collector drops them from the root."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _AFTER = 7 * 86400.0
 
 
 def without_abandoned(root: Root) -> Root:
-    """Return a root without the copies that were not gone on with for a week.
+    """Return a root without the copies that no process has continued for a week.
 
-    A time in the future counts like one in the past, so that no copy stays for ever.
+    A time of more than a week in the future counts like one in the past, so that no copy stays for
+    ever.
     """
     now = time.time()
     copies = {c: copy for c, copy in root.copies.items() if abs(now - copy.time) <= _AFTER}
@@ -24,7 +25,7 @@ def without_abandoned(root: Root) -> Root:
 
 
 def drop_abandoned(store: Repository) -> None:
-    """Drop the copies that were not gone on with for a week, in one commit, if there are any."""
+    """Drop the copies that no process has continued for a week, in one commit, if there are any."""
     root = store.recent()
     if without_abandoned(root) is not root:
         change_table(store, lambda *_: {}, without_abandoned)

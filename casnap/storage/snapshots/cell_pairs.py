@@ -1,4 +1,4 @@
-"""The chunks of a snapshot beside those of the same cells in the snapshot before."""
+"""Pairs of chunks: a chunk of a snapshot, and the chunk of the same cell in the one before."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from casnap.format.names import folder_of
 from casnap.format.records import Root, Row
 from casnap.storage.snapshots.contents import Contents
 
-# Shorter chunks take as much in the index as a smaller form would save.
+# A smaller form of a shorter chunk saves no more bytes than its record in the index takes.
 _LEAST_BYTES = 4096
-# So many other folders are looked at for what a snapshot may be a fine-tune of, and so much of it
-# must be alike.
+# To find the snapshot that another one is a fine-tune of: how many other folders to look at, and
+# the share of its bytes that must be alike.
 _OTHERS, _ALIKE = 8, 0.5
 
 
 class CellPair(NamedTuple):
-    """A chunk of a snapshot, and that of the same cell in the snapshot before, if there is one.
+    """A chunk of a snapshot, and the chunk of the same cell in the snapshot before.
 
     Attributes:
-        digest: The chunk.
-        base: The other one, if it has the same length, and is another chunk.
-        nbytes: The length.
+        digest: The digest of the chunk.
+        base: The digest of the other chunk; None if there is none, or it is the same chunk or has
+            another length.
+        nbytes: The raw length of the chunk.
     """
 
     digest: Digest
@@ -39,18 +40,19 @@ def snapshot_before(
     is_there: Callable[[str, Row], bool] = lambda name, row: True,
     last_there: Callable[[], Contents | None] = lambda: None,
 ) -> Contents | None:
-    """Return the earlier snapshot that has the bases for the chunks of another one, if any.
+    """Return an earlier snapshot whose chunks may be bases for the chunks of another; None if none.
 
-    It is the one before in the same folder. The first one of a folder may be a fine-tune of what
-    lies in another folder. So the newest ones of other folders are looked at: that with most bytes
-    of the same path, dtype and shape is it.
+    It is the snapshot before in the same folder. The first snapshot of a folder may be a fine-tune
+    of a snapshot in another folder. So for that one, this looks at the newest snapshots of other
+    folders, and returns the one that shares most bytes by path, dtype and shape.
 
     Args:
-        contents: The other one.
+        contents: The snapshot to find bases for.
         snapshots: The snapshots of its store.
-        is_there: Whether a snapshot is where the chunks go. One that is not is passed over.
-        last_there: Returns the last one before it where the chunks go. It counts if none of the
-            same folder is there that its store still has.
+        is_there: Whether the destination of the chunks has a snapshot. Snapshots that it lacks are
+            passed over.
+        last_there: Returns the last earlier snapshot that the destination has. It counts if the
+            destination has no earlier snapshot of the folder that the store still has.
     """
     earlier: dict[str, list[Contents]] = {}
     for name, row in sorted(snapshots, key=lambda each: -each[1].seq):
@@ -76,16 +78,16 @@ def bases_in(
     is_there: Callable[[str, Row], bool],
     last_there: Callable[[], Contents | None],
 ) -> dict[Digest, Digest]:
-    """Return the base of each chunk of a snapshot that has one, as :func:`cell_pairs` has it.
+    """Return the base of each chunk of a snapshot that has one, as :func:`cell_pairs` finds it.
 
-    If something damaged is in the way, it returns none: the one before may have been collected
-    meanwhile. If it is this one that is damaged, whoever reads it finds out.
+    It returns no bases if it meets damage: the snapshot before may have been collected meanwhile.
+    If the snapshot itself is damaged, the next reader will report it.
 
     Args:
         contents: The snapshot.
-        root: The root whose table has the one before.
-        is_there: As for :func:`snapshot_before`.
-        last_there: As there.
+        root: The root whose table has the snapshot before.
+        is_there: See :func:`snapshot_before`.
+        last_there: See :func:`snapshot_before`.
     """
     store = contents.store
     try:
@@ -96,14 +98,14 @@ def bases_in(
         return {}
     if before is None or before.store is store:
         return bases
-    # Its snapshot is gone here, and its chunks may be too.
+    # The snapshot before is gone here, and its chunks may be gone too.
     digests = list(dict.fromkeys(bases.values()))
     places = dict(zip(digests, store.find(digests), strict=True))
     return {digest: base for digest, base in bases.items() if places[base] is not None}
 
 
 def _alike_bytes(contents: Contents, other: Contents) -> int:
-    """Return how many bytes the tensors have that another snapshot has in the same shape."""
+    """Return the bytes of the tensors that another snapshot has too, by path, dtype and shape."""
     nbytes = 0
     for _, digest, digest_of_other in _subtrees(contents, other):
         if digest_of_other is not None:
@@ -117,7 +119,7 @@ def _alike_bytes(contents: Contents, other: Contents) -> int:
 
 
 def cell_pairs(contents: Contents, before: Contents | None) -> Iterator[CellPair]:
-    """Yield the chunks of a snapshot, each once, but for subtrees that the one before shares."""
+    """Yield the pairs of a snapshot, each chunk once, except in subtrees that both share."""
     visited: set[Digest] = set()
     for key, digest, digest_before in _subtrees(contents, before):
         if digest == digest_before:
@@ -146,7 +148,7 @@ def cell_pairs(contents: Contents, before: Contents | None) -> Iterator[CellPair
 def _subtrees(
     contents: Contents, before: Contents | None
 ) -> Iterator[tuple[str, bytes, bytes | None]]:
-    """Yield each key of a snapshot, with its tree, and its tree in the one before."""
+    """Yield each key of a snapshot with its tree, and its tree in the snapshot before, or None."""
     manifest = contents.manifest
     manifest_before = None if before is None else before.manifest
     for rank, trees in ((None, manifest.shared), *manifest.ranks.items()):

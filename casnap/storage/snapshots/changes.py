@@ -25,16 +25,16 @@ Change = Callable[[Table, int], dict[str, "Row | None"]]
 def edit_row(
     store: Repository, name: str, commit_id: str, edit: Callable[[Row], Row | None]
 ) -> None:
-    """Edit the row of a snapshot, or remove it where ``edit`` returns None, in one commit.
+    """Edit the row of a snapshot, or remove it, in one commit.
 
     Args:
         store: The store.
         name: The full name of the snapshot.
         commit_id: The commit id that it must have.
-        edit: Given its row, returns the new one.
+        edit: Gets the row, and returns the new one; None removes it.
 
     Raises:
-        SnapshotNotFoundError: It has another one, or there is none of this name.
+        SnapshotNotFoundError: There is no snapshot of this name and commit id.
     """
 
     def change(table: Table, _seq: int) -> dict[str, Row | None]:
@@ -53,12 +53,13 @@ def edit_row(
 def change_table(
     store: Repository, change: Change, update_root: Callable[[Root], Root] = lambda root: root
 ) -> bool:
-    """Commit a change of the table; return False, and write no root, if it changes nothing.
+    """Commit a change of the table; return False, and put no root, if it changes nothing.
 
     Args:
         store: The store.
-        change: Says which rows to set or remove.
-        update_root: Given the root before, returns it with the fields that the next one is to have.
+        change: Gets the table and the number of the next root. Returns the rows to set, with None
+            for each row to remove.
+        update_root: Returns the last root with other fields changed for the next root.
     """
     return commit_change(store, lambda _: change, update_root)
 
@@ -68,12 +69,12 @@ def change_settings(
     edit: Callable[[dict[str, Any]], dict[str, Any]],
     edit_rows: Callable[[Iterable[tuple[str, Row]]], dict[str, Row | None]] = lambda _: {},
 ) -> bool:
-    """Change some settings of a store, in one commit; return whether that changed anything.
+    """Change settings of a store, in one commit; return False if nothing changed.
 
     Args:
         store: The store.
-        edit: Given the settings, returns the new ones.
-        edit_rows: Given the snapshots, returns the rows to change too if the settings change.
+        edit: Gets the settings, and returns the new ones.
+        edit_rows: Gets the snapshots, and returns the rows to change too if the settings change.
     """
 
     def update_root(root: Root) -> Root:
@@ -96,7 +97,7 @@ def commit_change(
     change_in: Callable[[Session], Change],
     update_root: Callable[[Root], Root] = lambda root: root,
 ) -> bool:
-    """Do what :func:`change_table` does, for a change that stores nodes in the session."""
+    """Commit as :func:`change_table` does, for a change that stores nodes in the session."""
 
     def some(change: Change, table: Table, seq: int) -> dict[str, Row | None] | None:
         changes = change(table, seq)

@@ -1,4 +1,4 @@
-"""The contents of a snapshot: its entries by path, and the chunks of each."""
+"""The contents of a snapshot: its entries by path, and the chunks of each entry."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.references import MANIFEST, TREE, digest_in, is_node, walk
 
 # Metadata of 64 KiB as JSON take up to 148 kB as a node: a float of three letters takes nine bytes.
-# Other bytes could take sixty times as much memory when they are decoded.
+# A larger node is not decoded: hostile bytes could take sixty times as much memory.
 _MOST_METADATA = 4 * MAX_METADATA_BYTES
 GLOBAL = "global"
-"""What a path may begin with in place of a rank: only global entries are meant then."""
+"""The word that a path may begin with in place of a rank. The path then means a global entry."""
 _WILDCARDS = re.compile(r"[*?\[]")
 
 
 class Listed(NamedTuple):
-    """An entry in a list of a snapshot.
+    """An entry of a snapshot, as :meth:`Contents.listed` yields it.
 
     Attributes:
-        name: The path that means this entry, and no other: with its rank, if it is a rank's own.
-        path: The path as it was asked for: with a rank only if one was named.
+        name: The path that means this entry alone. It has a rank if the entry is a rank's own.
+        path: The path in the form of the question. It has a rank only if the question named one.
         entry: The entry.
-        owner: The rank that it belongs to; None for a global entry.
+        owner: The rank that the entry belongs to; None for a global entry.
     """
 
     name: str
@@ -67,13 +67,13 @@ class Listed(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A node of the tree of a snapshot, and what it refers to.
+    """A node of the tree of a snapshot, with its references.
 
     Attributes:
-        key: What tells it from all other nodes, also from one of the same bytes and another kind.
-        digest: Its digest.
+        key: Its kind and its digest: two nodes of different kinds may have the same bytes.
+        digest: The digest of the node.
         below: The keys of the nodes that it names.
-        chunks: The chunks that it names.
+        chunks: The digests of the chunks that it names.
     """
 
     key: bytes
@@ -83,12 +83,12 @@ class Node(NamedTuple):
 
 
 class Entries:
-    """The entries of one key as a rank sees them: the global ones, and its own.
+    """The entries of one key of the app state as a rank sees them: global entries, and its own.
 
     Args:
         contents: The snapshot.
-        owners: The trees, the one that wins first, each with the rank that owns it; None for the
-            global one.
+        owners: The digest of each tree → the rank that owns it; None for the global tree. Earlier
+            trees win.
     """
 
     def __init__(self, contents: Contents, owners: Mapping[bytes, int | None]) -> None:
@@ -98,7 +98,7 @@ class Entries:
 
     @property
     def tops(self) -> tuple[bytes, ...]:
-        """The digests of its trees, the one that wins first."""
+        """The digests of the trees. Earlier trees win."""
         return tuple(self._digests)
 
     @property
@@ -115,32 +115,32 @@ class Entries:
         return next((e for tree in self._trees if (e := tree.get(path)) is not None), None)
 
     def items(self, start: str = "") -> Iterator[tuple[str, Entry]]:
-        """Yield path and entry in order of the paths, from ``start`` on."""
+        """Yield path and entry, in the order of the paths, from ``start`` on."""
         if len(self._digests) == 1:
             yield from self._contents.tree(self._digests[0]).items(start)
             return
         before = None
-        # The merge is stable: of two entries of one path, that of the first tree comes first.
+        # The merge is stable, so the entry of the first tree comes first if two have one path.
         for path, entry in merge(*(tree.items(start) for tree in self._trees), key=itemgetter(0)):
             if path != before:
                 yield path, entry
             before = path
 
     def items_below(self, prefix: str) -> Iterator[tuple[str, Entry]]:
-        """Yield path and entry of what begins with ``prefix``."""
+        """Yield path and entry, for paths that begin with ``prefix``."""
         return takewhile(lambda item: item[0].startswith(prefix), self.items(prefix))
 
 
 class Contents:
-    """The tree of one snapshot.
+    """The contents of one snapshot.
 
     Paths are ``<rank>/<key>/<path>``. A global entry is found under every rank, and without one.
     A path without a rank may also mean rank 0's entry, if no other rank has its own.
 
     Args:
         store: The store.
-        name: The snapshot's name, for messages.
-        row: Its row in the table.
+        name: The full name of the snapshot.
+        row: The row of the snapshot.
     """
 
     def __init__(self, store: Repository, name: str, row: Row) -> None:
@@ -161,16 +161,16 @@ class Contents:
         return MANIFEST + self.row.manifest.digest
 
     def nodes(self, visited: set[bytes]) -> Iterator[Node]:
-        """Yield each node of the tree, before those below it, but for what was visited before.
+        """Yield each node of the tree that was not visited before, and before the nodes below it.
 
         Args:
-            visited: The keys of visited nodes; new ones are added.
+            visited: The keys of visited nodes. The keys of the yielded nodes are added.
 
         Raises:
             DamagedError: A node is missing or damaged.
         """
         ref = self.row.manifest
-        # The hint finds the node without the index. From now on it is cached.
+        # The hint finds the node without the index, and from now on the node is cached.
         self.store.node(Digest(ref.digest), ref.hint)
         for node, named in walk(self.store, [self.top], visited):
             below = [reference for reference in named if is_node(reference)]
@@ -180,10 +180,10 @@ class Contents:
     def nodes_of(
         self, users: Mapping[bytes, frozenset[int]]
     ) -> Iterator[tuple[frozenset[int], bytes]]:
-        """Yield each node of some trees of the snapshot once, with the ranks that use it.
+        """Yield each node of trees once: the ranks that use it, and its bytes.
 
         Args:
-            users: The digests of the trees, each with the ranks that use it.
+            users: The digest of each tree → the ranks that use the tree.
 
         Raises:
             DamagedError: A node is missing or damaged.
@@ -199,7 +199,8 @@ class Contents:
         """The top of the tree, decoded.
 
         Raises:
-            UnsupportedFormatError: A later version has to read the snapshot.
+            UnsupportedFormatError: Only a later version can read the snapshot.
+            DamagedError: The manifest is missing or damaged.
         """
         self.check_features()
         return self.unchecked_manifest
@@ -219,7 +220,7 @@ class Contents:
 
     @cached_property
     def unchecked_manifest(self) -> Manifest:
-        """The top of the tree, also of a snapshot that a later version has to read."""
+        """The top of the tree, even if only a later version can read the snapshot."""
         ref = self.row.manifest
         node = self.store.node(Digest(ref.digest), ref.hint)
         manifest = decode_kept(node, Manifest, f"the manifest of {self.label}")
@@ -236,7 +237,7 @@ class Contents:
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
-        """The user's own metadata."""
+        """The user's metadata."""
         if not self.row.metadata_node:
             return self.row.metadata
         node = self.store.node(Digest(self.row.metadata_node))
@@ -246,10 +247,11 @@ class Contents:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Turn a ``DamagedError`` of this block into an error that explains what happened.
+        """Explain a ``DamagedError`` in a block of code, if the snapshot itself is gone.
 
         Raises:
-            SnapshotNotFoundError: The snapshot was deleted, and its chunks were collected.
+            SnapshotNotFoundError: The snapshot was deleted, replaced or thinned, and its chunks
+                were collected.
         """
         try:
             yield
@@ -266,16 +268,16 @@ class Contents:
             ) from e
 
     def keys(self) -> set[str]:
-        """Return the keys of the app state, those of all ranks."""
+        """Return the keys of the app state, of all ranks."""
         subtrees = (self.manifest.shared, *self.manifest.ranks.values())
         return {key_of(component) for subtree in subtrees for component in subtree}
 
     def trees(self, rank: int | None) -> dict[str, Entries]:
-        """Return the entries that a rank sees, by key.
+        """Return the entries that a rank sees, by the component of their key.
 
         Args:
-            rank: Its own entries win. A rank beyond the world sees only global entries. None for
-                paths without a rank: global entries win, then rank 0's.
+            rank: The rank. Its own entries win over global ones. A rank beyond the world sees only
+                global entries. None is for paths without a rank: global entries win over rank 0's.
         """
         shared, of_rank = self.manifest.shared, self.manifest.ranks.get(str(rank or 0), {})
         layers: list[tuple[dict[str, bytes], int | None]] = [(of_rank, rank or 0), (shared, None)]
@@ -284,7 +286,7 @@ class Contents:
         return self._layers(layers)
 
     def _seen_by(self, rank: int | None) -> dict[str, Entries]:
-        """Return :meth:`trees`, made once: many paths may be looked for."""
+        """Return the result of :meth:`trees`, made once, since many paths may be looked for."""
         if rank not in self._seen:
             self._seen[rank] = self.trees(rank)
         return self._seen[rank]
@@ -297,7 +299,7 @@ class Contents:
         }
 
     def tree(self, digest: bytes) -> Tree[Entry]:
-        """Return the tree of one key."""
+        """Return the tree of a key, by the digest of its top."""
         tree = self._trees.get(digest)
         if tree is None:
             tree = entry_tree(Digest(digest), self.store.node)
@@ -305,13 +307,13 @@ class Contents:
         return tree
 
     def entries(self, rank: int = 0) -> Iterator[tuple[str, Entry]]:
-        """Yield ``<key>/<path>`` and entry of all entries that a rank sees."""
+        """Yield ``<key>/<path>`` and the entry, for all entries that a rank sees."""
         for key, entries in sorted(self.trees(rank).items()):
             for inner, entry in entries.items():
                 yield key + inner, entry
 
     def own_paths(self, rank: int) -> Iterator[str]:
-        """Yield ``<key>/<path>`` of all entries that belong only to this rank."""
+        """Yield ``<key>/<path>`` of all entries that belong to a rank alone."""
         for key, digest in self.manifest.ranks[str(rank)].items():
             yield from (key + inner for inner, _ in self.tree(digest).items())
 
@@ -320,11 +322,11 @@ class Contents:
         yield from range(len(self.manifest.ranks))
 
     def keepers(self, path: str, *, only_leaves: bool = False) -> list[int]:
-        """Return the ranks that have own entries at or below ``<key>/<path>``.
+        """Return the ranks that have entries of their own at or below a path without a rank.
 
         Args:
-            path: The path.
-            only_leaves: Whether containers do not count.
+            path: The path, ``<key>/<path>``.
+            only_leaves: Whether to leave containers out.
         """
         key, slash, inner = path.partition("/")
         keepers = []
@@ -341,13 +343,13 @@ class Contents:
         return keepers
 
     def find(self, path: str) -> tuple[str, Entry, Entries] | None:
-        """Return the path without its rank, the entry there, and the entries of its key, or None.
+        """Return the path without its rank, the entry there, and the entries of its key; or None.
 
-        A path that begins with a rank is what that rank sees, one that begins with ``global`` a
-        global entry. Without these, global entries win, then those of rank 0.
+        A path that begins with a rank means an entry that the rank sees. A path that begins with
+        ``global`` means a global entry. Any other path means a global entry, or else rank 0's.
 
         Raises:
-            TypeError: It is no str.
+            TypeError: The path is no str.
         """
         _check_path(path)
         head, slash, tail = path.partition("/")
@@ -366,20 +368,21 @@ class Contents:
         return None if entry is None else (bare, entry, trees[key])
 
     def entry(self, path: str, *, only_leaves: bool = False) -> tuple[str, Entry, Entries]:
-        """Return what :meth:`find` does, but never rank 0's entries beside those of other ranks.
+        """Find an entry as :meth:`find` does, but raise if the path may mean several.
 
         Args:
             path: The path.
-            only_leaves: Whether ranks may have their own containers there.
+            only_leaves: Whether it does not matter that several ranks have containers of their own
+                there.
 
         Raises:
-            EntryNotFoundError: There is no entry of this path. Or several ranks have their own at
-                or below it, and the path does not say which. The message names them.
+            EntryNotFoundError: There is no entry of this path. Or several ranks have entries of
+                their own at or below it, and the path has no rank. The message names them.
         """
         match = self.find(path)
         if match is None:
             raise self._absent(path)
-        # Rank 0's own leaves are found; those of any other rank would be left out.
+        # If no rank but 0 has leaves of its own there, none is left out.
         if not only_leaves or any(rank > 0 for rank in self.keepers(path, only_leaves=True)):
             self.check_one_keeper(path, self._rivals(path, match))
         return match
@@ -390,7 +393,7 @@ class Contents:
         return match is not None and len(self._rivals(path, match)) < 2
 
     def _rivals(self, path: str, match: tuple[str, Entry, Entries]) -> list[int]:
-        """Return the ranks that have entries of their own there, if a path does not say which."""
+        """Return the ranks that a path without a rank may mean: they have own entries there."""
         full, entry, entries = match
         if full != path or self.row.world_size == 1:
             return []
@@ -398,15 +401,15 @@ class Contents:
         return [] if is_global and not isinstance(entry, ContainerEntry) else self.keepers(path)
 
     def check_one_keeper(self, path: str, keepers: list[int], asked: str | None = None) -> None:
-        """Check that no more than one rank has an entry of its own at a path without a rank.
+        """Check that a path without a rank means the entry of one rank.
 
         Args:
             path: The path.
-            keepers: The ranks that have an entry there.
-            asked: What was asked for: the path, or a prefix of it.
+            keepers: The ranks that have an entry of their own there.
+            asked: The path that the user gave, if it is a prefix of ``path``.
 
         Raises:
-            EntryNotFoundError: Several have.
+            EntryNotFoundError: Several ranks have an entry there.
         """
         if len(keepers) > 1:
             names = ", ".join(f"'{rank}/{asked or path}'" for rank in keepers[:4])
@@ -420,8 +423,9 @@ class Contents:
         """Yield the entries whose path begins with a text, each once.
 
         Args:
-            start: Begins with a rank and a slash for what that rank sees, with ``global/`` for
-                global entries alone. Otherwise it means global entries, and those of all ranks.
+            start: The text. With a rank and a slash at its beginning, it means the entries that the
+                rank sees; with ``global/``, global entries alone. Otherwise it means global
+                entries, and the entries of all ranks.
         """
         head, slash, tail = start.partition("/")
         shared, ranks = self.manifest.shared, self.manifest.ranks
@@ -445,10 +449,10 @@ class Contents:
     def matching(self, pattern: str) -> list[Listed]:
         """Return the tensors and values whose path a glob matches; ``*`` crosses ``/``.
 
-        If one has this very path, only that is returned.
+        If entries have this very path, it means them alone.
 
         Raises:
-            TypeError: It is no str.
+            TypeError: The pattern is no str.
         """
         _check_path(pattern)
         matches = re.compile(translate(pattern)).match
@@ -485,7 +489,7 @@ class Contents:
         )
 
     def thinned_text(self) -> str:
-        """Return what the snapshot has lost, and what to do, for an error."""
+        """Return which keys the snapshot has lost, and advice, for a message."""
         keys = ", ".join(map(key_of, self.manifest.thinned))
         return (
             f"it was thinned, and has lost {keys:.500}. To resume, restore a whole snapshot, such "
@@ -493,7 +497,7 @@ class Contents:
         )
 
     def _paths(self) -> list[str]:
-        """Return all paths without their ranks, each once; none if there are many."""
+        """Return all paths without their ranks, each once; empty if there are very many."""
         subtrees = self._subtrees()
         trees = {(key, digest): None for subtree in subtrees for key, digest in subtree.items()}
         if self.row.stats.entries >= 1e5 or len(trees) >= 1e3:
@@ -501,10 +505,11 @@ class Contents:
         return list({key + p: None for key, digest in trees for p, _ in self.tree(digest).items()})
 
     def chunks(self, path: str, entry: Entry) -> list[tuple[Digest, int]]:
-        """Return digest and length of every chunk of an entry; none if the entry holds its bytes.
+        """Return digest and raw length of each chunk of an entry; empty if it holds its own bytes.
 
         Raises:
             DamagedError: Shape, length and digests do not fit each other.
+            UnsupportedFormatError: Only a later version can read the entry.
         """
         payload = entry.payload
         if payload.nbytes <= INLINE_BYTES:
@@ -518,7 +523,7 @@ class Contents:
 
         Raises:
             DamagedError: Shape and length do not fit each other.
-            UnsupportedFormatError: A later version has to say how it is cut.
+            UnsupportedFormatError: Only a later version can read the entry.
         """
         check_known(self.label, [(path, entry)])
         nbytes, chunk_size = entry.payload.nbytes, self.store.config.chunk_size
@@ -537,8 +542,13 @@ class Contents:
     def digests(self, payload: Payload, cells: Grid, path: str) -> bytes:
         """Return the digests of a payload's chunks, one behind the other.
 
+        Args:
+            payload: The payload.
+            cells: The grid of its entry.
+            path: The path of the entry, for messages.
+
         Raises:
-            DamagedError: Their number is not that of the cells.
+            DamagedError: There are not as many digests as cells, or a list is damaged.
         """
         digests = payload.digests
         if not 0 <= payload.depth <= MAX_LIST_DEPTH:
@@ -558,7 +568,7 @@ class Contents:
         return digests
 
     def named_chunks(self, payload: Payload) -> dict[Digest, None]:
-        """Return the chunks that a payload names, each once, whatever they mean.
+        """Return the digests of the chunks that a payload names, each once. Any entry will do.
 
         Raises:
             DamagedError: The lists of digests are malformed.
@@ -572,7 +582,7 @@ class Contents:
         return named
 
     def _joined_lists(self, digests: bytes, most: int, path: str) -> bytes:
-        """Return the content of lists, joined; stop when it is longer than ``most`` digests."""
+        """Return the digests in lists, joined; stop once there are more than ``most`` digests."""
         joined = bytearray()
         try:
             for digest in split_digests(digests):
@@ -599,7 +609,7 @@ def _check_path(path: object) -> None:
 
 
 def _walk_below(trees: Mapping[str, Entries], start: str) -> Iterator[tuple[str, Entry, Entries]]:
-    """Yield what begins with a text in the trees of some keys, in order."""
+    """Yield path, entry and the entries of its key, in order, for paths that begin with a text."""
     for key, entries in sorted(trees.items()):
         if key.startswith(start) or start.startswith(f"{key}/"):
             for inner, entry in entries.items_below(start[len(key) :]):

@@ -1,7 +1,7 @@
 """Markers: a file in the folder of each snapshot on a disk, for ``ls``, ``glob`` and ``exists``.
 
-A marker is written after the commit of its snapshot, and removed with it. It is never read as
-truth: it only tells what a folder is, or was.
+A marker is written after the commit of its snapshot, and removed with the snapshot. It is never
+read as truth: it only tells people which snapshot a folder is, or was.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ _MOST_NAMES = 10_000
 
 
 def mark(store: Repository, name: str, row: Row) -> None:
-    """Write the marker for ``ls``, ``glob`` and ``os.path.exists``; it is never read as truth.
+    """Write the marker of a snapshot that was just committed.
 
-    An error is a warning only: the snapshot is committed. If it was deleted or overwritten since,
-    a marker on a disk gives way to that of the snapshot that has the name now.
+    An error only gives a warning, since the snapshot is committed. If the snapshot was deleted or
+    overwritten since, its marker on a disk is removed, or replaced by the marker of the snapshot
+    that has the name now.
     """
     if not store.marks:
         return
@@ -66,7 +67,7 @@ def _row_now(store: Repository, name: str, row: Row) -> Row | None:
 
 
 class _Marker(msgspec.Struct):
-    """What is read of a marker."""
+    """The one field of a marker that casnap reads here."""
 
     commit: str
 
@@ -80,13 +81,13 @@ def commit_in(marker: bytes) -> bytes | None:
 
 
 def unmark(store: Repository, deleted: Mapping[str, bytes]) -> None:
-    """Remove the markers of deleted snapshots, if the store has any.
+    """Remove the markers of deleted snapshots, if the store has markers.
 
-    A marker that names another commit stays: the name was taken anew meanwhile.
+    A marker that names another commit stays: the name was taken again meanwhile.
 
     Args:
         store: The store.
-        deleted: The commit id of each, by its name.
+        deleted: The name of each deleted snapshot → its commit id.
     """
     if not store.marks:
         return
@@ -97,7 +98,7 @@ def unmark(store: Repository, deleted: Mapping[str, bytes]) -> None:
 
     try:
         errors: Mapping[str, Exception] = store.backend.unmark(keys, is_stale)
-    except Exception as e:  # noqa: BLE001 - they are deleted, whatever it was
+    except Exception as e:  # noqa: BLE001 - the snapshots are deleted, whatever the error was
         errors = dict.fromkeys([next(iter(keys), "")], e)
     for key, error in errors.items():
         text = "%.200r is deleted, but its marker file cannot be: %.500s"
@@ -118,17 +119,18 @@ class Markers:
         """Return the commit that the marker in a folder names; None if there is no marker.
 
         Raises:
-            PlaceError: It cannot be looked at.
+            PlaceError: The folder cannot be looked at.
         """
         return _marked_commit(self._store.backend, folder)
 
     def replace(self, name: str, row: Row, removed_rows: Mapping[str, Row]) -> None:
-        """Write the marker of a new snapshot, and remove those of what went in the same commit.
+        """Write the marker of a new snapshot; remove the markers of what its commit removed.
 
         Args:
             name: The name of the new snapshot.
             row: Its row.
-            removed_rows: The rows of what went, by name; one of this name was replaced.
+            removed_rows: The rows of the removed snapshots, by name. A row of this very name was
+                replaced.
         """
         mark(self._store, name, row)
         deleted = {
@@ -152,28 +154,34 @@ def _marked_commit(backend: Backend, folder: str) -> bytes | None:
 
 
 class Listing(NamedTuple):
-    """The names in the folder of a run."""
+    """The names in the folder of a run.
+
+    Attributes:
+        backend: The backend of the store.
+        run: The full name of the folder.
+        names: The names in it.
+    """
 
     backend: Backend
     run: str
     names: frozenset[str]
 
     def commit_of(self, name: str) -> bytes | None:
-        """Return the commit that the marker in a folder here names."""
+        """Return the commit that the marker in a folder of the run names; None without a marker."""
         return _marked_commit(self.backend, "/".join(part for part in (self.run, name) if part))
 
     def markers(self) -> set[bytes]:
-        """Return the commits that the markers in all folders here name."""
+        """Return the commits that the markers in all folders of the run name."""
         commits = map(self.commit_of, self.names)
         return {commit for commit in commits if commit is not None}
 
 
 def listing_of(backend: Backend, run: str) -> Listing | None:
-    """List the folder of a run; return None if there is none.
+    """List the folder of a run; return None if there is no such folder.
 
     Args:
-        backend: The place of a store, in a folder of this machine.
-        run: The full name of the folder; "" for the store's own.
+        backend: The backend of a store in a folder of this machine.
+        run: The full name of the folder; "" for the folder of the store.
     """
     assert backend.folder is not None
     path = str(backend.folder / run)
@@ -187,15 +195,16 @@ def listing_of(backend: Backend, run: str) -> Listing | None:
 
 
 def unknown_markers(store: Repository) -> dict[str, bytes]:
-    """Return the markers that name a commit which no snapshot has; nothing for a remote store.
+    """Return the markers whose commit no snapshot has; nothing for a remote store.
 
-    A marker is written after its commit, and removed with its snapshot. So such a one is of a
-    commit whose root is lost, or of a folder that a user has copied from elsewhere.
+    A marker is written after its commit, and removed with its snapshot. So if no snapshot has the
+    commit, its root was lost, or a user has copied the folder from elsewhere.
+
+    This looks at the folders of all runs that have a snapshot, and at the folders right in the
+    store's folder. It passes over links, and folders with very many names.
 
     Returns:
-        The commit by the name of the snapshot's folder. Looked at are the folders of all runs that
-        have a snapshot, and those right in the store's folder; but none with very many names, and
-        none that is a link.
+        The name of each marked folder → the commit in its marker.
     """
     backend = store.backend
     if backend.folder is None:
@@ -213,7 +222,7 @@ def unknown_markers(store: Repository) -> dict[str, bytes]:
             continue
         for name in sorted(listing.names):
             commit = None
-            # Who may write could put a folder there that nobody else can look into.
+            # Another user may have put a folder there that this user cannot look into.
             with suppress(BackendError):
                 commit = listing.commit_of(name)
             if commit is not None:

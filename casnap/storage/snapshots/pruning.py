@@ -37,19 +37,19 @@ from casnap.storage.snapshots.thinning import (
 
 _log = logging.getLogger("casnap")
 _UNREAD = "its metadata cannot be read"
-# The runs, each after the id of its store, of which a warning says that snapshots have no step.
+# The runs whose snapshots have no step, as a warning has said. Each comes after its store's id.
 _warned: set[str] = set()
 
 OnRelease = Callable[[Sequence[Row]], None]
-"""Called after a commit, with the rows of the snapshots that it let go, or thinned."""
+"""Called after a commit, with the rows of the snapshots that it removed or thinned."""
 Judge = Callable[[Table], Iterable[Verdict]]
-"""Returns, for some snapshots of a table, why each is to stay; no reason if it is to go."""
+"""Returns verdicts on snapshots of a table. A snapshot whose verdict has no reason goes."""
 
 
 class PruneChange(ABC):
-    """The change of a table that removes the snapshots that are not kept.
+    """A change of the table that removes the snapshots that are not kept.
 
-    Each table that is to be changed is judged anew, since snapshots may have been tagged or
+    If a try to commit fails, the next one judges the newer table: snapshots may have been tagged or
     replaced meanwhile.
 
     Attributes:
@@ -70,13 +70,13 @@ class PruneChange(ABC):
 
 
 class RetentionChange(PruneChange):
-    """The change of a table that removes the snapshots that a retention does not keep.
+    """A change of the table that removes the snapshots that a retention does not keep.
 
     Args:
         store: The store.
         retention: The rules.
-        folder: Where the runs are; "" for the whole store.
-        taken_commit: The commit of a snapshot right in the folder that was just taken: it is kept.
+        folder: The folder of the runs; "" for the whole store.
+        taken_commit: The commit of a snapshot in the folder that was just taken, and must stay.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class RetentionChange(PruneChange):
         return self.judge_rows(table.items_in(self._folder))
 
     def judge_rows(self, named_rows: Iterable[tuple[str, Row]]) -> list[Verdict]:
-        """Return the verdicts on some snapshots, whole runs of them."""
+        """Return the verdicts on snapshots. The rows must be of whole runs."""
         unread: set[str] = set()
         if self._taken is None or self._retention.asks_metadata:
             named_rows = ((n, self._with_metadata(n, row, unread)) for n, row in named_rows)
@@ -115,7 +115,7 @@ class RetentionChange(PruneChange):
         ]
 
     def _warn_of_no_step(self, verdicts: Iterable[Verdict]) -> None:
-        """Say once of each run that snapshots have no step, so that ``keep_every`` keeps them."""
+        """Warn, once for a run, that ``keep_every`` keeps snapshots since they have no step."""
         for verdict in verdicts:
             run = f"{self._store.config.store_id} {verdict.row.run_of(verdict.name)}"
             has_step = step_of(verdict.name, verdict.row) is not None
@@ -130,7 +130,7 @@ class RetentionChange(PruneChange):
             )
 
     def _with_metadata(self, name: str, row: Row, unread: set[str]) -> Row:
-        """Return a row with its metadata; without, and note the name, if they cannot be read."""
+        """Return a row with its metadata. If they cannot be read, note its name in ``unread``."""
         try:
             metadata = Contents(self._store, name, row).metadata
         except (DamagedError, BackendError) as e:
@@ -141,7 +141,7 @@ class RetentionChange(PruneChange):
 
 
 def prune(store: Repository, change: PruneChange, *, dry_run: bool = False) -> PruneReport:
-    """Remove the snapshots that are not kept, in one commit, or only say which they are."""
+    """Remove the snapshots that are not kept, in one commit; a dry run only reports them."""
     if dry_run:
         store.read_at_newest(lambda root: change(store.table(root), 0))
     elif change_table(store, change):
@@ -163,8 +163,8 @@ def prune_by(
         store: The store.
         retention: The rules.
         folder: The folder; "" for the whole store.
-        on_release: As it says.
-        dry_run: Only report what would be done.
+        on_release: See :data:`OnRelease`.
+        dry_run: Whether to change nothing, and only report.
 
     Raises:
         EntryNotFoundError: No snapshot has, or had, a key that a pattern of ``thin`` matches.
@@ -197,8 +197,8 @@ def thin_by(
         store: The store.
         rules: The rules.
         folder: The folder; "" for the whole store.
-        on_release: As it says.
-        dry_run: Only say what would be lost.
+        on_release: See :data:`OnRelease`.
+        dry_run: Whether to change nothing, and only return what would be lost.
 
     Raises:
         ValueError: The rules make no sense.
@@ -242,10 +242,9 @@ def prune_judged(
 
     Args:
         store: The store.
-        judge: Returns the verdicts on some snapshots of a table. It is asked of each table that is
-            to be changed.
-        on_release: As it says.
-        dry_run: Only report what would be done.
+        judge: Returns verdicts on snapshots of a table. Each try to commit calls it.
+        on_release: See :data:`OnRelease`.
+        dry_run: Whether to change nothing, and only report.
     """
     report = prune(store, _JudgedChange(judge), dry_run=dry_run)
     if not dry_run:

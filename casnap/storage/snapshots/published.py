@@ -1,8 +1,8 @@
 """Published tags: each is on one snapshot of a store, and a commit moves it to another one.
 
-A setting of the store says which snapshot has each of them, since when, and who moved it there.
-Roots are never removed, so the moves are a chain: the root before a move has the one before it
-(``docs/decisions/0066-publish-and-thin.md``).
+A setting of the store says, for each published tag, which snapshot has it, since when, and who
+moved it. Roots are never removed, so the moves of a tag are a chain: the root before a move has the
+move before (``docs/decisions/0066-publish-and-thin.md``).
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class TagMove(Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: The full name of the snapshot that the tag was moved to.
-        commit: Its commit id.
-        root: The number of the root that moved it. It tells the moves of a tag apart, and each has
-            a greater one than those before: so it is the number of what was published.
-        time: Seconds since the epoch, by the clock of the process that moved it.
-        by: The user and the host that moved it, as they say.
-        previous: The full name of the snapshot that had it before; empty for none.
+        commit: The commit id of that snapshot.
+        root: The number of the root that moved the tag. It grows with each move, so it also numbers
+            the published versions.
+        time: Seconds since the epoch, by the clock of the process that moved the tag.
+        by: The user and the host that moved the tag, as they call themselves.
+        previous: The full name of the snapshot that had the tag before; "" for none.
     """
 
     name: str
@@ -57,7 +57,7 @@ class TagMove(Struct, frozen=True, kw_only=True):
 
 
 def move_of(root: Root, tag: str) -> TagMove | None:
-    """Return the last move of a tag; None if it was never published, or that makes no sense.
+    """Return the last move of a tag; None if it was never published, or the setting is malformed.
 
     Raises:
         InvalidNameError: The tag is no str.
@@ -74,31 +74,31 @@ def move_of(root: Root, tag: str) -> TagMove | None:
 
 
 def published_row(root: Root, table: Table, tag: str) -> tuple[str, Row] | None:
-    """Return the name and the row of the snapshot that a tag is published on; None for none."""
+    """Return name and row of the snapshot that a tag is published on; None if there is none."""
     move = move_of(root, tag)
     if move is None:
         return None
     row = table.get(move.name)
     if row is not None and row.commit.hex() == move.commit and tag in row.tags:
         return move.name, row
-    # Its run may have gone back from it. Or it was deleted or untagged, perhaps by a version that
-    # knows nothing of this.
+    # A rewind may have renamed the snapshot. Or it was deleted or untagged, perhaps by a version
+    # that does not know published tags.
     others = ((n, r) for n, r in table.items_in() if r.commit.hex() == move.commit)
     return next(((n, r) for n, r in others if tag in r.tags), None)
 
 
 def tagged_row(store: Repository, tag: str, folder: str) -> tuple[str, Row]:
-    """Return the name and the row of the one snapshot that has a tag.
+    """Return name and row of the one snapshot that has a tag.
 
     Args:
         store: The store.
-        tag: The tag. If it is not published, all snapshots are looked at.
-        folder: Where the snapshot is to be; "" for anywhere in the store.
+        tag: The tag. If it is not published, this looks at all snapshots.
+        folder: The folder that the snapshot must lie in; "" for the whole store.
 
     Raises:
         InvalidNameError: The tag is no str.
-        SnapshotNotFoundError: There is none, or it is elsewhere.
-        SnapshotError: Several have the tag, and it is published on none.
+        SnapshotNotFoundError: No snapshot in the folder has the tag.
+        SnapshotError: Several snapshots have the tag, and it is published on none.
     """
     return store.read_at_newest(lambda root: _tagged_in(store, root, tag, folder))
 
@@ -130,10 +130,10 @@ def _tagged_in(store: Repository, root: Root, tag: str, folder: str) -> tuple[st
 
 
 def _check_movable(root: Root, table: Table, name: str, tags: tuple[str, ...], uri: str) -> None:
-    """Check that no tag that a snapshot is to be given is published on another one.
+    """Check that no new tag of a snapshot is published on another snapshot.
 
     Raises:
-        SnapshotError: One is.
+        SnapshotError: A tag is published on another snapshot.
     """
     for tag in tags:
         published = published_row(root, table, tag)
@@ -149,14 +149,14 @@ def add_tags(store: Repository, name: str, commit_id: str, tags: tuple[str, ...]
 
     Args:
         store: The store.
-        name: Its full name.
+        name: The full name of the snapshot.
         commit_id: The commit id that it must have.
         tags: The tags.
 
     Raises:
         SnapshotNotFoundError: There is no such snapshot any more.
-        InvalidNameError: One of them cannot be a tag.
-        SnapshotError: There are too many, or one is published on another snapshot.
+        InvalidNameError: A text cannot be a tag.
+        SnapshotError: There are too many tags, or one is published on another snapshot.
     """
 
     def check(root: Root) -> None:
@@ -167,7 +167,18 @@ def add_tags(store: Repository, name: str, commit_id: str, tags: tuple[str, ...]
 
 
 def remove_tags(store: Repository, name: str, commit_id: str, tags: tuple[str, ...]) -> None:
-    """Remove tags from a snapshot; likewise. One that it does not have is ignored."""
+    """Remove tags from a snapshot. Tags that it does not have are ignored.
+
+    Args:
+        store: The store.
+        name: The full name of the snapshot.
+        commit_id: The commit id that it must have.
+        tags: The tags.
+
+    Raises:
+        SnapshotNotFoundError: There is no such snapshot any more.
+        InvalidNameError: A tag is no str.
+    """
     edit_row(store, name, commit_id, lambda row: without_tags(row, tags))
 
 
@@ -186,10 +197,10 @@ def publish_tag(
         tag: The tag.
         name: The full name of the snapshot.
         commit_id: The commit id that it must have.
-        check: Given each table that is to be changed, and the number of the next root: raises if
-            the tag is not to be moved after all.
-        again: If the snapshot has the tag already, returns the root that is to follow the given
-            one.
+        check: Called in each try to commit, with the table and the number of the next root. It
+            raises if the tag must not be moved.
+        again: Called if the snapshot has the tag already. Returns the last root with other fields
+            changed for the next root.
 
     Raises:
         SnapshotNotFoundError: There is no such snapshot any more.
@@ -243,7 +254,7 @@ def publish_tag(
 
 
 def tag_moves(store: Repository, tag: str) -> Iterator[TagMove]:
-    """Yield the moves of a published tag, the newest first; each reads one root.
+    """Yield the moves of a published tag, the newest first. Each move reads one root.
 
     Raises:
         InvalidNameError: The tag is no str.
@@ -272,11 +283,11 @@ def _user_and_host() -> str:
 
 
 def with_tags(row: Row, tags: Iterable[str]) -> Row:
-    """Return a row with some more tags.
+    """Return a row with more tags.
 
     Raises:
-        InvalidNameError: One of them cannot be a tag.
-        SnapshotError: There are too many.
+        InvalidNameError: A text cannot be a tag.
+        SnapshotError: The row would have too many tags.
     """
     every = {*row.tags, *map(checked_tag, tags)}
     if len(every) > _MOST_TAGS:
@@ -290,17 +301,17 @@ def without_tags(row: Row, tags: Iterable[str]) -> Row:
     """Return a row without some tags.
 
     Raises:
-        InvalidNameError: One of them is no str.
+        InvalidNameError: A tag is no str.
     """
     kept_tags = {*row.tags}.difference(map(tag_text, tags))
     return msgspec.structs.replace(row, tags=tuple(sorted(kept_tags)))
 
 
 def tag_text(tag: object) -> str:
-    """Return a tag to look for. A store that somebody else wrote may have any.
+    """Return a tag to look for. Any str will do, since a store is untrusted and may have any tag.
 
     Raises:
-        InvalidNameError: It is no str.
+        InvalidNameError: The tag is no str.
     """
     if not isinstance(tag, str):
         raise InvalidNameError(
@@ -310,10 +321,10 @@ def tag_text(tag: object) -> str:
 
 
 def checked_tag(tag: object) -> str:
-    """Return a tag for a snapshot.
+    """Return a tag to give to a snapshot.
 
     Raises:
-        InvalidNameError: It cannot be one.
+        InvalidNameError: The text cannot be a tag.
     """
     tag = tag_text(tag)
     if not 1 <= len(tag) <= _TAG_CHARS:

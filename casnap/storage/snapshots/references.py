@@ -1,6 +1,7 @@
 """References between tree nodes: the walk from a table or snapshot down to its chunks.
 
-A reference is the digest of a chunk; or a byte for the kind of a node, then the node's digest.
+A reference to a chunk is its digest. A reference to a node is a byte for the kind of the node, then
+its digest.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _TOGETHER = 64
 
 
 def tops_of(root: Root) -> list[bytes]:
-    """Return the references of a root: to its table, and to what was sent of unfinished copies."""
+    """Return the references of a root: to its table, and to the manifests of unfinished copies."""
     table = [] if root.table is None else [TABLE + root.table.digest]
     return table + [MANIFEST + copy.parts.digest for copy in root.copies.values()]
 
@@ -78,13 +79,13 @@ def _below_table(load: Load, digest: Digest) -> list[bytes]:
 
 
 def references_of_row(row: Row) -> list[bytes]:
-    """Return the references of a table row: its manifest, and its metadata if they are a node."""
+    """Return the references of a row: its manifest, and the node of its metadata if it has one."""
     data = [DATA + row.metadata_node] if row.metadata_node else []
     return [MANIFEST + row.manifest.digest, *data]
 
 
 def _children(tree: Tree[Any], kind: bytes, digest: Digest) -> list[bytes] | None:
-    """Return the children that a node lists, or None if it is a leaf."""
+    """Return references to the children of a tree's top, or None if the top is a leaf."""
     if [child for _, child, _ in tree.children] == [digest]:
         return None
     return [kind + child for _, child, _ in tree.children]
@@ -109,12 +110,12 @@ def _listed(digests: bytes, depth: int, node: Digest) -> list[bytes]:
 def walk(
     store: Repository, tops: Iterable[bytes], visited: set[bytes]
 ) -> Iterator[tuple[bytes, list[bytes]]]:
-    """Yield each node at and below some others, with its references.
+    """Yield a reference to each node at or below others, with the references in that node.
 
     Args:
         store: The store.
         tops: References to the nodes to begin with.
-        visited: References to visited nodes. They are not visited again; new ones are added.
+        visited: References to visited nodes, which are not visited again. New ones are added.
 
     Raises:
         DamagedError: A node is missing or damaged.
@@ -122,7 +123,7 @@ def walk(
     pending = [top for top in dict.fromkeys(tops) if top not in visited]
     visited.update(pending)
     while pending:
-        # In groups, so that nodes that are not cached are read together.
+        # Go on in groups, so that nodes that are not cached are read together.
         group = pending[-_TOGETHER:]
         del pending[-_TOGETHER:]
         store.cache_nodes([digest_in(node) for node in group if node[:1] != DATA])

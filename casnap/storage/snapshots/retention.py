@@ -1,7 +1,7 @@
-"""Which snapshots to keep: the rules of a retention.
+"""The rules of a retention, which say which snapshots to keep.
 
-The rules are pure: given the rows of a table and the time, they say what to keep, and why.
-``pruning.py`` changes stores by them.
+The rules are pure functions: from the rows of a table and the time, they return which snapshots to
+keep, and why. ``pruning.py`` changes stores by them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from casnap.storage.snapshots.thinning import check_rules
 
 Best: TypeAlias = tuple[str, int] | tuple[str, int, Literal["min", "max"]]
 
-# No name that casnap makes is longer, and Python refuses to read numbers without end.
+# Python refuses to read very long numbers; no component of a name has more characters.
 _NUMBER = re.compile("[0-9]{1,255}")
 _NAMED_STEP = re.compile(r"(?<![a-zA-Z])step[=_]([0-9]{1,255})(?!\.?[0-9])")
 _MODES = ("min", "max")
@@ -30,27 +30,29 @@ class Retention:
     """Rules that say which snapshots to keep. A snapshot is kept if any rule keeps it.
 
     The rules apply to each *run* on its own: the snapshots of one folder, in the order of their
-    commits. Tagged snapshots are always kept, and so are those that another store is still to
-    get a copy of. Those that a run has gone back from (see :meth:`Store.rewind`) count as its
-    oldest for ``keep_last``, and ``keep_every`` and ``keep_best`` pass them over.
+    commits. Tagged snapshots are always kept, and so are snapshots that wait for their copy in
+    another store. Snapshots that a rewind has moved aside (see :meth:`Store.rewind`) count as the
+    oldest of their run for ``keep_last``; ``keep_every`` and ``keep_best`` pass them over.
 
     Args:
         keep_last: How many of the newest snapshots to keep.
         keep_every: Keep snapshots whose step is a multiple of this. The step is
-            ``metadata["step"]`` if that is an int. Else the last component of the name says it: by
-            its only number, or of several by the one after ``step=`` or ``step_``. A snapshot
+            ``metadata["step"]`` if that is an int. Else it is the only number in the last component
+            of the name; if there are several, the one after ``step=`` or ``step_``. A snapshot
             without a step is kept, and a warning says so once.
-        keep_within: Keep snapshots taken within a time, by the clocks of the writers: ``"7d"``, a
-            ``timedelta``, or seconds. A time in the future counts as within.
-        keep_best: ``(metric, count)`` keeps the snapshots with the lowest ``metadata[metric]``, of
-            equals the newer one; ``(metric, count, "max")`` those with the highest. A list of
-            these is possible. While no snapshot of a run has the metric as a number, all are kept.
-        thin: ``{"optim/**": 2}``: of the snapshots that are kept, all but so many of the newest of
-            each run lose these keys of the app state; see :meth:`Store.thin`. Without another
-            rule, all snapshots are kept.
+        keep_within: Keep snapshots that were taken within a time, by the clocks of the writers:
+            ``"7d"``, a ``timedelta``, or seconds. A time in the future counts as within.
+        keep_best: ``(metric, count)`` keeps the snapshots with the lowest ``metadata[metric]``;
+            ``(metric, count, "max")`` keeps the snapshots with the highest. If values are equal,
+            the newer snapshot counts as better. A list of such rules is possible. While no snapshot
+            of a run has the metric as a number, all are kept.
+        thin: ``{"optim/**": 2}`` lets the two newest snapshots of each run keep these keys of the
+            app state. Older snapshots stay, but lose the keys; see :meth:`Store.thin`. Without
+            another rule, all snapshots are kept.
 
     Raises:
-        ValueError: There is no rule, which would keep nothing, or a rule makes no sense.
+        ValueError: There is no rule, so that nothing would be kept, or a rule is impossible.
+        TypeError: ``keep_within`` is no time.
     """
 
     keep_last: int | None = None
@@ -82,11 +84,11 @@ class Retention:
         return self.keep_every is not None or bool(self.keep_best)
 
     def reasons(self, run: Run, now: float) -> dict[str, list[str]]:
-        """Return the reasons why each snapshot of a run is kept, by name; none if it is not.
+        """Return the reasons to keep each snapshot of a run, by name; empty if it is not kept.
 
         Args:
-            run: The run; first those that it has gone back from.
-            now: Seconds since the epoch.
+            run: The run. Snapshots that a rewind has moved aside come first.
+            now: The time, in seconds since the epoch.
         """
         reasons: dict[str, list[str]] = {name: [] for name, _ in run.snapshots}
         for name, reason in self._reasons_to_keep(run, now):
@@ -104,7 +106,7 @@ class Retention:
             yield from _multiples(live, self.keep_every)
         if self.keep_within is not None:
             seconds = seconds_of("keep_within", self.keep_within)
-            # NaN is not older than anything.
+            # Written so that a time of NaN counts as recent.
             recent = (name for name, row in run.snapshots if not now - row.time > seconds)
             yield from ((name, f"within {_duration(seconds)}") for name in recent)
         for rule in _best_rules(self.keep_best):
@@ -121,9 +123,9 @@ def _multiples(snapshots: Sequence[tuple[str, Row]], every: int) -> Iterator[tup
 
 
 def step_of(name: str, row: Row) -> int | None:
-    """Return the step of a snapshot; None if neither its metadata nor its name say it.
+    """Return the step of a snapshot; None if neither its metadata nor its name have it.
 
-    Other numbers in a name may be those of an epoch, a metric or a version.
+    Other numbers in a name may be an epoch, a metric or a version.
     """
     step = row.metadata.get("step")
     if isinstance(step, int) and not isinstance(step, bool):
@@ -153,7 +155,7 @@ def _best(
 
 
 def unknown_metrics(retention: Retention, rows: Iterable[Row]) -> list[str]:
-    """Return the metrics of ``keep_best`` that no row has as a number: so these keep all."""
+    """Return the metrics of ``keep_best`` that no row has as a number. They keep all rows."""
     metadata = [row.metadata for row in rows]
     metrics = (metric for metric, *_ in _best_rules(retention.keep_best))
     return [m for m in metrics if all(_number(each.get(m)) is None for each in metadata)]
@@ -200,10 +202,10 @@ def _no_best_rule(value: object) -> ValueError:
 
 
 def check_retention(retention: object) -> None:
-    """Check that this is a :class:`Retention`.
+    """Check that an argument is a :class:`Retention`.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: It is not.
     """
     if not isinstance(retention, Retention):
         raise TypeError(
@@ -220,9 +222,9 @@ class Verdict:
     """The verdict of a retention on one snapshot.
 
     Attributes:
-        name: Its name.
+        name: The full name of the snapshot.
         row: Its row in the table.
-        reasons: Why it is kept, a line for each rule that keeps it; empty if it is not kept.
+        reasons: A line for each rule that keeps the snapshot; empty if none keeps it.
     """
 
     name: str
@@ -231,18 +233,18 @@ class Verdict:
 
     @property
     def kept(self) -> bool:
-        """Whether it is kept."""
+        """Whether the snapshot is kept."""
         return bool(self.reasons)
 
 
 @dataclass(frozen=True)
 class PruneReport:
-    """What pruning did, or would do.
+    """The result of pruning, or of a dry run of it.
 
     Attributes:
-        verdicts: One for each snapshot that was judged, in the order of their commits.
+        verdicts: A verdict on each snapshot that was judged, in the order of their commits.
         dry_run: Whether nothing was changed.
-        thinned: The keys that snapshots of these lost, by name.
+        thinned: The keys that thinned snapshots lost, by the name of the snapshot.
     """
 
     verdicts: list[Verdict]
@@ -266,13 +268,13 @@ def judge_runs(
     now: float,
     new_commit: bytes | None = None,
 ) -> list[Verdict]:
-    """Return a verdict on each snapshot of a run.
+    """Return a verdict on each snapshot of some runs.
 
     Args:
-        rows: Names and rows, whole runs of them.
+        rows: Names and rows of whole runs.
         retention: The rules.
-        now: Seconds since the epoch.
-        new_commit: The commit of the snapshot that was just taken. It is kept in any case.
+        now: The time, in seconds since the epoch.
+        new_commit: The commit of a snapshot that was just taken, which is kept in any case.
     """
     ordered = in_commit_order(rows)
     reasons = {}

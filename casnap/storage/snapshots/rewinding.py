@@ -1,7 +1,7 @@
-"""Going back: a run goes on from an earlier snapshot, and the later ones get out of its way.
+"""Rewinding: a run goes back to an earlier snapshot, and the later snapshots are moved aside.
 
-They are moved aside in one commit, each to a name below ``rewound-<number of the root>``, or the
-next number that is free, in the folder of the run, with a note in its row
+One commit renames them. Their new names lie below ``rewound-<number of the root>`` in the folder of
+the run, or below the next free number. A note in each row says that it was moved aside
 (``docs/decisions/0071-going-back.md``).
 """
 
@@ -25,12 +25,12 @@ from casnap.storage.snapshots.table import Table, check_free, row_of
 
 @dataclass(frozen=True)
 class Rewound:
-    """What going back did.
+    """The result of a rewind.
 
     Attributes:
         name: The full name of the snapshot that the run goes on from.
-        row: Its row.
-        moved: The new full name of each snapshot that was moved aside, by the name that it had.
+        row: The row of that snapshot.
+        moved: The old full name of each snapshot that was moved aside → its new full name.
     """
 
     name: str
@@ -43,20 +43,20 @@ def rewind(
     name: str,
     notes_of_renamed: Callable[[Root], Mapping[str, Any]] = lambda _: {},
 ) -> Rewound:
-    """Move the snapshots of a run that were committed after one of them aside, in one commit.
+    """Rewind a run to one of its snapshots: move all later snapshots aside, in one commit.
 
-    If that one was itself moved aside before, it gets its name in the run again.
+    If the snapshot was itself moved aside before, it gets its name in the run again.
 
     Args:
         store: The store.
         name: The full name of the snapshot that the run goes on from.
-        notes_of_renamed: Given the newest root, returns changes of the notes of each snapshot that
-            gets another name.
+        notes_of_renamed: Gets the newest root, and returns changes for the notes of each snapshot
+            that gets another name.
 
     Raises:
         SnapshotNotFoundError: There is no such snapshot.
-        SnapshotExistsError: A name that is needed is taken.
-        SnapshotError: It is thinned: no run resumes from it.
+        SnapshotExistsError: A needed name is taken.
+        SnapshotError: The snapshot is thinned, and no run resumes from a thinned snapshot.
     """
     backend = store.backend
     before: dict[str, Row] = {}
@@ -93,7 +93,7 @@ def rewind(
 
 
 def _thinned_error(backend: Backend, name: str, whole: Sequence[str]) -> SnapshotError:
-    """Return the error for a thinned snapshot, given the whole ones before it in its run."""
+    """Return the error for a thinned snapshot, given the whole snapshots before it in its run."""
     there = f"the newest whole one before it is {joined(backend.uri, whole[-1])}" if whole else ""
     return SnapshotError(
         f"{joined(backend.uri, name)} is thinned: it has lost what a resume needs, so no run goes "
@@ -103,9 +103,10 @@ def _thinned_error(backend: Backend, name: str, whole: Sequence[str]) -> Snapsho
 
 
 def _free_folder(table: Table, run: str, seq: int) -> str:
-    """Return the folder for what is moved aside by a commit.
+    """Return the folder for the snapshots that a commit moves aside.
 
-    A copy from another store, or a user, may have used its number; then the next one is taken.
+    Its name has the number of the commit's root. If a copy from another store, or a user, has used
+    that name, it has the next free number.
     """
     while True:
         folder = f"{run}/rewound-{seq}".lstrip("/")
@@ -115,10 +116,10 @@ def _free_folder(table: Table, run: str, seq: int) -> str:
 
 
 def _in(folder: str, name: str) -> str:
-    """Return the name that a snapshot has in another folder."""
+    """Return the name of a snapshot moved into another folder."""
     return f"{folder}/{name.rpartition('/')[2]}".lstrip("/")
 
 
 def _turned(row: Row, notes: Mapping[str, Any]) -> Row:
-    """Return a row that is noted as moved aside, or no longer is, with some more notes."""
+    """Return a row with its note of being moved aside turned on or off, and with more notes."""
     return row.with_notes({REWOUND: None if row.is_rewound else True, **notes})

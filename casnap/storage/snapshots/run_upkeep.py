@@ -1,4 +1,4 @@
-"""What the commit that adds a snapshot does to its run: it prunes and thins what came before."""
+"""The upkeep of a run: the commit that adds a snapshot also prunes and thins the earlier ones."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from casnap.storage.snapshots.thinning import thin_run
 from casnap.storage.writing.session import Session
 
 _log = logging.getLogger("casnap")
-# The stores, by id, of which a warning was logged that keep_best keeps every snapshot.
+# The ids of stores for which a warning was logged that keep_best keeps every snapshot.
 _warned: set[str] = set()
 
 
 class Upkeep(NamedTuple):
-    """What a commit does to a run.
+    """The changes that a commit makes to the earlier snapshots of a run.
 
     Attributes:
-        pruned: The rows that go, by name.
-        thinned: The new rows of the snapshots that lose some keys, by name.
+        pruned: The rows of the snapshots that go, by name.
+        thinned: The new rows of the snapshots that lose keys, by name.
     """
 
     pruned: dict[str, Row]
@@ -41,18 +41,18 @@ def upkeep_of_run(
     replaced: Collection[str] = (),
     counts: Callable[[Row], bool] = lambda row: True,
 ) -> Upkeep:
-    """Return what the commit that adds a snapshot is to do to its run.
+    """Return the changes that the commit of a new snapshot must make to its run.
 
-    An error is a warning only, since the snapshot must not fail with it. The next commit looks at
-    the run again.
+    An error only gives a warning, since the new snapshot must not fail with it. The next commit
+    looks at the run again.
 
     Args:
         table: The table that the commit changes.
         added: Name and row of the new snapshot, which stays as it is.
-        retention: Which snapshots to keep; None for all.
-        session: The session that commits. New manifests are stored there.
+        retention: The rules; None keeps all snapshots.
+        session: The session that commits. It stores the new manifests.
         replaced: Names of snapshots that go in any case.
-        counts: Whether a snapshot is judged, and counts, at all.
+        counts: Whether the rules judge and count a snapshot at all.
     """
     if retention is None:
         return Upkeep({}, {})
@@ -78,7 +78,7 @@ def upkeep_of_run(
 def _warn_of_metric(
     store: Repository, name: str, retention: Retention, verdicts: Iterable[Verdict]
 ) -> None:
-    """Log a warning, once for a store, if ``keep_best`` keeps all snapshots."""
+    """Warn, once for a store, if ``keep_best`` keeps all snapshots since none has the metric."""
     unknown = unknown_metrics(retention, (verdict.row for verdict in verdicts))
     store_id = store.config.store_id
     if unknown and store_id not in _warned:

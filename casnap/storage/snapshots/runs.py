@@ -14,34 +14,34 @@ from casnap.storage.snapshots.table import Table
 
 
 class Run(NamedTuple):
-    """Some snapshots of a folder.
+    """A run, or a part of it: snapshots of one folder.
 
     Attributes:
-        folder: The folder.
-        snapshots: Their names and rows, the oldest first.
+        folder: The full name of the folder.
+        snapshots: Names and rows of the snapshots, the oldest first.
     """
 
     folder: str
     snapshots: list[tuple[str, Row]]
 
     def newest(self, count: int) -> list[tuple[str, Row]]:
-        """Return the newest snapshots, at most so many."""
+        """Return the ``count`` newest snapshots, or all if there are fewer."""
         return self.snapshots[max(0, len(self.snapshots) - count) :]
 
     def older(self, count: int) -> list[tuple[str, Row]]:
-        """Return all snapshots but so many of the newest."""
+        """Return all snapshots except the ``count`` newest."""
         return self.snapshots[: max(0, len(self.snapshots) - count)]
 
 
 def rows_of_run(table: Table, run: str) -> dict[str, Row]:
-    """Return the snapshots of a run, those that it has gone back from as well, by name."""
+    """Return the snapshots of a run by name, even those that a rewind has moved aside."""
     return {name: row for name, row in table.items_in(run) if row.run_of(name) == run}
 
 
 def runs_of(rows: Iterable[tuple[str, Row]]) -> list[Run]:
-    """Return the runs of some snapshots, for rules that ask which ones are the last.
+    """Return the runs of snapshots, for rules about the last snapshots of a run.
 
-    In each run, those that it has gone back from come first: it goes on without them.
+    In each run, snapshots that a rewind has moved aside come first: the run goes on without them.
     """
     ordered = sorted(in_commit_order(rows), key=lambda item: not item[1].is_rewound)
     runs: dict[str, list[tuple[str, Row]]] = {}
@@ -51,9 +51,9 @@ def runs_of(rows: Iterable[tuple[str, Row]]) -> list[Run]:
 
 
 def folders_of(rows: Iterable[tuple[str, Row]]) -> list[Run]:
-    """Return the snapshots that lie right in each folder, in the order in which they are given.
+    """Return snapshots by the folder that they lie in, in their given order.
 
-    Unlike :func:`runs_of`, what a run has gone back from is in a folder of its own.
+    Unlike in :func:`runs_of`, snapshots that a rewind has moved aside have a folder of their own.
     """
     folders: dict[str, list[tuple[str, Row]]] = {}
     for name, row in rows:
@@ -64,9 +64,9 @@ def folders_of(rows: Iterable[tuple[str, Row]]) -> list[Run]:
 def in_commit_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
     """Return snapshots in the order of their commits.
 
-    A store may get the copy of an old snapshot late, such as one that was damaged, or whose name
-    was taken. So the copies from one store, if they have the note of their origin, take the places
-    of one another, in the order of their commits there.
+    A store may get the copy of an old snapshot late, because it was damaged, or its name was taken.
+    So copies from one store, if a note says their origin, are ordered among themselves: they fill
+    the places that they have together in the order of their commits in that store.
     """
     ordered = sorted(rows, key=lambda item: (item[1].seq, item[0]))
     places: dict[str, list[int]] = {}
@@ -82,15 +82,15 @@ def in_commit_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
 
 
 def was_taken_here(store: Repository, row: Row) -> bool:
-    """Whether a snapshot was taken in this store: a copy has the commit id of another store."""
+    """Whether a snapshot was taken in this store: a copy has the commit id of its origin."""
     return not row.origin[0] and _has_committed(store, row.seq, row)
 
 
 def is_copy_from_here(store: Repository, row: Row) -> bool:
-    """Whether a snapshot of another store is the copy of one that was taken in this store.
+    """Whether a snapshot of another store is a copy of a snapshot that was taken in this store.
 
-    The number of its root here, and the commit id of that, prove it: roots are never removed, and
-    commit ids are random. So two stores that go on from copies of one each know what was theirs.
+    The number of a root here and its commit id prove it: roots are never removed, and commit ids
+    are random. So if a store was copied as a whole and both go on, each knows its own snapshots.
     """
     store_id, seq = row.origin
     return store_id == store.config.store_id and seq >= 0 and _has_committed(store, seq, row)

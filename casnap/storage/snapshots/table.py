@@ -1,4 +1,4 @@
-"""The snapshot table of a root: the rules for names and rows."""
+"""The table of snapshots: finding a row, and the rules for new names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def row_of(table: Table, name: str, backend: Backend) -> Row:
     """Return the row of a snapshot.
 
     Raises:
-        SnapshotNotFoundError: There is none. The error says what may be meant.
+        SnapshotNotFoundError: There is no such snapshot. The message says what may be meant.
     """
     row = table.get(name)
     if row is None:
@@ -36,18 +36,18 @@ def row_of(table: Table, name: str, backend: Backend) -> Row:
 
 
 def check_free(table: Table, name: str, *, overwrite: bool, uri: str, moved_tag: str = "") -> None:
-    """Check that a snapshot may be made under this name.
+    """Check that a new snapshot may have a name.
 
     Args:
         table: The table.
-        name: The full name.
+        name: The full name of the new snapshot.
         overwrite: Whether it may replace a snapshot that has no tag.
-        uri: The store, for errors.
-        moved_tag: A tag that is moved to it, so that it does not count.
+        uri: The URI of the store, for messages.
+        moved_tag: A tag that the commit moves to the new snapshot. It does not protect the old one.
 
     Raises:
-        SnapshotExistsError: The name is taken (and tagged, or not to be overwritten), or it is a
-            folder of another name, or lies below one.
+        SnapshotExistsError: The name is taken, and may not be overwritten. Or the name is a folder
+            of another snapshot, or lies below another snapshot.
     """
     row = table.get(name)
     if row is not None and not overwrite:
@@ -76,10 +76,10 @@ def check_free(table: Table, name: str, *, overwrite: bool, uri: str, moved_tag:
 
 
 def check_path_is_free(backend: Backend, name: str) -> None:
-    """Check that a snapshot can have its folder: no file and no other store is there, or above it.
+    """Check that a snapshot can have its folder: no file or other store is on the way to it.
 
     Raises:
-        SnapshotExistsError: There is one, to which the path of the snapshot leads.
+        SnapshotExistsError: A file or a store is at the path of the snapshot, or above it.
     """
     place = backend.folder
     for part in name.split("/") if place is not None else ():
@@ -91,7 +91,7 @@ def check_path_is_free(backend: Backend, name: str) -> None:
                 f"of {backend.uri}; choose another name, or move the file away"
             )
         if is_link(place):
-            # What it leads to is not in this store.
+            # The target of a link is not in this store.
             return
         if is_taken(place / STORE_FOLDER):
             raise SnapshotExistsError(

@@ -1,7 +1,7 @@
 """Thinning: older snapshots of a run lose the keys that only a resume needs, and keep the rest.
 
-A thinned snapshot has the row that it had, with another manifest: without those keys, and with
-their names. The row notes which patterns were applied, so that no manifest is read again
+Thinning gives the row of a snapshot another manifest, which lacks these keys and lists their names.
+The row notes which patterns were applied, so that no manifest is read again
 (``docs/decisions/0066-publish-and-thin.md``).
 """
 
@@ -32,19 +32,19 @@ _log = logging.getLogger("casnap")
 # The note of the patterns that were applied to a snapshot.
 _APPLIED = "thin"
 _PATTERN_CHARS = 90
-# The runs, and their rules, whose patterns takes of this process have checked.
+# The runs for which takes of this process have checked patterns: store, folder and patterns.
 _checked: set[tuple[str, str, frozenset[str]]] = set()
 
 Rules = Mapping[str, int]
-"""Of each pattern of keys, how many of the newest snapshots of each run keep them."""
+"""A pattern of keys → how many of the newest snapshots of each run keep the keys that match."""
 
 
 @dataclass(frozen=True)
 class Thinned:
-    """A snapshot that lost some keys.
+    """A snapshot that was thinned.
 
     Attributes:
-        before: Its row before that.
+        before: The row of the snapshot before that.
         keys: The keys that it lost.
     """
 
@@ -53,10 +53,10 @@ class Thinned:
 
 
 def check_rules(rules: object) -> dict[str, int]:
-    """Return the rules of a thinning.
+    """Return checked rules of thinning, with counts as ints.
 
     Raises:
-        ValueError: They make no sense.
+        ValueError: There is no rule, or one is malformed.
     """
     if isinstance(rules, Mapping) and rules and all(map(_is_rule, rules.items())):
         return {pattern: int(count) for pattern, count in rules.items()}
@@ -83,16 +83,16 @@ def thin_table(
     put: Callable[[bytes], NodeRef],
     added: str = "",
 ) -> tuple[dict[str, Row], dict[str, Thinned]]:
-    """Return the new rows of the snapshots that some rules thin, and what these lose.
+    """Return the new rows of the snapshots that rules thin, and the thinned snapshots, by name.
 
-    A snapshot that something holds stays whole, such as one with a tag.
+    A snapshot with a hold, such as a tag, stays whole.
 
     Args:
         store: The store.
-        rows: Names and rows, whole runs of them.
+        rows: Names and rows of whole runs.
         rules: The rules.
-        put: Stores a node, whether it is there or not, and returns it.
-        added: The name of the row that the same commit adds, which stays as it is.
+        put: Stores a node, even if the store has it, and returns a reference to it.
+        added: The name of the snapshot that the same commit adds, which stays whole.
 
     Raises:
         DamagedError: A manifest is missing or damaged.
@@ -127,7 +127,7 @@ def _applied_to(row: Row) -> list[str]:
 
 
 def _without_keys(contents: Contents, patterns: list[str]) -> tuple[Manifest, list[str]]:
-    """Return a manifest without the keys that patterns match, and the components of these."""
+    """Return a manifest without the keys that patterns match, and the components of these keys."""
     manifest = contents.manifest
 
     def stays(component: str) -> bool:
@@ -158,10 +158,10 @@ def _matches(pattern: str, key: str) -> bool:
 
 
 def check_keys(store: Repository, rows: Iterable[tuple[str, Row]], rules: Rules) -> None:
-    """Check that some snapshot has, or has lost by thinning, a key that each pattern matches.
+    """Check that each pattern matches a key that some snapshot has, or has lost by thinning.
 
     Raises:
-        EntryNotFoundError: None has one for a pattern.
+        EntryNotFoundError: A pattern matches no key of any snapshot.
         DamagedError: A manifest is missing or damaged.
     """
     unmatched, keys = list(rules), set[str]()
@@ -180,8 +180,8 @@ def check_keys(store: Repository, rows: Iterable[tuple[str, Row]], rules: Rules)
 
 
 def putting_in(session: Session) -> Callable[[bytes], NodeRef]:
-    """Return what stores the new manifests in a change of the table, while that is made."""
-    # Always anew: what it relied on would be known too late.
+    """Return a function that stores the new manifests of a change of the table in its session."""
+    # Store a manifest even if a pack has it: it is too late for the session to rely on that pack.
     return lambda node: session.ref(session.put_table_node(node))
 
 
@@ -192,9 +192,16 @@ def thin_run(
     session: Session,
     added: str,
 ) -> dict[str, Row]:
-    """Return the rows of a run that are thinned by the commit that adds a snapshot to it.
+    """Return the new rows of the snapshots that the commit of a new snapshot thins, by name.
 
-    An error is a warning only: the next one thins them.
+    An error only gives a warning: the next commit will thin them.
+
+    Args:
+        store: The store.
+        rows: Names and rows of the run.
+        rules: The rules; None for none.
+        session: The session that commits.
+        added: The name of the new snapshot.
     """
     if rules is None:
         return {}
@@ -213,7 +220,7 @@ def thin_run(
 def _warn_of_keys(
     store: Repository, rows: Iterable[tuple[str, Row]], rules: Rules, added: str
 ) -> None:
-    """Log a warning, once for a run, if a pattern matches no key of any snapshot."""
+    """Warn, once for a run, if a pattern matches no key of any snapshot."""
     run = (store.config.store_id, folder_of(added), frozenset(rules))
     if run not in _checked:
         _checked.add(run)
@@ -231,14 +238,14 @@ def thin(
     *,
     dry_run: bool = False,
 ) -> dict[str, Thinned]:
-    """Thin the runs in a folder, in one commit; return what each snapshot lost, or would lose.
+    """Thin the runs in a folder, in one commit; return the thinned snapshots by name.
 
     Args:
         store: The store.
         rules: The rules.
         folder: The folder; "" for the whole store.
-        pruning: Says which snapshots the same commit removes; None for none.
-        dry_run: Change nothing.
+        pruning: The change that the same commit makes too, which removes snapshots; None for none.
+        dry_run: Whether to change nothing, and return the snapshots that would be thinned.
     """
     thinned: dict[str, Thinned] = {}
 
