@@ -1,4 +1,4 @@
-"""Collecting garbage: what no snapshot needs is found, condemned, and deleted after its grace.
+"""Collecting garbage: packs that no snapshot needs are condemned, and deleted after a grace.
 
 Imports each other room of ``storage``; none imports it. Begin with ``plan.py`` and ``gc.py``;
 ``automatic.py`` begins collections that nobody has asked for.

@@ -47,16 +47,16 @@ class GcOptions:
     """How to collect; see :meth:`casnap.Store.gc`.
 
     Attributes:
-        grace: How many seconds to keep unreferenced data. By default what the store is set to, else
-            24 hours.
-        repack: Of packs with less than this share needed, copy the needed part to a new pack.
+        grace: How many seconds to keep unreferenced data. By default the store's setting, else 24
+            hours.
+        repack: If less than this share of a pack is needed, copy the needed part to a new pack.
         dry_run: Only report what would be done.
         exclusive: No other process writes to the store.
         deleted: For a dry run: full names of snapshots to treat as deleted.
-        condemned_until: Free what was condemned up to the root of this number, instead of what was
-            condemned before the grace.
-        recode_after: Recode all but so many of the newest snapshots of each folder, if the store is
-            set to that; None to recode none.
+        condemned_until: Free the packs that were condemned up to the root of this number, instead
+            of packs whose grace is over.
+        recode_after: How many of the newest snapshots of each folder are not recoded. The others
+            are, if the store is set to that. None to recode none.
     """
 
     grace: float | None = None
@@ -90,26 +90,26 @@ class GcOptions:
 
 @dataclass
 class GcReport:
-    """What a collection did, or with ``dry_run`` would do.
+    """The outcome of a collection; with ``dry_run``, of its plan.
 
-    A dry run plans as any other run does. It cannot know which forms are smaller of chunks that
-    would be recoded, nor files of writers that died in ``tmp/``. Where packs would be copied, it
-    counts as copied all that is needed of them, also what another pack has; and it knows neither
-    the roots that the copies put, so ``fence`` may be a later one, nor what they add to the index,
-    so ``freed_bytes`` may be more.
+    A dry run plans as any other run does, but knows less. It does not know which chunks recoding
+    would make smaller, nor which files in ``tmp/`` dead writers have left. If it would copy out of
+    packs, it counts all that is needed of them, also chunks that another pack has. It does not know
+    the roots that the copies would put, so ``fence`` may be a later one; nor what these add to the
+    index, so ``freed_bytes`` may be more.
 
     Attributes:
         dry_run: Whether nothing was changed.
         snapshots: How many snapshots were marked.
         live_chunks: How many different chunks and tree nodes they need.
-        live_bytes: The stored bytes of these.
+        live_bytes: The stored bytes of these chunks and nodes.
         condemned_packs: Packs that no snapshot needs, condemned now.
-        condemned_bytes: Their bytes.
+        condemned_bytes: The bytes of these packs.
         rescued_packs: Condemned packs that are needed, and are no longer condemned.
         repacked_packs: Mostly dead packs whose needed part was copied.
         copied_bytes: The bytes that were copied.
         recoded_snapshots: Older snapshots that were recoded.
-        recoded_chunks: Their chunks that have a smaller form now.
+        recoded_chunks: Chunks of these snapshots that have a smaller form now.
         saved_bytes: How many bytes less these chunks take up in that form.
         merged_segments: How many segments fewer the index has.
         fence: The root that the fence was raised to; None if it was not raised.
@@ -117,15 +117,15 @@ class GcReport:
         deleted_segments: Segments of the index that were deleted.
         freed_bytes: The bytes of everything that was deleted.
         waiting_packs: Condemned packs whose grace is not over.
-        waiting_bytes: Their bytes.
-        waiting_until: When the grace of the last of them is over, in seconds since the epoch.
+        waiting_bytes: The bytes of these packs.
+        waiting_until: When the grace of the last waiting pack is over, in seconds since the epoch.
         lost_chunks: Chunks that snapshots need and that are known to be lost.
         refused: Unreferenced files that this user may not delete, and why: other users' files in
             a sticky folder. Their owners' collections delete them.
         warnings: Rules of the bucket that can hurt the store, or keep what was deleted.
         seconds: How long it took.
-        processor_seconds: How much time of a processor it took, besides that of the threads that
-            copy and delete.
+        processor_seconds: How much processor time it took, without the threads that copy and
+            delete.
     """
 
     dry_run: bool = False
@@ -166,10 +166,11 @@ def collect(
 
     Args:
         store: The store.
-        options: How.
+        options: How to collect.
         progress: Called with the current phase, how much of it is done, and the total.
-        counts: What an earlier collection of this process has counted: then only packs that hold
-            what nothing refers to since are collected. If it has counted nothing, this one does.
+        counts: The counts of an earlier collection of this process. With these, only packs are
+            looked at that are new, or hold digests that went out of use since. If they are empty,
+            this collection fills them.
         report: An empty report to fill in, for a caller that needs it if the collection fails.
 
     Raises:
@@ -219,8 +220,8 @@ class _Candidates:
     """The packs that a collection wants to condemn, as long as no newer root needs them.
 
     Args:
-        marks: What is needed.
-        needs: What the marks say of the packs of their root.
+        marks: The marks.
+        needs: The needs that follow from the marks, for the packs of their root.
         copied_to: Needed digests of the sparse packs, each with another pack that holds it.
     """
 
@@ -229,15 +230,18 @@ class _Candidates:
         self._needs = needs
         self._copied_to = copied_to
         self._doomed = needs.dead.union(needs.sparse)
-        # The packs of each digest that they hold, and which of these are needed.
+        # Digest → the doomed packs that hold it; and which of these digests are needed.
         self._contents: dict[bytes, list[PackId]] | None = None
         self._required: set[bytes] = set()
 
     def at(self, view: IndexView) -> Needs:
-        """Return what the root after that of a view may condemn, and has to rescue.
+        """Return the packs that the next root may condemn, and the packs that it has to rescue.
+
+        Args:
+            view: The index as the newest root sees it.
 
         Raises:
-            DamagedError: What that root needs cannot be read.
+            DamagedError: A node that the newest root needs cannot be read.
         """
         marks, root = self._marks, view.root
         fresh = marks.advance(root) if root != marks.root else set()
@@ -250,7 +254,7 @@ class _Candidates:
         contents = self._contents or {}
         self._required |= fresh & contents.keys()
         for digest in self._required:
-            # A copy that another collector has condemned meanwhile does not count.
+            # A copy that another collector has condemned since then does not count.
             elsewhere = self._copied_to.get(digest)
             if elsewhere not in view.live or elsewhere in self._doomed:
                 self._doomed = self._doomed.difference(contents[digest])
@@ -285,7 +289,7 @@ class _Collector:
         try:
             self._run()
         except BaseException:
-            # It may have been cut off while it counted.
+            # The counts may be incomplete.
             if self._counts is not None:
                 self._counts.clear()
             raise
@@ -319,7 +323,7 @@ class _Collector:
         release_reserve(self._backend)
         self._options = replace(self._options, repack=0)
         if self._counts is not None:
-            # So that this time too all packs are listed: what dead takes have left may be most.
+            # Then all packs are listed again: most of the garbage may be packs of dead takes.
             self._counts.clear()
 
     def _recode(self, root: Root) -> None:
@@ -328,7 +332,8 @@ class _Collector:
             return
 
         def give_up(error: Obstacle) -> None:
-            # What was recoded by then stands. On a full disk, what is freed now may make room.
+            # Snapshots that were recoded by then stay so. If the disk is full, this collection may
+            # make room for the others.
             self._lacks_space = isinstance(error, StorageFullError)
 
         def recode_at(root: Root) -> Recoding:
@@ -337,7 +342,8 @@ class _Collector:
                 return Recoding(len(todo.snapshots))
             return recode(self._store, todo, self._progress)
 
-        # If another collector moves what is read, this begins again; what was recoded stays.
+        # If another collector moves packs that are read here, recoding begins again. Snapshots that
+        # were recoded stay so.
         recoding: Recoding | None = again(
             self._store,
             lambda: self._store.read_at_newest(recode_at, lambda: root),
@@ -352,7 +358,7 @@ class _Collector:
         self.report.saved_bytes = recoding.before_bytes - recoding.after_bytes
 
     def _collect(self) -> None:
-        # For all its tries: the first one may complete the counts, and then be fenced.
+        # This holds for all tries: the first one may complete the counts, and then be fenced.
         self._is_whole = self._counts is None or not self._counts.is_known
         # Another collector may be faster, and delete the copies of this one.
         plan, root = again(
@@ -372,21 +378,21 @@ class _Collector:
     def _first_root(self) -> Root:
         root = self._store.recent()
         if self._options.dry_run:
-            # Before the root that it plans for is read: else what a take commits meanwhile would
-            # look like orphans. Any other run finds out when it puts a root.
+            # Files are listed before the root is read, or packs that a take commits in between
+            # would look like orphans. Any other run notices such a commit when it puts a root.
             self._files = StoredFiles(self._store, root)
             root = self._store.newest()
         return root
 
     def _plan_and_carry_out(self, root: Root) -> tuple[Plan, Root]:
-        """Plan the collection from a root on; carry it out, up to a durable root.
+        """Plan the collection, beginning with a root; carry it out, up to a durable root.
 
         Returns:
-            The plan, for the last root that it was made for; and the root after it, or that root,
-            if the plan puts none.
+            The last plan that was made; and the root that it put, or if it puts none, the root that
+            it was made for.
         """
         if self._rewriting is not None:
-            # Left by a try that was fenced: its segments would be taken for orphans.
+            # A try that was fenced has left segments, which would be taken for orphans.
             self._rewriting.discard(self._store)
             self._rewriting = None
         view = self._store.index.view(root)
@@ -406,7 +412,8 @@ class _Collector:
         plan = self._plan(view, needs)
         if self._options.dry_run:
             return plan, root
-        # Left by an earlier run. Deleting takes no space, and may free enough for the copies.
+        # Orphans that an earlier run has left go first. To delete them takes no space, and may free
+        # enough for the copies.
         took_long = self._delete(plan.orphans, root)
         copied_to = self._copy_out(marks, plan) if plan.copied else {}
         took_long = took_long or bool(plan.copied)
@@ -416,10 +423,10 @@ class _Collector:
             newest = self._store.newest()
             if marks.root == root or set(marks.root.segments) <= set(newest.segments):
                 raise
-            # Another collector has moved what was read of a root after the one at hand.
+            # Another collector has moved packs that were read for a root after the one at hand.
             raise FencedError(e.what) from e
         if not self._lacks_space:
-            # Else what was not copied is looked at again.
+            # Otherwise the next collection looks again at the packs that were not copied.
             marks.note_done()
         return done
 
@@ -428,12 +435,12 @@ class _Collector:
             try:
                 return RecentMarks(self._store, view, self._counts, self._progress)
             except DamagedError as e:
-                # What went was collected before this process counted it.
+                # Nodes that went out of use were collected before this process discounted them.
                 _log.debug("%s: all is counted anew: %s", self._backend.uri, e)
         self._is_whole = True
         if self._counts is not None:
             self._counts.clear()
-        # Otherwise the root names no abandoned copies; those that it names are needed.
+        # Any run but a dry one has dropped abandoned copies. The copies that are left are needed.
         root = without_abandoned(view.root) if self._options.dry_run else view.root
         return WholeMarks(self._store, root, self._progress, self._options.deleted, self._counts)
 
@@ -457,13 +464,13 @@ class _Collector:
         return plan_collection(view, needs, unnamed, waiting, costs, self._rewriting)
 
     def _announced_bases(self) -> list[int]:
-        # A process that was stopped for longer than a day is not waited for.
+        # A take that was announced longer ago than the grace, or a day, is not waited for.
         return self._backend.announced_bases(max(DAY, self._grace))
 
-    # --- what is planned is done ---
+    # --- carrying out the plan ---
 
     def _copy_out(self, marks: Marks, plan: Plan) -> dict[bytes, PackId]:
-        """Copy what is needed of some packs; return its digests, each with a pack that holds it."""
+        """Copy the needed part of packs; return its digests, each with a pack that holds it."""
         copied_to: dict[bytes, PackId] = {}
         counter = ProgressCounter(self._progress, "copying", sum(plan.copied.values()))
         try:
@@ -474,22 +481,23 @@ class _Collector:
             self._lacks_space = True
         finally:
             self.report.copied_bytes += counter.done
-        # The copies came with new segments, which may be merged away again.
+        # The copies came with new segments. List the files anew, since these may be merged away.
         root = self._store.recent()
         self._files = StoredFiles(self._store, root, lists_packs=marks.finds_orphans)
         return copied_to
 
     def _put_root_of(self, plan: Plan, candidates: _Candidates, is_old: bool) -> tuple[Plan, Root]:
-        """Put the root of a plan, or that of a new plan.
+        """Put the root of a plan, or the root of a new plan if others have committed.
 
         Args:
             plan: The plan.
-            candidates: What a new plan may condemn.
+            candidates: The packs that a new plan may condemn.
             is_old: Whether to plan anew in any case, since takes may have announced themselves
-                meanwhile. Otherwise only if the plan is no longer for the newest root.
+                since the plan was made.
 
         Returns:
-            The plan, and the root that was put; that which the plan is for, if it puts none.
+            The plan that was carried out, and the root that it put; if it puts none, the root that
+            it is for.
         """
 
         def prepare(root: Root) -> Root | None:
@@ -503,10 +511,10 @@ class _Collector:
         return plan, root or plan.view.root
 
     def _next_root(self, plan: Plan) -> Root | None:
-        """Write what the root of a plan names, and return that root; None if none is to be put."""
+        """Write the segments that a plan needs, and return its root; None if the plan puts none."""
         root = plan.view.root
         self._files.add(plan.freed)
-        # That of a root whose number was taken.
+        # There may be a rewriting for a root whose number was taken.
         rewriting, self._rewriting = self._rewriting, None
         if rewriting is not None and not rewriting.fits(root, plan.freed):
             rewriting.discard(self._store)
@@ -541,10 +549,10 @@ class _Collector:
         return stands
 
     def _delete(self, files: Mapping[str, bytes], root: Root) -> bool:
-        """Delete files that a root does not name and never will: its fence has passed them.
+        """Delete files that no root can name any more: the fence of this root has passed them.
 
         Returns:
-            Whether there were any.
+            Whether there were any such files.
         """
         named = {ref.id for ref in root.segments}
         passed = {
@@ -553,7 +561,7 @@ class _Collector:
             if base_of(ident) < root.fence and ident in self._files and ident not in named
         }
         if passed:
-            # A take that the fence has passed moves its packs, if they are still there.
+            # An announced take that the fence has passed may still move its packs: they stay.
             least = min([root.fence, *self._announced_bases()])
             passed = {key: ident for key, ident in passed.items() if base_of(ident) < least}
         if passed:
@@ -563,7 +571,7 @@ class _Collector:
         self._note_deleted(sizes)
         self.report.refused |= refused
         self.report.freed_bytes += sum(sizes.values())
-        # At a remote place, a collection with nothing to do asks nothing.
+        # At a remote place, a collection that deletes nothing spares this request too.
         if passed or not self._backend.costly_requests:
             self.report.freed_bytes += self._backend.tidy(self._grace)
         return bool(passed)
@@ -584,7 +592,7 @@ class _Collector:
         report.waiting_until = None
         if plan.waiting:
             newest = max(plan.waiting.values())
-            # What is condemned now has the number of the next root, which is just put.
+            # Packs that are condemned now have the number of the next root, which is just put.
             age = 0.0 if newest > root.seq else self._files.age_of(newest, root)
             report.waiting_until = time.time() - age + self._grace
 

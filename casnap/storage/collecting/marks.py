@@ -1,4 +1,4 @@
-"""What a collection asks of marks: what is needed, of all packs or of those that changed."""
+"""The contract of marks: they say which contents are needed, of all packs or of changed ones."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class PackUse:
     Attributes:
         stored: Bytes of all its chunks and nodes.
         needed: How many of its chunks and nodes some snapshot needs.
-        live: The bytes of the needed ones that no newer pack holds.
-        is_fixed: Whether some of the needed ones have a codec that this version does not know. It
-            cannot copy them, so the pack stays.
+        live: The bytes of needed chunks and nodes that no newer pack holds.
+        is_fixed: Whether a needed chunk has a codec that this version does not know. It cannot copy
+            such a chunk, so the pack stays.
     """
 
     stored: int = 0
@@ -31,7 +31,7 @@ class PackUse:
 
 
 class Marks(Protocol):
-    """What the snapshots of a root need.
+    """The chunks and nodes that the snapshots of a root need.
 
     Attributes:
         root: The root.
@@ -41,7 +41,7 @@ class Marks(Protocol):
         rescue: Condemned packs that hold a needed digest which no live pack holds.
         missing: Needed digests that no pack holds.
         finds_orphans: Whether the collection is also to look for files that no root names.
-        least_garbage: To copy what is needed out of packs is worth it if that frees so many bytes.
+        least_garbage: How many bytes must become free to make it worth copying out of packs.
     """
 
     root: Root
@@ -73,4 +73,4 @@ class Marks(Protocol):
         """
 
     def note_done(self) -> None:
-        """Have the next collection that goes on from counts not look at these packs again."""
+        """Let the next collection that goes on from the counts pass over these packs."""

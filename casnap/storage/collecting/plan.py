@@ -24,12 +24,12 @@ _SKEW = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What marking says of the packs of a root.
+    """The result of marking, for the packs of a root.
 
     Attributes:
         dead: Live packs that hold nothing that is needed.
-        sparse: Live packs to condemn once what is needed of them was copied, each with how many
-            bytes that is.
+        sparse: Live packs to condemn once their needed part was copied, each with the bytes of that
+            part.
         rescued: Condemned packs that are needed.
         found: Digests that are no longer lost.
     """
@@ -42,11 +42,12 @@ class Needs:
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """How long a collection waits before it frees what was condemned.
+    """How long a collection waits before it frees condemned packs.
 
     Attributes:
-        grace: For so many seconds.
-        condemned_until: If given, it frees what was condemned up to the root of this number.
+        grace: The seconds that they wait.
+        condemned_until: If given, packs that were condemned up to the root of this number are freed
+            instead.
         age_of: Returns the age of the root of a number in seconds. If it is wrong, the collection
             still frees only garbage.
         announced_bases: Returns the bases of the takes under way. It is called if anything could be
@@ -66,7 +67,8 @@ class Plan:
     Attributes:
         view: The index as the newest root sees it; the plan is for the root after that.
         condemned: Packs that the next root condemns.
-        copied: Those of them of which the needed part is copied first, each with the bytes of that.
+        copied: Packs among these whose needed part is copied first, each with the bytes of that
+            part.
         rescued: Condemned packs that are needed, so the next root no longer condemns them.
         freed: Condemned packs that the next root no longer names.
         waiting: Packs that the next root condemns and does not free, each with the number of the
@@ -137,14 +139,14 @@ def plan_collection(
         view: The index as the newest root sees it.
         needs: What is needed of its packs.
         unnamed: Keys and ids of the files that it does not name.
-        waiting: How long what was condemned waits.
+        waiting: How long condemned packs wait.
         costs: What requests cost where the store is.
         rewriting: Segments that were written anew for a root whose number was taken.
     """
     root, next_seq = view.root, view.root.seq + 1
     doomed = needs.dead.union(needs.sparse)
     condemned = {
-        # Of a time in the future it is not known how long it will be one.
+        # If a root has a time in the future, its packs count as condemned only now.
         pack: next_seq if waiting.age_of(seq) < -_SKEW else seq
         for pack, seq in root.condemned.items()
         if pack not in needs.rescued
@@ -154,12 +156,12 @@ def plan_collection(
     freed, orphans = _freed_by(fence, condemned, unnamed)
     bases: list[int] | None = None
     if freed or orphans:
-        # Takes under way that say on which root they are based are waited for.
+        # The fence waits for takes that have announced on which root they are based.
         bases = list(waiting.announced_bases())
         fence = max(root.fence, min([fence, *bases]))
         freed, orphans = _freed_by(fence, condemned, unnamed)
     if not freed and all(base_of(ident) < root.fence for ident in orphans.values()):
-        # These may be deleted as it is.
+        # Nothing is freed, and the fence has passed all orphans already: no root need raise it.
         fence = root.fence
     if rewriting is not None and rewriting.fits(root, freed):
         groups = rewriting.groups

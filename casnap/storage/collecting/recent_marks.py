@@ -1,4 +1,4 @@
-"""Marking what changed: new packs, and those that hold what nothing refers to any more."""
+"""Marking only what changed: packs that are new, and packs that hold digests out of use."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from casnap.storage.packs.footers import read_footer
 from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
-# To read a footer takes as long as so many records of a segment.
+# To read a footer takes as long as to read this many records of a segment.
 _RECORDS_A_FOOTER = 512
 _Contents = list[tuple[bytes, int, int]]
 """The digests of a pack, each with its stored bytes there, and its codec."""
 
 
 class RecentMarks:
-    """What the snapshots of a root need of the packs that are new, or hold dead digests.
+    """The contents that the snapshots of a root need, of packs that are new or hold dead digests.
 
-    New ones may hold what came and went since the collection before, and was never counted. These
-    are :class:`~casnap.storage.collecting.marks.Marks` of these packs alone. Orphans, and what is
-    needed of condemned packs, are for a collection that goes through the whole store.
+    A new pack may hold chunks that came and went since the collection before, and were never
+    counted. These are the :class:`~casnap.storage.collecting.marks.Marks` of these packs alone.
+    Orphans, and needed contents of condemned packs, are left to a collection of the whole store.
 
     Args:
         store: The store.
         view: The view of its newest root.
-        counts: How often each digest is referred to, brought up to that root here.
-        progress: Called now and then; what it raises ends this.
+        counts: How often each digest is referred to. This brings them up to that root.
+        progress: Called now and then; an error that it raises ends the marking.
 
     Raises:
-        DamagedError: A tree node is missing or damaged. Then nothing is counted any more.
+        DamagedError: A tree node is missing or damaged. The counts are cleared then.
     """
 
     finds_orphans = False
-    # What this leaves is for a collection of the whole store.
+    # Less garbage than this is left to a collection of the whole store.
     least_garbage = 256 << 10
 
     def __init__(
@@ -62,11 +62,11 @@ class RecentMarks:
         packs = {p for i, packs in view.segments.items() if i not in counts.segments for p in packs}
         packs = PackSet(counts.segments.values()).lacking(packs)
         self._contents = self._read_new({p for p in packs if p in view.live}, view)
-        # The newest of the new packs that hold a digest: none that was looked at before is newer.
+        # Digest → the newest new pack that holds it. No pack that was looked at before is newer.
         self._newest_new = {d: p for p in sorted(self._contents) for d, *_ in self._contents[p]}
         listed = set(self._newest_new)
         for digest in self._dead - counts.needed_of(self._dead):
-            # What a pack holds beside it has mostly died with it, and need not be looked up.
+            # Digests beside it in a pack have mostly died with it, and need not be looked up.
             if digest not in listed:
                 places = store.index.find_all(view, Digest(digest))
                 packs = {PackId(p.pack) for p in places if p.pack in view.live}
@@ -75,7 +75,7 @@ class RecentMarks:
         self.uses = {pack: self._use_of(pack, view) for pack in self._contents}
 
     def _read_new(self, new: Collection[PackId], view: IndexView) -> dict[PackId, _Contents]:
-        """Return what new packs hold, from the segments that are new too, or from their footers."""
+        """Return the contents of new packs, from segments that are new too, or from footers."""
         contents: dict[PackId, _Contents] = {}
         in_large: set[PackId] = set()
         for ref in view.root.segments:
@@ -90,7 +90,7 @@ class RecentMarks:
                 for digest, n, _, stored_size, _, codec in segment.records():
                     if packs[n] in listed:
                         contents[packs[n]].append((digest, stored_size, codec))
-        # What cannot be read is left out: it must not seem to hold nothing.
+        # A pack that cannot be read is left out: it must not seem to be empty.
         known = {pack: held for pack, held in contents.items() if pack not in in_large}
         return known | dict(self._read_footers(in_large))
 
@@ -101,7 +101,7 @@ class RecentMarks:
                     records = read_footer(self._store.backend, pack, length)
                     yield pack, [(digest, p.stored_size, p.codec) for digest, p in records]
             except (FileNotFoundError, DamagedError) as e:
-                # It stays, until a collection goes through the whole index.
+                # The pack stays, until a collection goes through the whole index.
                 _log.debug("what pack %s holds is not known: %s", pack.hex(), e)
 
     def _use_of(self, pack: PackId, view: IndexView) -> PackUse:
@@ -123,7 +123,7 @@ class RecentMarks:
         return newest
 
     def note_done(self) -> None:
-        """Have the next collection that goes on from counts not look at these packs again."""
+        """Let the next collection that goes on from the counts pass over these packs."""
         self._counts.segments = self._segments
         self._counts.dead -= self._dead
 
@@ -141,7 +141,7 @@ class RecentMarks:
         """Move on to a newer root; return the digests that are needed since.
 
         Raises:
-            DamagedError: A tree node is missing or damaged. Then nothing is counted any more.
+            DamagedError: A tree node is missing or damaged. The counts are cleared then.
         """
         self.root = root
         return self._counts.advance(self._store, root, self._progress)

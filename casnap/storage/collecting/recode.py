@@ -1,10 +1,11 @@
-"""Recoding: storing what older snapshots hold as how it differs from the snapshot before.
+"""Recoding: chunks of older snapshots are stored as deltas against the snapshot before.
 
 The newest snapshots stay as they were taken, so that they are read at full speed. The chunks that
-only older ones need become chains: each chunk a delta against that of the same cell in the snapshot
-before, until the chain is too long to be read quickly; then one is stored compressed, and begins
-the next chain. Recoding only adds places. The collection after it frees the old ones. A chunk that
-deltas stand on is no longer made a delta itself: all their chains would become longer.
+only older snapshots need become chains. Each chunk becomes a delta against the chunk of the same
+cell in the snapshot before, until the chain is too long to be read quickly. Then a chunk is stored
+compressed, and begins the next chain. Recoding only adds places; the collection after it frees the
+old ones. A chunk that deltas stand on does not become a delta itself, since all their chains would
+become longer.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ RECODED = "recoded"
 """The note of a snapshot whose chunks were recoded."""
 # A form that saves less is not worth the copy.
 _WORTH = 0.9
-# So many bytes of chunks are held while they are encoded, and their bases too.
+# The bytes of chunks that are held while they are encoded; their bases take as many.
 _GROUP_BYTES = 8 << 20
-# A group may have a little more.
+# For a group and its bases; a group may have a little more.
 _BUFFER_BYTES = 5 * _GROUP_BYTES // 2
-# So many bytes of chunks are recoded by one commit.
+# The bytes of chunks that one commit recodes.
 _COMMIT_BYTES = 1 << 30
 
 
 @dataclass
 class Recoding:
-    """What was recoded.
+    """The outcome of recoding.
 
     Attributes:
-        snapshots: How many snapshots.
+        snapshots: How many snapshots were recoded.
         chunks: How many of their chunks have a smaller form now.
-        before_bytes: What these took up before.
-        after_bytes: What they take up now.
+        before_bytes: How many bytes these chunks took up before.
+        after_bytes: How many bytes they take up now.
     """
 
     snapshots: int = 0
@@ -60,12 +61,12 @@ class Recoding:
 
 @dataclass(frozen=True)
 class RecodingPlan:
-    """What is to be recoded.
+    """Which snapshots to recode.
 
     Attributes:
-        snapshots: The snapshots, each with the one before it in its folder.
+        snapshots: The snapshots to recode, each with the one before it in its folder.
         all_rows: All snapshots of the store.
-        kept: Those that stay as they are.
+        kept: The snapshots that stay as they are.
     """
 
     snapshots: list[tuple[Contents, Contents | None]]
@@ -76,7 +77,7 @@ class RecodingPlan:
 def plan_recoding(
     store: Repository, root: Root, newest: int, deleted: Collection[str] = ()
 ) -> RecodingPlan:
-    """Return what is to be recoded; nothing is read but the table.
+    """Return which snapshots to recode; only the table is read for that.
 
     Args:
         store: The store.
@@ -93,19 +94,19 @@ def plan_recoding(
         older = [contents for contents in older if not contents.row.unknown_features]
         pairs = zip(older, [None, *older], strict=False)
         todo += [pair for pair in pairs if not pair[0].row.has_note(RECODED)]
-    # What is a delta of a snapshot in another folder comes after that one.
+    # Chunks may become deltas of chunks in another folder, so snapshots go in order of commits.
     todo.sort(key=lambda pair: pair[0].row.seq)
     return RecodingPlan(todo, snapshots, kept)
 
 
 def recode(store: Repository, plan: RecodingPlan, progress: Progress) -> Recoding:
-    """Recode what older snapshots of a store hold.
+    """Recode older snapshots of a store.
 
-    What was done stays done if it is interrupted.
+    If this is interrupted, the commits that it has made stay.
 
     Args:
         store: The store.
-        plan: What is to be recoded.
+        plan: The snapshots to recode.
         progress: Called with the current phase, how much of it is done, and the total.
 
     Raises:
@@ -131,7 +132,7 @@ class _Recoder:
     Args:
         store: The store.
         spared: The chunks that stay as they are.
-        recoding: What was recoded so far.
+        recoding: The outcome so far, which grows with each snapshot.
     """
 
     def __init__(self, store: Repository, spared: set[bytes], recoding: Recoding) -> None:
@@ -191,7 +192,7 @@ class _Recoder:
             like = None
             # The chains that end in a chunk must not become longer.
             if base is not None and base in raws and digest not in self._bases:
-                # Those of bases that were just recoded are longer now.
+                # The chains of bases that were just recoded are longer now.
                 chain = self._forms.chains_below(session.base, [base])[base]
                 like = Base(base, raws[base], chain)
             form = self._forms.choose(digest, raws[digest], like)
@@ -205,11 +206,11 @@ class _Recoder:
         return sum(map(len, raws.values()))
 
     def _stored_bytes(self, view: IndexView, digest: Digest) -> int:
-        """Return how many bytes a chunk takes up that may be recoded; 0 for any other."""
+        """Return how many bytes a chunk takes up; 0 if it must not be recoded."""
         if digest in self._spared or self._forms.has_written(digest):
             return 0
         places = self._store.index.find_all(view, digest)
-        # What is a delta, or has a form that this version does not know, stays as it is.
+        # A chunk that is a delta, or has a form that this version does not know, stays as it is.
         if any(place.codec not in WHOLE_CODECS for place in places):
             return 0
         return min((place.stored_size for place in places), default=0)

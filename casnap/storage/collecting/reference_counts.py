@@ -1,9 +1,10 @@
-"""How often each node and chunk is referred to: what a collection need not find out anew.
+"""How often each node and chunk is referred to, so that a collection need not count all anew.
 
 A process that collects again and again keeps these counts in memory. For a newer root it reads the
-nodes of the table and of the trees that came, and counts what they refer to; then those that went.
-So a collection costs what changed, not what is kept. Nodes are named by their digests and never
-change, so the counts of a table do not depend on how they came about.
+nodes of the table and of trees that came, and counts their references; then it discounts the
+references of the nodes that went. So a collection costs as much as has changed, not as much as is
+kept. Nodes are named by their digests and never change, so the counts of a table do not depend on
+how they came about.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from casnap.storage.snapshots.references import (
 
 _KINDS = (TABLE, MANIFEST, TREE, DATA, *(bytes([n + 1]) for n in range(MAX_LIST_DEPTH)))
 _TOGETHER = 64
-# So many are sorted at a time; this takes about 160 MB.
+# How many digests are sorted at a time, which takes about 160 MB.
 _PART = 4 << 20
 
 
@@ -41,16 +42,17 @@ class ReferenceCounts:
 
     Attributes:
         is_known: Whether a collector has counted; else there is nothing to go on from.
-        dead: Digests that went to zero, and may have come back; a collection removes them.
+        dead: Digests whose count went to zero; it may have risen again. A collection removes them
+            from this set.
         segments: The packs of each segment that the last collection has looked at.
-        live_bytes: The stored bytes of what was needed when all was counted.
+        live_bytes: The stored bytes of all needed chunks and nodes when all was counted.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all counts."""
         self.is_known = False
         self.live_bytes = 0
         self.dead: set[bytes] = set()
@@ -66,7 +68,7 @@ class ReferenceCounts:
         self._nodes.update(c for c in children if is_node(c))
 
     def complete(self, store: Repository, root: Root, live_bytes: int) -> None:
-        """Note of which root these were all nodes, and how many bytes that needs."""
+        """Note that all nodes of a root were counted, and how many bytes the root needs."""
         self._tally.sort()
         self.live_bytes = live_bytes
         self._tops = frozenset(tops_of(root))
@@ -80,10 +82,10 @@ class ReferenceCounts:
         Args:
             store: The store.
             root: The root.
-            progress: Called now and then; what it raises ends this.
+            progress: Called now and then; an error that it raises ends this.
 
         Raises:
-            DamagedError: A node cannot be read. Then nothing is known any more.
+            DamagedError: A node cannot be read. The counts are cleared then.
         """
         tops = frozenset(tops_of(root))
         try:
@@ -92,13 +94,13 @@ class ReferenceCounts:
             self._discount_what_went(store, self._tops - tops, progress)
             self._tops = tops
         except BaseException:
-            # Half of it is counted.
+            # Only a part is counted.
             self.clear()
             raise
         return new
 
     def needed_of(self, digests: Collection[bytes]) -> set[bytes]:
-        """Return the digests that something refers to, or to one with the same beginning."""
+        """Return the digests that have references, their own or a digest's that begins alike."""
         counts = self._tally.change(digests)
         return {digest for digest, count in zip(digests, counts, strict=True) if count}
 
@@ -125,7 +127,7 @@ class ReferenceCounts:
                 pending += [child for child in children if is_node(child)]
                 came = [digest_in(node), *(c for c in children if not is_node(c))]
                 self._tally.change(came, 1)
-                # Whatever their counts were: others that begin alike may have come too.
+                # Whatever their counts were before: they may be counts of digests that begin alike.
                 new.update(came)
         return new
 
@@ -147,7 +149,7 @@ class ReferenceCounts:
             self.dead.update(d for d, count in zip(went, counts, strict=True) if not count)
 
     def _count_bases(self, store: Repository, root: Root) -> set[bytes]:
-        """Count the bases of all deltas in segments that were not read; they are not discounted."""
+        """Count the bases of deltas in segments that were not read yet; they stay counted."""
         new = self._bases.of(root, store.index)
         self._tally.change(new, 1)
         return new
@@ -156,15 +158,15 @@ class ReferenceCounts:
 class _Tally:
     """A count for each of many digests, by its first eight bytes: 12 bytes each.
 
-    Two digests that begin alike share a count. So the collector may keep what nobody needs, and
-    never takes for garbage what somebody does.
+    Two digests that begin alike share a count. So the collector may keep a chunk that nobody needs,
+    but never takes a needed chunk for garbage.
     """
 
     def __init__(self) -> None:
         self._unsorted = array("Q")
         self._beginnings = array("Q")
         self._counts = array("I")
-        # Those that came later.
+        # The counts of digests that came after sort().
         self._more: dict[int, int] = {}
 
     def note(self, digests: Iterable[bytes]) -> None:
@@ -172,7 +174,7 @@ class _Tally:
         self._unsorted.extend([int.from_bytes(digest[:8], "big") for digest in digests])
 
     def sort(self) -> None:
-        """Make what was noted ready for questions, in parts, to bound memory."""
+        """Sort the noted digests, so that :meth:`change` finds them; in parts, to bound memory."""
         parts = 1 + len(self._unsorted) // _PART
         bounds = [(part << 64) // parts for part in range(parts + 1)]
         for low, end in pairwise(bounds):

@@ -26,10 +26,11 @@ Report = Callable[[int], None]
 
 
 def sparse_packs(marks: Marks, view: IndexView, share: float) -> dict[PackId, int]:
-    """Return the live packs of which less than a share of the bytes is needed, with these bytes.
+    """Return the live packs of which less than a share is needed, each with its needed bytes.
 
-    The pack that the root has a hint to is not among them: readers begin there. Nor are those of
-    which this version cannot copy all that is needed. If all of them have little garbage, none are.
+    The pack that the root has a hint to is not among them, since readers begin there. Nor are packs
+    with needed chunks that this version cannot copy. If all these packs together have little
+    garbage, there are none.
     """
     table = view.root.table
     table_pack = None if table is None or table.hint is None else table.hint.pack
@@ -51,7 +52,7 @@ def sparse_packs(marks: Marks, view: IndexView, share: float) -> dict[PackId, in
 def repack(
     store: Repository, marks: Marks, view: IndexView, packs: Mapping[PackId, int], report: Report
 ) -> Iterator[dict[bytes, PackId]]:
-    """Copy what is needed of some packs into new packs, and commit a batch of packs at a time.
+    """Copy the needed part of some packs into new packs; commit a batch of packs at a time.
 
     Trees hold digests, so no tree changes. The old packs stay as they are: before condemning them,
     the caller must check that the copies are still live. A chunk without a whole copy stays where
@@ -59,9 +60,9 @@ def repack(
 
     Args:
         store: The store.
-        marks: What is needed.
+        marks: The marks, which say what is needed.
         view: The view that was marked.
-        packs: The packs to copy from, each with how many bytes are needed of it.
+        packs: The packs to copy from, each with how many of its bytes are needed.
         report: Called with the number of bytes copied.
 
     Yields:
@@ -84,10 +85,11 @@ def repack(
 def _proven_elsewhere(
     store: Repository, view: IndexView, digests: Iterable[bytes], packs: Collection[PackId]
 ) -> dict[bytes, PackId]:
-    """Return the newest live pack of each digest, if it holds that whole and is not one of these.
+    """Return the newest live pack of each digest, if it holds the digest whole.
 
-    If it holds a delta there, that must not stand on an older place of the same chunk. Each chunk
-    comes after that which it stands on, so that a chain of deltas is applied only once.
+    Digests whose newest pack is one of ``packs`` are left out. If the newest pack holds a delta, it
+    must not stand on an older place of the same chunk. Each chunk is read after its base, so that a
+    chain of deltas is applied only once.
     """
     find = partial(store.index.find_newest, view)
     chains = filter(None, chains_below(map(Digest, digests), find).values())
@@ -103,10 +105,10 @@ def _proven_elsewhere(
 
 
 def _can_stand_on(session: Session, digest: Digest, base: Digest) -> bool:
-    """Rely on the base of a delta, if the delta can stand on it.
+    """Rely on the base of a delta, and return whether the delta can stand on it.
 
-    Of several deltas of a chunk, the one that was read may be another than that of which another
-    collector has found the end.
+    A chunk may have several deltas. The one that was read may be another than the delta whose chain
+    another collector has followed to its end.
     """
     find = partial(session.store.index.find_newest, session.base)
     if not can_carry(chains_below([base], find)[base], digest):

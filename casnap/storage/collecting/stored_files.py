@@ -29,13 +29,13 @@ class StoredFiles:
     Args:
         store: The store.
         root: A root of it, which says how large it is.
-        lists_packs: Whether to list the packs, which takes long where there are many; else only
-            those are known that are added.
+        lists_packs: Whether to list the packs, which takes long where there are many. If not, only
+            packs that are added later are known.
 
     Attributes:
         packs: The ids of the packs.
         segments: The ids of the segments.
-        others: The keys of what lies among them and is neither.
+        others: The keys of other objects among them.
     """
 
     def __init__(self, store: Repository, root: Root, *, lists_packs: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Marking all: what the snapshots of a root need, and how much of each pack is needed."""
+"""Marking the whole store: which digests a root's snapshots need, and how much of each pack."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PART = 2 << 20
 
 
 class WholeMarks:
-    """What the snapshots of a root need of all packs that it names.
+    """The contents that the snapshots of a root need, of all packs that the root names.
 
     These are :class:`~casnap.storage.collecting.marks.Marks`.
 
@@ -65,11 +65,12 @@ class WholeMarks:
         self._deleted = deleted
         # To bound memory, the digests of a large index are marked in parts, one after the other.
         self._parts = 1 + sum(ref.count for ref in root.segments) // _PART
-        # The bases of all deltas that the root names. A newer root may have again what is nowhere.
+        # The bases of all deltas that the root names. A base that is nowhere may come back in a
+        # newer root.
         self._bases = closure(self._segments(with_deltas=True), self._segments())
         self._needed_bases: set[bytes] = set()
         if self._parts > 1 and any(ref.deltas for ref in root.segments):
-            # A delta and its base may be of different parts.
+            # A delta and its base may belong to different parts.
             self._seen = self._of_forgotten()
             for _, below in self._walk_below():
                 self._needed_bases |= self._needed_below(below)
@@ -87,13 +88,14 @@ class WholeMarks:
         return sum(use.live for pack, use in self.uses.items() if pack not in condemned)
 
     def _needed_below(self, references: Iterable[bytes]) -> set[bytes]:
-        """Return on which chunks some needed ones stand.
+        """Return the chunks that some needed chunks stand on as deltas.
 
-        A chunk may be stored as a delta in one pack, and as it is in another. Its base is needed in
-        any case: whoever relies on the delta need not ask which of both this collector counts.
+        A chunk may be stored as a delta in one pack, and whole in another. Its base is needed in
+        any case, so that a take may rely on the delta without asking which place the collector
+        counts.
 
-        A delta whose chain has no end is no place of its chunk. Its base went when nothing needed
-        either; if then the chunk was taken anew, it is stored again.
+        A delta whose chain has no end is no place of its chunk. Its base was deleted when nothing
+        needed the base or the chunk. If the chunk was taken again later, it was stored anew.
         """
         return self._bases.below(references) - self._bases.nowhere
 
@@ -115,7 +117,7 @@ class WholeMarks:
         self._sweep(use_counts, part)
 
     def _of_forgotten(self) -> set[bytes]:
-        """Return what only snapshots to be passed over refer to."""
+        """Return the references that only snapshots have that count as deleted."""
         rows: dict[bool, set[bytes]] = {True: set(), False: set()}
         if self._deleted:
             rows[False].update(tops_of(self.root))
@@ -128,7 +130,7 @@ class WholeMarks:
         return chunks if self._parts == 1 else (d for d in chunks if d[0] % self._parts == part)
 
     def _walk_below(self) -> Iterator[tuple[bytes, list[bytes]]]:
-        """Yield each node that was not seen yet, and what it refers to."""
+        """Yield each node that was not seen yet, and its references."""
         self.snapshots = len(self._store.table(self.root)) - len(self._deleted)
         manifests = 0
         for node, children in walk(self._store, tops_of(self.root), self._seen):
@@ -137,7 +139,7 @@ class WholeMarks:
             yield node, children
 
     def _sweep(self, use_counts: dict[bytes, int], part: int) -> None:
-        """Go through all places of the index, and count those of needed digests."""
+        """Go through all places of the index, and count the places of needed digests by pack."""
         condemned = self.root.condemned
         in_several: set[bytes] = set()
         known_packs: dict[PackId, int] = {}
@@ -192,7 +194,7 @@ class WholeMarks:
             yield SealedSegment(*self._store.index.sealed(ref))
 
     def places_of(self, digests: Collection[bytes]) -> Iterator[Placed]:
-        """Yield all places of some digests that the root lists, save endless deltas."""
+        """Yield all places of some digests that the root lists, save deltas of endless chains."""
         if not digests:
             return
         for segment in self._segments():
@@ -204,7 +206,7 @@ class WholeMarks:
                     yield digest, packs[n], stored_bytes
 
     def note_done(self) -> None:
-        """Have the next collection that goes on from counts not look at these packs again."""
+        """Let the next collection that goes on from the counts pass over these packs."""
         if self._counts is not None:
             self._counts.segments = self._counted
 
