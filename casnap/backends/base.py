@@ -372,6 +372,13 @@ class Backend(ReadHints, BucketRules, Announcements, Markers):
             self.where(key), lambda: self.size_if_there(key) is not None, still, self.name_lag
         )
 
+    def is_put(self, key: str) -> bool:
+        """Whether an object is there, as the server says, whatever this host has kept of it.
+
+        Asked only where ``name_lag`` is not 0. ``False`` may also mean that it is not known.
+        """
+        return False
+
     def is_object(self) -> bool:
         """Whether this place is itself an object, and so cannot hold others."""
         return False

@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from casnap.backends.local.safe_paths import folder_at
 
@@ -59,8 +58,30 @@ def wait_for(what: str, look: Callable[[], bool], still: Callable[[], object], l
     return True
 
 
-def is_listed_anew(path: str) -> bool:
-    """Whether a name that a client takes for absent is listed; then make the client ask for it.
+def is_taken_at_server(path: str) -> bool:
+    """Whether the server of a file system has a name, whatever the client remembers of it.
+
+    A client that is to make a link asks the server for the new name. This link is never made, since
+    a folder can have no second name. Some clients, as of NFS, refuse it without asking.
+
+    Args:
+        path: The path of the name. Its folder may seem to be absent too.
+    """
+    parent, _, name = path.rpartition("/")
+    try:
+        with folder_at(parent or "/") as folder:
+            os.link(".", name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+    except FileExistsError:
+        return True
+    except FileNotFoundError:
+        return is_taken_at_server(parent) and is_taken_at_server(path)
+    except OSError:
+        return False
+    return False
+
+
+def is_there_anew(path: str) -> bool:
+    """Whether the server, or a new listing, has a name that a client takes for absent.
 
     The folder is opened anew for that: a client then asks the server whether the folder has
     changed.
@@ -68,15 +89,11 @@ def is_listed_anew(path: str) -> bool:
     Args:
         path: The path of the name. Its folder may seem to be absent too.
     """
+    if is_taken_at_server(path):
+        return True
     parent, _, name = path.rpartition("/")
     try:
         with folder_at(parent or "/", listed=True) as folder:
-            if name not in os.listdir(folder):  # noqa: PTH208 - of an open folder
-                return False
-            # A client that is to make a link asks the server for the new name, whatever it
-            # remembers. This call never makes a link, since a folder can have no second name.
-            with suppress(OSError):
-                os.link(".", name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
-            return True
+            return name in os.listdir(folder)  # noqa: PTH208 - of an open folder
     except FileNotFoundError:
-        return is_listed_anew(parent) and is_listed_anew(path)
+        return False

@@ -16,6 +16,7 @@ import torch
 import casnap.backends.late_names
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
+from casnap.backends.late_names import is_taken_at_server
 from casnap.backends.local import safe_paths
 from casnap.errors import DamagedError
 from tests.support.faults import in_child
@@ -119,6 +120,35 @@ def test_an_absent_root_is_not_asked_for_by_name(folder: Path) -> None:
     asked = {key for name, key in backend.log if name in LOOKS}
     assert "roots/0/3" in asked
     assert "roots/0/4" not in asked
+
+
+def test_a_client_that_keeps_listings(folder: Path) -> None:
+    """As sshfs does for 20 seconds. With a lag of a day, a wait would not end."""
+    backend = client(folder, 86400.0)
+    store = Store(backend)
+    with backend.during(Fault(stale(), "names", times=None)):
+        assert value_of(store, "step_2") == 2
+        on_another_host(folder, collected)
+        assert value_of(store, "step_3") == 2.5
+        store.take(state(4), "step_4")
+    assert value_of(Store(folder), "step_4") == 4
+
+
+def test_a_client_that_has_listed_a_store_before_its_first_root(folder: Path) -> None:
+    backend = client(folder)
+    with backend.during(Fault(lambda _: [], "names", "roots*", times=None)):
+        assert value_of(Store(backend), "step_2") == 2
+
+
+def test_the_server_is_asked_for_a_name(tmp_path: Path) -> None:
+    for place in ("folder", "folder/file", "folder/inner/file"):
+        assert not is_taken_at_server(str(tmp_path / place))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/file").touch()
+    assert is_taken_at_server(str(tmp_path / "folder"))
+    assert is_taken_at_server(str(tmp_path / "folder/file"))
+    assert not is_taken_at_server(str(tmp_path / "folder/other"))
+    assert [p.name for p in (tmp_path / "folder").iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("file", ["packs/*", "index/*"])

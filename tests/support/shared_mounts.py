@@ -13,7 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -121,7 +121,8 @@ class Sshd:
         """End it, and all that serves a client: the connections are closed."""
         assert self._server is not None
         for pid in _descendants(self._server.pid):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self._server.kill()
         self._server.wait()
 
@@ -165,12 +166,12 @@ def sshd(folder: Path) -> Iterator[Sshd]:
 
 
 @contextmanager
-def sshfs(folder: Path) -> Iterator[list[Path]]:
-    """Mount a folder twice through SFTP, without the listings that sshfs keeps by default."""
+def _sshfs(caches: str, folder: Path) -> Iterator[list[Path]]:
+    """Mount a folder twice through SFTP."""
     (folder / "served").mkdir()
     with sshd(folder) as server, ExitStack() as stack:
         for host in "ab":
-            stack.enter_context(server.mount(folder / host, folder / "served"))
+            stack.enter_context(server.mount(folder / host, folder / "served", caches))
         yield [folder / "a", folder / "b"]
 
 
@@ -257,7 +258,8 @@ SHARED: dict[str, Callable[[Path], Mounts]] = {
     },
     "bindfs, three hosts": partial(_bindfs, "1,1,1", "abc"),
     "bindfs, one user": _of_one_user,
-    "sshfs": sshfs,
+    "sshfs": partial(_sshfs, "dir_cache=yes"),
+    "sshfs, no listings kept": partial(_sshfs, "dir_cache=no"),
     "mergerfs": mergerfs,
     "gluster": gluster,
 }

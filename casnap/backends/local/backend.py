@@ -17,7 +17,7 @@ from casnap.backends.base import (
     Backend,
     Target,
 )
-from casnap.backends.late_names import is_left_open, is_listed_anew, wait_for
+from casnap.backends.late_names import is_left_open, is_taken_at_server, is_there_anew
 from casnap.backends.local.file_io import is_cached, read_file, read_run, write_at
 from casnap.backends.local.file_locks import (
     announced_in,
@@ -151,25 +151,24 @@ class LocalBackend(Backend):
         """The lag that the type of the file system has."""
         return self._place.name_lag
 
+    @override
+    def is_put(self, key: str) -> bool:
+        return is_taken_at_server(self._path(key))
+
     def _seen(self, path: str, look: Callable[[], V]) -> V:
         """Look at a path of the store; look again if this host may not see yet what is there.
 
-        A name that is listed must be there, so it is waited for. If the server has replaced the
-        handle, the second look gets a new one.
+        If the server has replaced the handle, the second look gets a new one.
         """
         try:
             return look()
         except FileNotFoundError:
-            if not self.name_lag or not self._appears(path):
+            if not self.name_lag or not is_there_anew(path):
                 raise
         except (OSError, *PLACE_ERRORS) as e:
             if not is_stale(e):
                 raise
         return look()
-
-    def _appears(self, path: str) -> bool:
-        is_there, is_listed = partial(_is_there, path), partial(is_listed_anew, path)
-        return wait_for(path, is_there, is_listed, self.name_lag)
 
     @override
     def belong(self, check: Callable[[Backend], None]) -> None:
@@ -488,14 +487,6 @@ class LocalBackend(Backend):
             with self._place.create(name, folder, base) as fd:
                 write_at(fd, memoryview(content), 0)
                 reserve_space(fd, reserve)
-
-
-def _is_there(path: str) -> bool:
-    try:
-        stat_at(path)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _names_in(path: str) -> list[str]:

@@ -114,8 +114,11 @@ def root_and_next(backend: Backend, seq: int) -> tuple[Root, Root | None]:
 def _after(backend: Backend, root: Root) -> Root | None:
     if backend.name_lag:
         # Asked for an absent root by name, a client keeps that it is absent, and hides the root
-        # that another host then puts. A listing leaves no such trace.
+        # that another host then puts. A listing leaves no such trace, but sshfs keeps it. So the
+        # server is asked too: that leaves none either.
         seq = _last_seq(backend)
+        if seq <= root.seq and backend.is_put(root_key(root.seq + 1)):
+            seq = root.seq + 1
         newer = named_root(backend, seq) if seq > root.seq else None
     else:
         newer = _read_if_there(backend, root.seq + 1)
@@ -198,6 +201,8 @@ def _last_seq(backend: Backend) -> int:
     if not seqs and folders and max(folders) > 0:
         # A crash may leave the folder of the next thousand empty.
         seqs = _numbers(backend, f"roots/{max(folders) - 1}")
+    if not seqs and backend.name_lag and backend.is_put(root_key(0)):
+        return 0
     if not seqs:
         raise NotAStoreError(
             f"{backend.uri} holds no root; its creation was cut off or it is damaged"

@@ -189,6 +189,10 @@ class FaultyBackend(Backend):
         self.inner.check_changes()
 
     @override
+    def is_put(self, key: str) -> bool:
+        return self.inner.is_put(key)
+
+    @override
     def taken_up(self, folder: str) -> int:
         return self.inner.taken_up(folder)
 
