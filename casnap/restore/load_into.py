@@ -16,7 +16,7 @@ from casnap.restore.loading import Loading
 from casnap.restore.renaming import Rename, renamed
 from casnap.restore.restore_report import RestoreReport, mismatch_message
 from casnap.restore.targets import fits, memory_of, why_unfit
-from casnap.restore.ties import conflicting_ties, told
+from casnap.restore.ties import conflict_text, conflicting_ties
 from casnap.restore.wrappers import advice_on_wrappers
 from casnap.runtime.progress import Progress
 from casnap.runtime.torch_modes import without_torch_modes
@@ -149,7 +149,7 @@ def match(
     targets = {path: places[name] for path, name in by_path.items()}
     stored = {path: entries[name].entry for path, name in by_path.items()}
     for paths in conflicting_ties(contents, targets, stored):
-        report.mismatched.append(told(paths))
+        report.mismatched.append(conflict_text(paths))
         for path in paths:
             del places[by_path[path]]
     filled = {id(tensors[name].value) for name in places}

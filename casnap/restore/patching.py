@@ -86,7 +86,7 @@ _Bases: TypeAlias = dict[bytes, tuple[torch.Tensor, tuple[slice, ...]]]
 
 
 @dataclass(frozen=True)
-class Patch:
+class LivePatch:
     """New values, verified and in memory, that bring live tensors to a snapshot.
 
     Attributes:
@@ -143,7 +143,7 @@ class LiveWeights:
         self._held: dict[str, _Held] = {}
 
     @without_torch_modes()
-    def stage(self, contents: Contents) -> Patch:
+    def stage(self, contents: Contents) -> LivePatch:
         """Read the chunks of a snapshot that the tensors lack, verified; leave the tensors alone.
 
         Raises:
@@ -153,7 +153,7 @@ class LiveWeights:
         """
         entries, places = self._matched(contents)
         loading, bases = Loading(contents), _Bases()
-        patch = Patch(contents, [], [], {}, self._held, set())
+        patch = LivePatch(contents, [], [], {}, self._held, set())
         filled: set[tuple[object, ...]] = set()
         for name, shards in places.items():
             path, entry = entries[name]
@@ -191,7 +191,7 @@ class LiveWeights:
         _load(contents, loading, bases)
         return patch
 
-    def fits(self, patch: Patch) -> bool:
+    def fits(self, patch: LivePatch) -> bool:
         """Whether the tensors still hold the values that the patch was staged upon.
 
         A tensor that the patch replaces whole may have been written to.
@@ -211,7 +211,7 @@ class LiveWeights:
         return True
 
     @without_torch_modes()
-    def apply(self, patch: Patch) -> None:
+    def apply(self, patch: LivePatch) -> None:
         """Copy the new values into the tensors.
 
         The patch must fit them, and nobody else may use the tensors until this returns.

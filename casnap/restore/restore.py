@@ -26,7 +26,7 @@ from casnap.restore.restore_report import RestoreReport, mismatch_message
 from casnap.restore.shared_reads import fetch_shared
 from casnap.restore.shared_trees import share_trees
 from casnap.restore.targets import Part, conflicts, memory_of, targets_of
-from casnap.restore.ties import conflicting_ties, told
+from casnap.restore.ties import conflict_text, conflicting_ties
 from casnap.restore.versions import with_versions
 from casnap.restore.wrappers import advice_on_wrappers
 from casnap.runtime.environment import boot_id
@@ -238,7 +238,7 @@ def _without_conflicts(
     modules = {s.component for s in states if isinstance(s.stateful, torch.nn.Module)}
     of_modules = {p: shards for p, shards in in_groups.items() if p.split("/")[0] in modules}
     ties = conflicting_ties(contents, of_modules, entries)
-    report.mismatched += map(told, ties)
+    report.mismatched += map(conflict_text, ties)
     unfit = frozenset(path for paths in ties for path in paths)
     # A part of what agrees agrees, so there is nothing to find outside of these groups.
     in_groups = {path: shards for path, shards in in_groups.items() if path not in unfit}

@@ -55,7 +55,9 @@ def _agree(
     return can_hold_all((tensor, leaves[path].content) for path, tensor in tensors.items())
 
 
-def told(paths: Iterable[str], advice: str = "leave some out by rename= of load_into()") -> str:
+def conflict_text(
+    paths: Iterable[str], advice: str = "leave some out by rename= of load_into()"
+) -> str:
     """Return a conflict in words.
 
     Args:

@@ -22,7 +22,7 @@ import torch
 from casnap.backends import Backend
 from casnap.errors import CasnapError, SnapshotNotFoundError
 from casnap.extending import Backoff, Comm, SingleProcess, Size, in_child, join, new_lock
-from casnap.restore.patching import LiveWeights, Patch
+from casnap.restore.patching import LivePatch, LiveWeights
 from casnap.restore.renaming import Rename
 from casnap.runtime.nesting import is_within_call
 from casnap.runtime.units import Duration, seconds_of
@@ -150,7 +150,7 @@ class Follower:
         self._seen_root = b""
         # Only of several ranks: what rank 0 wants all to stage.
         self._wanted, self._wanted_since = _NONE, 0.0
-        self._staged: Patch | None = None
+        self._staged: LivePatch | None = None
         self._received = 0
         self._looking = new_lock()
         self._looker: int | None = None
@@ -396,7 +396,7 @@ class Follower:
             self._handshake.fetched(wanted.number, name, commit.hex(), wanted.published_time)
             phase(self._handshake, wanted.number)
 
-    def _stage(self, contents: Contents) -> Patch:
+    def _stage(self, contents: Contents) -> LivePatch:
         """Return what brings the tensors to a snapshot, as it was staged, or staged now."""
         staged = self._staged
         is_staged = staged is not None and staged.contents.row.commit == contents.row.commit
@@ -410,7 +410,7 @@ class Follower:
         self._staged = staged
         return staged
 
-    def _apply(self, patch: Patch) -> bool:
+    def _apply(self, patch: LivePatch) -> bool:
         """Copy what was staged into the tensors, once no forward runs; call ``on_version``.
 
         Returns:
@@ -429,7 +429,7 @@ class Follower:
         in_thread = threading.current_thread() is self._thread
         return self._gate.alone(self._timeout, unless_stopped=in_thread)
 
-    def _copy(self, patch: Patch) -> None:
+    def _copy(self, patch: LivePatch) -> None:
         start = time.monotonic()
         self._note(Handshake.paused, patch.contents.row.commit)
         # Until it is done: it may fail, and a signal handler may come.

@@ -19,7 +19,7 @@ from casnap.format.region import Region
 from casnap.integrations.dcp.plan import TrueKeys, check_boxes
 from casnap.ranks.joining import own_rank
 from casnap.restore.loading import Fetch, Loading
-from casnap.restore.ties import told
+from casnap.restore.ties import conflict_text
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.devices import synchronize
 from casnap.state.flatten import inflate
@@ -120,7 +120,7 @@ class PlanLoad:
         for group in groups:
             if not can_hold_all((parts[i].target, fresh[i]) for i in group):
                 paths = sorted({parts[i].value.path for i in group})
-                text = told(paths, "leave some out of the state dict")
+                text = conflict_text(paths, "leave some out of the state dict")
                 raise MismatchError(f"{self._contents.label}: nothing was loaded: {text}")
         return fresh
 
