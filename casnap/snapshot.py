@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import msgspec
 
 from casnap.backends.local.local_paths import is_file
-from casnap.backends.remote.uris import joined, name_below, store_uri
+from casnap.backends.uris import joined, name_below, store_uri
 from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError
 from casnap.format.entries import Entry
 from casnap.format.names import check_name, component_of, key_of, name_text

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from casnap.backends import Backend
-from casnap.backends.remote.uris import joined, name_below
+from casnap.backends.uris import joined, name_below
 from casnap.errors import (
     PLACE_ERRORS,
     DamagedError,

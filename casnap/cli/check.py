@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from casnap.backends.remote.uris import store_uri
+from casnap.backends.uris import store_uri
 from casnap.cli.arguments import open_snapshot, open_store, open_whole_store, reading_options
 from casnap.cli.option_types import positive_share
 from casnap.cli.output import (

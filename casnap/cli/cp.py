@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from casnap.backends import Backend
-from casnap.backends.remote.uris import store_uri
+from casnap.backends.uris import store_uri
 from casnap.cli.arguments import (
     is_exclusive,
     open_or_above,

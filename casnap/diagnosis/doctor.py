@@ -14,7 +14,7 @@ from typing import Any
 from casnap.backends import LocalBackend, backend_at
 from casnap.backends.local.local_paths import is_folder
 from casnap.backends.local.system_errors import translated
-from casnap.backends.remote.uris import joined, store_uri
+from casnap.backends.uris import joined, store_uri
 from casnap.diagnosis import bucket_probes, folder_probes
 from casnap.diagnosis.other_half import HALF, Meeting
 from casnap.diagnosis.report import DoctorReport, DoctorRow

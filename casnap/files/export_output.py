@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from casnap.backends.local.local_paths import is_folder, is_taken
-from casnap.backends.remote.client import without_secrets
+from casnap.backends.uris import without_secrets
 from casnap.errors import FileFormatError
 from casnap.format.names import STORE_FOLDER
 from casnap.runtime.descriptors import opened

@@ -10,7 +10,7 @@ import pytest
 
 from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.backends.remote.uris import store_uri
+from casnap.backends.uris import store_uri
 from casnap.errors import CasnapError, InvalidNameError, NotAStoreError, StoreError
 from tests.support.remote import RemoteDouble
 

@@ -26,8 +26,8 @@ from casnap.backends.remote.client import (
     Source,
     TransientError,
     valid_options,
-    without_secrets,
 )
+from casnap.backends.uris import without_secrets
 from casnap.errors import BackendError, PlaceError, UnavailableError
 from casnap.format.digest import digest_of
 from casnap.format.names import STORE_FOLDER

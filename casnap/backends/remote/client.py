@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from casnap.backends.uris import without_secrets
 from casnap.errors import PlaceError, StoreError
 
 
@@ -231,17 +231,6 @@ def tls_problem(errors: Iterable[BaseException | None]) -> TransientError | None
                 hopeless=True,
             )
     return None
-
-
-def without_secrets(message: str) -> str:
-    """Return a message without the secrets of its URLs: user, password, query, tokens."""
-    message = re.sub(r"\?[^\s'\"`=]+=[^\s'\"`]*", "?…", message)
-    message = re.sub(r"//[^/@\s]*@|[^/@\s'\"]+:[^/@\s]*@", _slashes_only, message)
-    return re.sub(r"(\w*token=)[^&\s'\"]*", r"\1…", message)
-
-
-def _slashes_only(match: re.Match[str]) -> str:
-    return "//" if "//" in match[0] else ""
 
 
 @contextmanager

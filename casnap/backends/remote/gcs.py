@@ -32,11 +32,11 @@ from casnap.backends.remote.client import (
     TransientError,
     tls_problem,
     valid_options,
-    without_secrets,
 )
 from casnap.backends.remote.gcs_credentials import none_found_error, token_to_use
 from casnap.backends.remote.gcs_errors import StatusError, casnap_error
 from casnap.backends.remote.retries import Retries
+from casnap.backends.uris import without_secrets
 from casnap.errors import BackendError, PlaceError, UnavailableError
 from casnap.runtime.typing import override
 

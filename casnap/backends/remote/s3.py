@@ -27,10 +27,10 @@ from casnap.backends.remote.client import (
     Source,
     TransientError,
     valid_options,
-    without_secrets,
 )
 from casnap.backends.remote.retries import Retries
 from casnap.backends.remote.s3_errors import casnap_error, delete_error
+from casnap.backends.uris import without_secrets
 from casnap.errors import BackendError, PlaceError
 from casnap.runtime.typing import override
 

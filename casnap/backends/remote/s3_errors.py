@@ -16,8 +16,8 @@ from casnap.backends.remote.client import (
     TakenError,
     TransientError,
     tls_problem,
-    without_secrets,
 )
+from casnap.backends.uris import without_secrets
 from casnap.errors import BackendError, PlaceError, UnavailableError
 
 _BUSY = frozenset(

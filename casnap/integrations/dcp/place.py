@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from casnap import Store
 from casnap.backends.local.local_paths import as_written
-from casnap.backends.remote.uris import joined
+from casnap.backends.uris import joined
 from casnap.errors import StateError
 from casnap.ranks.joining import own_rank
 from casnap.runtime.environment import given_path, local_path

@@ -14,7 +14,7 @@ from casnap.backends import Backend, LocalBackend
 from casnap.backends.announcement import NOTE
 from casnap.backends.base import TEMPORARY
 from casnap.backends.local.local_paths import exists, is_folder, status
-from casnap.backends.remote.uris import store_uri
+from casnap.backends.uris import store_uri
 from casnap.errors import PLACE_ERRORS, NotAStoreError, StoreError
 from casnap.format.names import MARKER, STORE_FOLDER
 from casnap.format.records import (

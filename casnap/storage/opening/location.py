@@ -2,7 +2,7 @@
 
 A local path is a store plus a name. The store is the nearest folder above that holds
 ``casnap-store/``, as ``git`` finds its repository. A store that was made unasked, by a path alone,
-serves only the names right in its folder. ``backends/remote/uris.py`` says what a URI means.
+serves only the names right in its folder. ``backends/uris.py`` says what a URI means.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from casnap.backends import Backend, LocalBackend, backend_at
 from casnap.backends.local.local_paths import as_written, exists, is_folder, is_link, status
 from casnap.backends.local.owners import Owners, owners_by
 from casnap.backends.local.system_errors import is_of_the_place
-from casnap.backends.remote.uris import Uri, joined, store_uri
+from casnap.backends.uris import Uri, joined, store_uri
 from casnap.errors import (
     PLACE_ERRORS,
     BackendError,

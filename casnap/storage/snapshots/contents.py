@@ -12,7 +12,7 @@ from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from casnap.backends.remote.uris import joined
+from casnap.backends.uris import joined
 from casnap.errors import (
     DamagedError,
     EntryNotFoundError,

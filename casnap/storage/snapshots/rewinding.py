@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from casnap.backends import Backend
-from casnap.backends.remote.uris import joined
+from casnap.backends.uris import joined
 from casnap.errors import SnapshotError
 from casnap.format.names import check_name
 from casnap.format.records import REWOUND, Root, Row

@@ -184,3 +184,14 @@ def _check(scheme: str, place: str) -> None:
             f"{uri!r} has a '.' or '..' component, or characters that do not print; "
             "choose another place"
         )
+
+
+def without_secrets(message: str) -> str:
+    """Return a message without the secrets of its URLs: user, password, query, tokens."""
+    message = re.sub(r"\?[^\s'\"`=]+=[^\s'\"`]*", "?…", message)
+    message = re.sub(r"//[^/@\s]*@|[^/@\s'\"]+:[^/@\s]*@", _slashes_only, message)
+    return re.sub(r"(\w*token=)[^&\s'\"]*", r"\1…", message)
+
+
+def _slashes_only(match: re.Match[str]) -> str:
+    return "//" if "//" in match[0] else ""
