@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from casnap.backends import Backend
+from casnap.backends.local.local_paths import exists
 from casnap.backends.uris import joined, store_uri
 from casnap.cli.output import CommandError, json_option, json_time, quote, say
 from casnap.errors import (
@@ -19,8 +20,8 @@ from casnap.errors import (
     SnapshotNotFoundError,
     nearest,
 )
-from casnap.extending import exists, local_path
 from casnap.format.names import check_name, folder_of
+from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
 from casnap.storage import Location, open_at
 from casnap.store import Store

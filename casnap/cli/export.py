@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from casnap.backends.local.local_paths import is_taken
 from casnap.cli.arguments import (
     identity_of,
     open_part,
@@ -17,7 +18,6 @@ from casnap.cli.arguments import (
 )
 from casnap.cli.option_types import size_in_bytes
 from casnap.cli.output import amount, emit, print_warnings, progress_bars, say, size
-from casnap.extending import is_taken
 from casnap.files.file_reports import FORMATS, ExportReport, format_of
 from casnap.snapshot import Snapshot
 

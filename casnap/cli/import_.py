@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from casnap.backends.local.local_paths import exists, is_folder
 from casnap.backends.uris import store_uri
 from casnap.cli.arguments import (
     identity,
@@ -18,9 +19,9 @@ from casnap.cli.arguments import (
 )
 from casnap.cli.output import CommandError, amount, emit, progress_bars, say, size
 from casnap.errors import CasnapError, FileFormatError, NotAStoreError, SnapshotNotFoundError
-from casnap.extending import exists, is_folder, local_path
 from casnap.files.file_reports import SUFFIXES, ImportReport
 from casnap.format.names import STORE_FOLDER, check_name
+from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
 from casnap.storage import Location, open_at
 from casnap.store import Store, import_snapshot

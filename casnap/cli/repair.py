@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from casnap.backends import LocalBackend, backend_at
+from casnap.backends.local.local_paths import exists
 from casnap.backends.uris import store_uri
 from casnap.cli.arguments import open_store, open_whole_store, options_for, writing_options
 from casnap.cli.check import damage_fields, print_damages
@@ -23,11 +24,11 @@ from casnap.cli.output import (
     say,
 )
 from casnap.errors import DamagedError, NotAStoreError
-from casnap.extending import exists, local_path
 from casnap.format.records import CONFIG_KEY
 from casnap.maintenance.config_repair import lost_config, restore_config
 from casnap.maintenance.damage import Damage
 from casnap.maintenance.repair import RepairReport
+from casnap.runtime.environment import local_path
 from casnap.store import Store
 from casnap.view import repository_of
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from casnap.backends.local.local_paths import is_folder
 from casnap.cli.arguments import open_store, reading_options, snapshots_of, store_fields
 from casnap.cli.garbage import disk_fields
 from casnap.cli.output import (
@@ -22,11 +23,11 @@ from casnap.cli.output import (
     report_fields,
     say,
 )
-from casnap.extending import is_folder, local_path
 from casnap.maintenance.diff import diff
 from casnap.maintenance.usage import DiskUsage, disk_usage, usage
 from casnap.report.facts import Facts, Run, SnapshotFacts, Space, gather
 from casnap.report.page import HEAD, page
+from casnap.runtime.environment import local_path
 from casnap.storage import GcOptions, Repository, collect
 from casnap.view import repository_of
 
