@@ -562,10 +562,10 @@ class Store:
             SnapshotError: The snapshot would have more than 100 tags; or another snapshot has a tag
                 that was published.
         """
-        from casnap.storage import add_tags
+        from casnap.storage import Tags
 
         full, row = self._view.find(name)
-        add_tags(self._view.repository, full, row.commit.hex(), tags)
+        Tags(self._view.repository).add(full, row.commit.hex(), tags)
 
     def untag(self, name: str, *tags: str) -> None:
         """Remove tags from a snapshot. A tag that it does not have is ignored.
@@ -573,10 +573,10 @@ class Store:
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name.
         """
-        from casnap.storage import remove_tags
+        from casnap.storage import Tags
 
         full, row = self._view.find(name)
-        remove_tags(self._view.repository, full, row.commit.hex(), tags)
+        Tags(self._view.repository).remove(full, row.commit.hex(), tags)
 
     def publish(self, tag: str, snapshot: str | Snapshot) -> casnap.TagMove:
         """Move a tag to a snapshot, from whichever has it, in one commit.
@@ -601,7 +601,7 @@ class Store:
             SnapshotError: The snapshot has 100 tags, or the store 100 published ones.
         """
         from casnap.mirror.notes import lacking_again
-        from casnap.storage import publish_tag
+        from casnap.storage import Tags
 
         view = self._view
         if isinstance(snapshot, Snapshot):
@@ -610,7 +610,7 @@ class Store:
             full, row = view.find(snapshot)
             commit_id = row.commit.hex()
         again = partial(lacking_again, tag=tag)
-        move = publish_tag(view.repository, tag, full, commit_id, again=again)
+        move = Tags(view.repository).publish(tag, full, commit_id, again=again)
         view.hooks.on_commit()
         return move
 
@@ -621,10 +621,10 @@ class Store:
             SnapshotNotFoundError: No snapshot of this store or view has it.
             SnapshotError: Several have it, and it was never published.
         """
-        from casnap.storage import tagged_row
+        from casnap.storage import Tags
 
         view = self._view
-        name, row = tagged_row(view.repository, tag, view.folder(None))
+        name, row = Tags(view.repository).find(tag, view.folder(None))
         return Snapshot.of(view, view.local_of(name), row, store=self)
 
     def tag_moves(self, tag: str, limit: int | None = None) -> list[casnap.TagMove]:
@@ -634,9 +634,9 @@ class Store:
             tag: The tag.
             limit: How many to return at most. Each is read from a root of its own.
         """
-        from casnap.storage import tag_moves
+        from casnap.storage import Tags
 
-        return list(islice(tag_moves(self._view.repository, tag), limit))
+        return list(islice(Tags(self._view.repository).moves(tag), limit))
 
     @cached_property
     def _watch(self) -> serving.handshake.FollowerWatch:
@@ -977,11 +977,11 @@ class Store:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the whole store, as :meth:`configure` changes them."""
-        from casnap.storage import PUBLISHED
+        from casnap.storage import Tags
 
         repository = self._view.repository
         settings = repository.settings(repository.newest()).values
-        settings.pop(PUBLISHED, None)
+        settings.pop(Tags.SETTING, None)
         return settings
 
     def configure(
@@ -1165,9 +1165,9 @@ def _mirror_options(
 
         check_retention(retention)
     if tag is not None:
-        from casnap.storage import checked_tag
+        from casnap.storage import Tags
 
-        tag = checked_tag(tag)
+        tag = Tags.checked(tag)
     place = mirror if isinstance(mirror, Backend) else given_path(mirror)
     return MirrorOptions(place, options, retention, tag or "")
 

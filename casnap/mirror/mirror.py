@@ -61,7 +61,7 @@ from casnap.runtime.backoff import Backoff
 from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.host_locks import BusyError, locked
 from casnap.runtime.threads import Worker
-from casnap.storage import CommitHooks, Location, Repository, Table, open_at, publish_tag
+from casnap.storage import CommitHooks, Location, Repository, Table, Tags, open_at
 from casnap.transfer.continuous import ContinuousCopier, Pair
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from casnap.transfer.copy_selection import check_pair
@@ -337,7 +337,7 @@ class Mirror:
                 raise _OvertakenError
             succession.place(table, seq)
 
-        publish_tag(destination.store, self.how.tag, job.new_name, job.row.commit.hex(), check)
+        Tags(destination.store).publish(self.how.tag, job.new_name, job.row.commit.hex(), check)
         self._moved = number
 
     def _pair(self) -> Pair:

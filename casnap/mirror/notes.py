@@ -23,11 +23,10 @@ from casnap.storage import (
     Repository,
     Table,
     TagMove,
+    Tags,
     change_settings,
     change_table,
     is_copy_from_here,
-    move_of,
-    published_row,
     rows_of_run,
 )
 
@@ -291,7 +290,7 @@ def lag_in(root: Root, table: Table, tag: str, uri: str) -> Lag:
     place = mirror_place(root, uri)
     # Another tag's number says nothing of this one.
     moved = 0 if place is None or place.tag != tag else place.moved
-    move, published = move_of(root, tag), published_row(root, table, tag)
+    move, published = Tags.move_in(root, tag), Tags.row_in(root, table, tag)
     if move is None or published is None or move.root <= moved:
         return Lag(rows, moved=moved)
     name, row = published

@@ -43,7 +43,7 @@ from casnap.extending import Backoff, in_child, mapped, new_lock
 from casnap.format.decoding import json_decoder
 from casnap.format.records import CONFIG_KEY, Root
 from casnap.runtime.fork import new_rlock
-from casnap.storage import Repository, TagMove, move_of, published_row
+from casnap.storage import Repository, TagMove, Tags
 
 _log = logging.getLogger("casnap")
 PHASES = ("published", "fetched", "staged", "paused", "applied")
@@ -578,8 +578,8 @@ def _published(store: Repository, tag: str, number: int | None) -> _Published:
     since = time.monotonic()
 
     def look(root: Root) -> tuple[int, TagMove | None, str | None]:
-        found = published_row(root, store.table(root), tag)
-        return root.seq, move_of(root, tag), None if found is None else found[0]
+        found = Tags.row_in(root, store.table(root), tag)
+        return root.seq, Tags.move_in(root, tag), None if found is None else found[0]
 
     root, move, name = store.read_at_newest(look)
     if move is None or (number is not None and number > move.root):

@@ -19,7 +19,7 @@ from casnap.serving.in_place import FolderInPlace, WithdrawnError, change
 from casnap.serving.options import PullOptions, PullReport
 from casnap.serving.version import Version
 from casnap.serving.writing import write_version
-from casnap.storage import Contents, Location, Repository, move_of
+from casnap.storage import Contents, Location, Repository, Tags
 
 _log = logging.getLogger("casnap")
 
@@ -65,7 +65,7 @@ class Source:
             if not meant:
                 return None
             name, row = max(meant, key=lambda each: each[1].seq)
-            move = None if options.tag is None else move_of(root, options.tag)
+            move = None if options.tag is None else Tags.move_in(root, options.tag)
             contents = Contents(self.store, name, row)
             # Its run may have gone back from it, so that it has another name.
             if move is not None and move.commit == row.commit.hex():

@@ -57,16 +57,8 @@ if TYPE_CHECKING:
     from casnap.storage.snapshots.pruning import prune_by as prune_by
     from casnap.storage.snapshots.pruning import prune_judged as prune_judged
     from casnap.storage.snapshots.pruning import thin_by as thin_by
-    from casnap.storage.snapshots.published import PUBLISHED as PUBLISHED
     from casnap.storage.snapshots.published import TagMove as TagMove
-    from casnap.storage.snapshots.published import add_tags as add_tags
-    from casnap.storage.snapshots.published import checked_tag as checked_tag
-    from casnap.storage.snapshots.published import move_of as move_of
-    from casnap.storage.snapshots.published import publish_tag as publish_tag
-    from casnap.storage.snapshots.published import published_row as published_row
-    from casnap.storage.snapshots.published import remove_tags as remove_tags
-    from casnap.storage.snapshots.published import tag_moves as tag_moves
-    from casnap.storage.snapshots.published import tagged_row as tagged_row
+    from casnap.storage.snapshots.published import Tags as Tags
     from casnap.storage.snapshots.retention import Best as Best
     from casnap.storage.snapshots.retention import PruneReport as PruneReport
     from casnap.storage.snapshots.retention import Retention as Retention
@@ -109,10 +101,7 @@ _NAMES = {
     "snapshots.marker_files": "Markers",
     "opening.opening": "open_at",
     "snapshots.pruning": "forget prune_by prune_judged thin_by",
-    "snapshots.published": (
-        "PUBLISHED TagMove add_tags checked_tag move_of publish_tag published_row remove_tags "
-        "tag_moves tagged_row"
-    ),
+    "snapshots.published": "TagMove Tags",
     "snapshots.retention": "Best PruneReport Retention Verdict check_retention",
     "snapshots.rewinding": "rewind",
     "snapshots.run_upkeep": "Upkeep upkeep_of_run",

@@ -20,7 +20,7 @@ from casnap.errors import InvalidNameError, MirrorError, SnapshotNotFoundError
 from casnap.mirror import mirror
 from casnap.mirror.notes import is_unmirrored
 from casnap.serving import Follower
-from casnap.storage.snapshots import published
+from casnap.storage import Tags
 from tests.support.cli_calls import document, failure, invoke, process
 from tests.support.copies import await_failure, mirrored, names
 from tests.support.faults import (
@@ -370,18 +370,20 @@ def test_a_slow_host_never_moves_the_tag_back(
     take(slow, 0)
     take(slow, 1)
     slow.wait_mirrored(60)
-    move, said, ended = published.publish_tag, [], threading.Event()
+    said: list[str] = []
+    ended = threading.Event()
 
-    def overtaken(*args: Any) -> Any:
-        if not said:
-            # Another host has no cache in common with this one, and no lock.
-            said.append(run_python(FAST, tmp_path).stderr)
-        try:
-            return move(*args)
-        finally:
-            ended.set()
+    class Overtaken(Tags):
+        def publish(self, *args: Any) -> Any:
+            if not said:
+                # Another host has no cache in common with this one, and no lock.
+                said.append(run_python(FAST, tmp_path).stderr)
+            try:
+                return super().publish(*args)
+            finally:
+                ended.set()
 
-    monkeypatch.setattr("casnap.mirror.mirror.publish_tag", overtaken)
+    monkeypatch.setattr("casnap.mirror.mirror.Tags", Overtaken)
     slow.publish("stable", "step_0")
     assert ended.wait(60)
     slow.wait_mirrored(60)
@@ -392,15 +394,17 @@ def test_a_slow_host_never_moves_the_tag_back(
 # --- crashes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operation", ["publish_tag", "mark_mirrored", "attach_mirror"])
-def test_a_killed_process_loses_no_publish(tmp_path: Path, operation: str) -> None:
+@pytest.mark.parametrize(
+    ("of", "operation"), [(Tags, "publish"), (mirror, "mark_mirrored"), (mirror, "attach_mirror")]
+)
+def test_a_killed_process_loses_no_publish(tmp_path: Path, of: Any, operation: str) -> None:
     """Before the tag is moved there, before that is noted here, and before the mirror is known."""
     taken = Store(tmp_path / "here", chunk_size=CHUNK)
     take(taken, 0)
     taken.publish("stable", "step_0")
 
     def work() -> None:
-        with faults(mirror, [operation], 0):
+        with faults(of, [operation], 0):
             following(tmp_path).wait_mirrored(60)
 
     assert in_child(work) == -signal.SIGKILL

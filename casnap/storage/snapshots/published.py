@@ -29,7 +29,6 @@ from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.changes import change_table, edit_row
 from casnap.storage.snapshots.table import Table, row_of
 
-PUBLISHED = "published"
 _MOST, _MOST_CHARS = 100, 200
 _MOST_TAGS = 100
 _TAG_CHARS = 100
@@ -56,77 +55,230 @@ class TagMove(Struct, frozen=True, kw_only=True):
     previous: str = ""
 
 
-def move_of(root: Root, tag: str) -> TagMove | None:
-    """Return the last move of a tag; None if it was never published, or the setting is malformed.
-
-    Raises:
-        InvalidNameError: The tag is no str.
-    """
-    tag = tag_text(tag)
-    setting = root.settings.get(PUBLISHED)
-    if not isinstance(setting, dict) or tag not in setting:
-        return None
-    try:
-        move = decode(encode(setting[tag]), TagMove, PUBLISHED)
-    except DamagedError:
-        return None
-    return move if 0 < move.root <= root.seq else None
-
-
-def published_row(root: Root, table: Table, tag: str) -> tuple[str, Row] | None:
-    """Return name and row of the snapshot that a tag is published on; None if there is none."""
-    move = move_of(root, tag)
-    if move is None:
-        return None
-    row = table.get(move.name)
-    if row is not None and row.commit.hex() == move.commit and tag in row.tags:
-        return move.name, row
-    # A rewind may have renamed the snapshot. Or it was deleted or untagged, perhaps by a version
-    # that does not know published tags.
-    others = ((n, r) for n, r in table.items_in() if r.commit.hex() == move.commit)
-    return next(((n, r) for n, r in others if tag in r.tags), None)
-
-
-def tagged_row(store: Repository, tag: str, folder: str) -> tuple[str, Row]:
-    """Return name and row of the one snapshot that has a tag.
+class Tags:
+    """The tags of a store's snapshots. A published one is on one snapshot, and is moved.
 
     Args:
         store: The store.
-        tag: The tag. If it is not published, this looks at all snapshots.
-        folder: The folder that the snapshot must lie in; "" for the whole store.
-
-    Raises:
-        InvalidNameError: The tag is no str.
-        SnapshotNotFoundError: No snapshot in the folder has the tag.
-        SnapshotError: Several snapshots have the tag, and it is published on none.
     """
-    return store.read_at_newest(lambda root: _tagged_in(store, root, tag, folder))
 
+    SETTING = "published"
+    """The setting of a store that says where its published tags are."""
 
-def _tagged_in(store: Repository, root: Root, tag: str, folder: str) -> tuple[str, Row]:
-    table, uri = store.table(root), store.backend.uri
-    published = published_row(root, table, tag)
-    if published is not None:
-        if folder and not published[0].startswith(f"{folder}/"):
-            raise SnapshotNotFoundError(
-                f"{uri}: the tag {tag!r} is on {published[0]!r}, which is not below {folder!r}"
+    def __init__(self, store: Repository) -> None:
+        self._store = store
+
+    @staticmethod
+    def move_in(root: Root, tag: str) -> TagMove | None:
+        """Return the last move of a tag; None if there is none, or the setting is malformed.
+
+        Raises:
+            InvalidNameError: The tag is no str.
+        """
+        tag = tag_text(tag)
+        setting = root.settings.get(Tags.SETTING)
+        if not isinstance(setting, dict) or tag not in setting:
+            return None
+        try:
+            move = decode(encode(setting[tag]), TagMove, Tags.SETTING)
+        except DamagedError:
+            return None
+        return move if 0 < move.root <= root.seq else None
+
+    @staticmethod
+    def row_in(root: Root, table: Table, tag: str) -> tuple[str, Row] | None:
+        """Return name and row of the snapshot that a tag is published on; None if there is none."""
+        move = Tags.move_in(root, tag)
+        if move is None:
+            return None
+        row = table.get(move.name)
+        if row is not None and row.commit.hex() == move.commit and tag in row.tags:
+            return move.name, row
+        # A rewind may have renamed the snapshot. Or it was deleted or untagged, perhaps by a
+        # version that does not know published tags.
+        others = ((n, r) for n, r in table.items_in() if r.commit.hex() == move.commit)
+        return next(((n, r) for n, r in others if tag in r.tags), None)
+
+    @staticmethod
+    def checked(tag: object) -> str:
+        """Return a tag to give to a snapshot.
+
+        Raises:
+            InvalidNameError: The text cannot be a tag.
+        """
+        tag = tag_text(tag)
+        if not 1 <= len(tag) <= _TAG_CHARS:
+            problem = f"has {len(tag)} characters, not 1 to {_TAG_CHARS}"
+        elif not tag.isprintable() or " " in tag or any(map(str.isspace, tag)):
+            problem = "holds white space, or what does not print"
+        elif tag[0] in "-#":
+            problem = f"begins with {tag[0]!r}"
+        else:
+            return tag
+        raise InvalidNameError(f"the tag {tag!r:.80} {problem}; choose another, like 'best'")
+
+    def find(self, tag: str, folder: str) -> tuple[str, Row]:
+        """Return name and row of the one snapshot that has a tag.
+
+        Args:
+            tag: The tag. If it is not published, this looks at all snapshots.
+            folder: The folder that the snapshot must lie in; "" for the whole self._store.
+
+        Raises:
+            InvalidNameError: The tag is no str.
+            SnapshotNotFoundError: No snapshot in the folder has the tag.
+            SnapshotError: Several snapshots have the tag, and it is published on none.
+        """
+        return self._store.read_at_newest(lambda root: self._find_in(root, tag, folder))
+
+    def _find_in(self, root: Root, tag: str, folder: str) -> tuple[str, Row]:
+        table, uri = self._store.table(root), self._store.backend.uri
+        published = Tags.row_in(root, table, tag)
+        if published is not None:
+            if folder and not published[0].startswith(f"{folder}/"):
+                raise SnapshotNotFoundError(
+                    f"{uri}: the tag {tag!r} is on {published[0]!r}, which is not below {folder!r}"
+                )
+            return published
+        rows = list(table.items_in(folder))
+        having = [(name, row) for name, row in rows if tag in row.tags]
+        if len(having) > 1:
+            names = ", ".join(repr(name) for name, _ in having[:4])
+            more = f" and {len(having) - 4} more" if len(having) > 4 else ""
+            raise SnapshotError(
+                f"{uri}: {len(having)} snapshots have the tag {tag!r}: {names}{more}. Say which "
+                f"one is meant: `casnap tag {uri}/NAME {tag} --move`, which removes it from all "
+                "others"
             )
-        return published
-    rows = list(table.items_in(folder))
-    having = [(name, row) for name, row in rows if tag in row.tags]
-    if len(having) > 1:
-        names = ", ".join(repr(name) for name, _ in having[:4])
-        more = f" and {len(having) - 4} more" if len(having) > 4 else ""
-        raise SnapshotError(
-            f"{uri}: {len(having)} snapshots have the tag {tag!r}: {names}{more}. Say which one is "
-            f"meant: `casnap tag {uri}/NAME {tag} --move`, which removes it from all others"
-        )
-    if not having:
-        move = move_of(root, tag)
-        advice = nearest(tag, (t for _, row in rows for t in row.tags))
-        was = "" if move is None else f"; it was on {move.name!r}, which was deleted or untagged"
-        raise SnapshotNotFoundError(f"{uri}: no snapshot has the tag {tag!r}{was or advice}")
-    return having[0]
+        if not having:
+            move = Tags.move_in(root, tag)
+            advice = nearest(tag, (t for _, row in rows for t in row.tags))
+            was = (
+                "" if move is None else f"; it was on {move.name!r}, which was deleted or untagged"
+            )
+            raise SnapshotNotFoundError(f"{uri}: no snapshot has the tag {tag!r}{was or advice}")
+        return having[0]
+
+    def add(self, name: str, commit_id: str, tags: tuple[str, ...]) -> None:
+        """Give a snapshot tags.
+
+        Args:
+            name: The full name of the snapshot.
+            commit_id: The commit id that it must have.
+            tags: The tags.
+
+        Raises:
+            SnapshotNotFoundError: There is no such snapshot any more.
+            InvalidNameError: A text cannot be a tag.
+            SnapshotError: There are too many tags, or one is published on another snapshot.
+        """
+
+        def check(root: Root) -> None:
+            _check_movable(root, self._store.table(root), name, tags, self._store.backend.uri)
+
+        self._store.read_at_newest(check)
+        edit_row(self._store, name, commit_id, lambda row: with_tags(row, tags))
+
+    def remove(self, name: str, commit_id: str, tags: tuple[str, ...]) -> None:
+        """Remove tags from a snapshot. Tags that it does not have are ignored.
+
+        Args:
+            name: The full name of the snapshot.
+            commit_id: The commit id that it must have.
+            tags: The tags.
+
+        Raises:
+            SnapshotNotFoundError: There is no such snapshot any more.
+            InvalidNameError: A tag is no str.
+        """
+        edit_row(self._store, name, commit_id, lambda row: without_tags(row, tags))
+
+    def publish(
+        self,
+        tag: str,
+        name: str,
+        commit_id: str,
+        check: Callable[[Table, int], None] = lambda *_: None,
+        again: Callable[[Root, TagMove], Root] = lambda root, _: root,
+    ) -> TagMove:
+        """Move a tag to a snapshot, from all others that have it, in one commit; return the move.
+
+        Args:
+            tag: The tag.
+            name: The full name of the snapshot.
+            commit_id: The commit id that it must have.
+            check: Called in each try to commit, with the table and the number of the next root. It
+                raises if the tag must not be moved.
+            again: Called if the snapshot has the tag already. Returns the last root with other
+                fields changed for the next root.
+
+        Raises:
+            SnapshotNotFoundError: There is no such snapshot any more.
+            SnapshotError: So many tags are published that the store takes no more.
+        """
+        changes: dict[str, Row | None] = {}
+        previous = ""
+        move: TagMove | None = None
+
+        def change(table: Table, seq: int) -> dict[str, Row | None]:
+            nonlocal changes, previous
+            check(table, seq)
+            row = row_of(table, name, self._store.backend)
+            if row.commit.hex() != commit_id:
+                raise SnapshotNotFoundError(
+                    f"{self._store.backend.uri}: the snapshot {name!r} was replaced in the meantime"
+                )
+            others = {n: r for n, r in table.items_in() if n != name and tag in r.tags}
+            previous = max(others, key=lambda name: others[name].seq, default="")
+            changes = {name: without_tags(its_row, [tag]) for name, its_row in others.items()}
+            if tag not in row.tags:
+                changes[name] = with_tags(row, [tag])
+            return changes
+
+        def update_root(root: Root) -> Root:
+            nonlocal move
+            move = Tags.move_in(root, tag)
+            if not changes and move and (move.name, move.commit) == (name, commit_id):
+                return again(root, move)
+            setting = root.settings.get(Tags.SETTING)
+            moves = dict(setting) if isinstance(setting, dict) else {}
+            if tag not in moves and len(moves) >= _MOST:
+                raise SnapshotError(
+                    f"{self._store.backend.uri} has {len(moves)} published tags, and takes no "
+                    "more; move one of these, or give a tag that is not published"
+                )
+            move = TagMove(
+                name=name,
+                commit=commit_id,
+                root=root.seq + 1,
+                time=time.time(),
+                by=_user_and_host(),
+                previous=previous,
+            )
+            moves[tag] = msgspec.structs.asdict(move)
+            return msgspec.structs.replace(root, settings={**root.settings, Tags.SETTING: moves})
+
+        change_table(self._store, change, update_root)
+        assert move is not None
+        return move
+
+    def moves(self, tag: str) -> Iterator[TagMove]:
+        """Yield the moves of a published tag, the newest first. Each move reads one root.
+
+        Raises:
+            InvalidNameError: The tag is no str.
+            DamagedError: A root is damaged or missing.
+        """
+        move = Tags.move_in(self._store.newest(), tag)
+        while move is not None:
+            yield move
+            try:
+                root = read_root(self._store.backend, move.root - 1)
+            except FileNotFoundError as e:
+                raise DamagedError(
+                    f"{self._store.backend.where(root_key(move.root - 1))} is missing"
+                ) from e
+            move = Tags.move_in(root, tag)
 
 
 def _check_movable(root: Root, table: Table, name: str, tags: tuple[str, ...], uri: str) -> None:
@@ -136,138 +288,12 @@ def _check_movable(root: Root, table: Table, name: str, tags: tuple[str, ...], u
         SnapshotError: A tag is published on another snapshot.
     """
     for tag in tags:
-        published = published_row(root, table, tag)
+        published = Tags.row_in(root, table, tag)
         if published is not None and published[0] != name:
             raise SnapshotError(
                 f"{uri}: {tag!r} is published on {published[0]!r}, so no other snapshot can "
                 f"have it; move it: `casnap tag {uri}/{name} {tag} --move`, or Store.publish"
             )
-
-
-def add_tags(store: Repository, name: str, commit_id: str, tags: tuple[str, ...]) -> None:
-    """Give a snapshot tags.
-
-    Args:
-        store: The store.
-        name: The full name of the snapshot.
-        commit_id: The commit id that it must have.
-        tags: The tags.
-
-    Raises:
-        SnapshotNotFoundError: There is no such snapshot any more.
-        InvalidNameError: A text cannot be a tag.
-        SnapshotError: There are too many tags, or one is published on another snapshot.
-    """
-
-    def check(root: Root) -> None:
-        _check_movable(root, store.table(root), name, tags, store.backend.uri)
-
-    store.read_at_newest(check)
-    edit_row(store, name, commit_id, lambda row: with_tags(row, tags))
-
-
-def remove_tags(store: Repository, name: str, commit_id: str, tags: tuple[str, ...]) -> None:
-    """Remove tags from a snapshot. Tags that it does not have are ignored.
-
-    Args:
-        store: The store.
-        name: The full name of the snapshot.
-        commit_id: The commit id that it must have.
-        tags: The tags.
-
-    Raises:
-        SnapshotNotFoundError: There is no such snapshot any more.
-        InvalidNameError: A tag is no str.
-    """
-    edit_row(store, name, commit_id, lambda row: without_tags(row, tags))
-
-
-def publish_tag(
-    store: Repository,
-    tag: str,
-    name: str,
-    commit_id: str,
-    check: Callable[[Table, int], None] = lambda *_: None,
-    again: Callable[[Root, TagMove], Root] = lambda root, _: root,
-) -> TagMove:
-    """Move a tag to a snapshot, from all others that have it, in one commit; return the move.
-
-    Args:
-        store: The store.
-        tag: The tag.
-        name: The full name of the snapshot.
-        commit_id: The commit id that it must have.
-        check: Called in each try to commit, with the table and the number of the next root. It
-            raises if the tag must not be moved.
-        again: Called if the snapshot has the tag already. Returns the last root with other fields
-            changed for the next root.
-
-    Raises:
-        SnapshotNotFoundError: There is no such snapshot any more.
-        SnapshotError: So many tags are published that the store takes no more.
-    """
-    changes: dict[str, Row | None] = {}
-    previous = ""
-    move: TagMove | None = None
-
-    def change(table: Table, seq: int) -> dict[str, Row | None]:
-        nonlocal changes, previous
-        check(table, seq)
-        row = row_of(table, name, store.backend)
-        if row.commit.hex() != commit_id:
-            raise SnapshotNotFoundError(
-                f"{store.backend.uri}: the snapshot {name!r} was replaced in the meantime"
-            )
-        others = {n: r for n, r in table.items_in() if n != name and tag in r.tags}
-        previous = max(others, key=lambda name: others[name].seq, default="")
-        changes = {name: without_tags(its_row, [tag]) for name, its_row in others.items()}
-        if tag not in row.tags:
-            changes[name] = with_tags(row, [tag])
-        return changes
-
-    def update_root(root: Root) -> Root:
-        nonlocal move
-        move = move_of(root, tag)
-        if not changes and move and (move.name, move.commit) == (name, commit_id):
-            return again(root, move)
-        setting = root.settings.get(PUBLISHED)
-        moves = dict(setting) if isinstance(setting, dict) else {}
-        if tag not in moves and len(moves) >= _MOST:
-            raise SnapshotError(
-                f"{store.backend.uri} has {len(moves)} published tags, and takes no more; move "
-                "one of these, or give a tag that is not published"
-            )
-        move = TagMove(
-            name=name,
-            commit=commit_id,
-            root=root.seq + 1,
-            time=time.time(),
-            by=_user_and_host(),
-            previous=previous,
-        )
-        moves[tag] = msgspec.structs.asdict(move)
-        return msgspec.structs.replace(root, settings={**root.settings, PUBLISHED: moves})
-
-    change_table(store, change, update_root)
-    assert move is not None
-    return move
-
-
-def tag_moves(store: Repository, tag: str) -> Iterator[TagMove]:
-    """Yield the moves of a published tag, the newest first. Each move reads one root.
-
-    Raises:
-        InvalidNameError: The tag is no str.
-        DamagedError: A root is damaged or missing.
-    """
-    move = move_of(store.newest(), tag)
-    while move is not None:
-        yield move
-        try:
-            root = read_root(store.backend, move.root - 1)
-        except FileNotFoundError as e:
-            raise DamagedError(f"{store.backend.where(root_key(move.root - 1))} is missing") from e
-        move = move_of(root, tag)
 
 
 def _user_and_host() -> str:
@@ -289,7 +315,7 @@ def with_tags(row: Row, tags: Iterable[str]) -> Row:
         InvalidNameError: A text cannot be a tag.
         SnapshotError: The row would have too many tags.
     """
-    every = {*row.tags, *map(checked_tag, tags)}
+    every = {*row.tags, *map(Tags.checked, tags)}
     if len(every) > _MOST_TAGS:
         raise SnapshotError(
             f"a snapshot has at most {_MOST_TAGS} tags; with these it would have {len(every)}"
@@ -318,21 +344,3 @@ def tag_text(tag: object) -> str:
             f"the tag {tag!r:.80} is of type {type(tag).__qualname__}; choose another, like 'best'"
         )
     return str(tag)
-
-
-def checked_tag(tag: object) -> str:
-    """Return a tag to give to a snapshot.
-
-    Raises:
-        InvalidNameError: The text cannot be a tag.
-    """
-    tag = tag_text(tag)
-    if not 1 <= len(tag) <= _TAG_CHARS:
-        problem = f"has {len(tag)} characters, not 1 to {_TAG_CHARS}"
-    elif not tag.isprintable() or " " in tag or any(map(str.isspace, tag)):
-        problem = "holds white space, or what does not print"
-    elif tag[0] in "-#":
-        problem = f"begins with {tag[0]!r}"
-    else:
-        return tag
-    raise InvalidNameError(f"the tag {tag!r:.80} {problem}; choose another, like 'best'")
