@@ -105,7 +105,7 @@ def apply_delta(stored_form: memoryview, chunk: bytearray | memoryview) -> None:
     if width not in WIDTHS or len(chunk) % width:
         raise DamagedError("a delta has elements of an impossible length")
     if form == _DENSE and count:
-        raise DamagedError("a delta of all elements counts some of them")
+        raise DamagedError("a dense delta counts some elements, as only a sparse one may")
     target = np.frombuffer(chunk, np.uint8)
     if form == _DENSE:
         change, end = join_planes(body, len(chunk), scratch(len(chunk)))

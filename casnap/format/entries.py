@@ -214,7 +214,7 @@ def entry_tree(top: Digest, load: Load) -> Tree[Entry]:
 
 def unknown_in(entry: Entry) -> str:
     """Return the part of an entry that only a later version can read; "" if there is none."""
-    match entry:  # no call for each test: a restore asks this of each entry, twice
+    match entry:  # without helper calls: a restore asks this twice for each entry
         case ValueEntry(kind=kind):
             return "" if kind in VALUE_KINDS else f"the kind of value {kind[:40]!r}"
         case ContainerEntry(kind=kind):

@@ -38,9 +38,9 @@ ORIGIN = "from"
 """The note of a copy that keeps its order: the source store, and the number of the root there."""
 
 HOLDING_NOTES = {"unmirrored": "not mirrored yet"}
-"""The notes that hold a snapshot until somebody removes them, each with its text for people.
+"""The notes that hold a snapshot until they are removed, each with its text for people.
 
-Every process must know them, even one that never loads the code that writes them.
+Every process must know these notes, even one that never loads the code that writes them.
 """
 
 CommitId = Annotated[bytes, msgspec.Meta(min_length=ID_SIZE, max_length=ID_SIZE)]
@@ -192,7 +192,7 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
 
     @property
     def awaited(self) -> list[str]:
-        """What the notes that hold the snapshot wait for, in words for people."""
+        """The events that the notes of the snapshot wait for, in words for people."""
         return [reason for note, reason in HOLDING_NOTES.items() if self.has_note(note)]
 
     @property
@@ -386,7 +386,7 @@ def unseal(kind: bytes, data: bytes, label: str) -> memoryview:
 
     Raises:
         DamagedError: The record is damaged, or of another kind.
-        UnsupportedFormatError: A newer format wrote the record.
+        UnsupportedFormatError: The record is of a newer format.
     """
     head = _MAGIC + kind
     if len(data) < 8 + DIGEST_SIZE or data[:7] != head:
@@ -557,7 +557,7 @@ class SealedSegment:
         codecs = bytearray(self._records[_RECORD.size - 1 :: _RECORD.size])
         for _, index in unpacked(_BASE, self._based):
             if index >= len(codecs) or codecs[index] != _DELTA:
-                raise self._malformed("a base is that of no delta, or of one that has a base")
+                raise self._malformed("a base belongs to no delta, or to one that has another base")
             codecs[index] = 0
         if _DELTA in codecs:
             raise self._malformed("a delta has no base")
@@ -633,11 +633,11 @@ class SegmentLayout(NamedTuple):
         return None if listed < 0 or listed % ID_SIZE else SegmentLayout(listed // ID_SIZE)
 
     def pack_offset(self, number: int) -> int:
-        """Return where the id of the pack with a number begins."""
+        """Return the offset of a pack's id in the segment, given the number of the pack."""
         return 8 + _SEGMENT_HEAD.size + number * ID_SIZE
 
     def offset(self, index: int) -> int:
-        """Return where the record with an index begins."""
+        """Return the offset of a record in the segment, given the index of the record."""
         return self.pack_offset(self.packs) + index * _RECORD.size
 
     def decode(self, data: bytes | bytearray) -> list[RawRecord]:

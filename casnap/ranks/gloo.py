@@ -162,7 +162,7 @@ def break_connections(pg: Any, peers: Iterable[int]) -> None:
 
 
 def as_tensor(part: bytes | bytearray | memoryview) -> torch.Tensor:
-    """Return bytes as a tensor of uint8. Writable bytes are not copied."""
+    """Return bytes as a tensor of uint8. A writable view is not copied."""
     # Torch warns about read-only memory, though this memory is only read.
     writable = part if isinstance(part, memoryview) and not part.readonly else bytearray(part)
     return torch.frombuffer(writable, dtype=torch.uint8)

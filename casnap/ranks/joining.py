@@ -59,7 +59,7 @@ def join(pg: Any, timeout: float | None, operation: str) -> Comm:
     if pg is not None and not isinstance(pg, dist.ProcessGroup):
         raise StateError(
             "pg= is a process group, as of torch.distributed.new_group(); got "
-            f"{with_article(type(pg).__name__)}, which is not a process group (of a mesh, pass "
+            f"{with_article(type(pg).__name__)}, which is not a process group (for a mesh, pass "
             "mesh.get_group())"
         )
     return join_ranks(tuple(dist.get_process_group_ranks(pg)), timeout, operation)

@@ -154,7 +154,7 @@ class Ring:
         return start
 
     def free(self, start: int) -> None:
-        """Give a run back."""
+        """Free the run that begins at ``start``."""
         self._freed.add(start)
         while self._taken and self._taken[0] in self._freed:
             self._freed.remove(self._taken.popleft())

@@ -71,12 +71,12 @@ def is_shared_type(kind: str) -> bool:
 
 
 def shared_type(folder: Path) -> str | None:
-    """Return the type of a folder's file system if other hosts may use that, too; else None.
+    """Return the type of a folder's file system if other hosts may use it too; else None.
 
     Raises:
         OSError: The folder cannot be looked at.
     """
-    # It takes one call of the system to ask the file system; the list of mounts takes eight.
+    # Ask the file system first: that is one system call, and the list of mounts takes eight.
     if name_lag(str(folder)) == 0:
         return None
     mount = mount_of(folder)

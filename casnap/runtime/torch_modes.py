@@ -41,7 +41,7 @@ def _transforms_left() -> AbstractContextManager[object]:
 
 
 def fill(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """Copy ``source`` into ``target`` from any thread, even if a target of inference mode."""
+    """Copy ``source`` into ``target``, from any thread. They may be tensors of inference mode."""
     inference = target.is_inference()
     if inference == torch.is_inference_mode_enabled() and not torch.is_grad_enabled():
         target.copy_(

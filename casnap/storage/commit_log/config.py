@@ -108,13 +108,13 @@ def read_config(backend: Backend) -> StoreConfig:
         )
     if not config.digest:
         raise UnsupportedFormatError(
-            f"{place} is of a store that a casnap before 1.0 made, which this one does not read: "
+            f"{place} belongs to a store of a casnap before 1.0, which this one does not read: "
             "restore its snapshots with the casnap that took them, and take them into a new store"
         )
     if config.digest != DIGEST_NAME:
         raise UnsupportedFormatError(
-            f"{place}: the digests of the store are of {config.digest!r:.80}, which this casnap "
-            "does not know; update casnap"
+            f"{place}: the store uses the digest {config.digest!r:.80}, which this casnap does not "
+            "know; update casnap"
         )
     return config
 

@@ -36,8 +36,8 @@ def no_put_if_absent_error(backend: Backend) -> StoreError:
         scheme = backend.uri.partition("://")[0]
         return StoreError(
             f"{backend.uri}: casnap does not know how to put an object only if it is absent on "
-            f"{scheme}:// (it does on s3://, gs:// and az://), so of two writers at once one can "
-            f"overwrite the other's commit, and snapshots are lost. Use one of those, {_ALONE}"
+            f"{scheme}:// (it does on s3://, gs:// and az://). So if two writers put at once, one "
+            f"can overwrite the other's commit, and snapshots are lost. Use one of these, {_ALONE}"
         )
     state = backend.versioning
     advice = (
@@ -47,9 +47,9 @@ def no_put_if_absent_error(backend: Backend) -> StoreError:
         else ""
     )
     return StoreError(
-        f"{backend.uri} lies on a server that does not honour put-if-absent (If-None-Match), so of "
-        "two writers at once one can overwrite the other's commit, and snapshots are lost. Use a "
-        f"server that honours it{advice}; {_ALONE}"
+        f"{backend.uri} lies on a server that does not honour put-if-absent (If-None-Match). So if "
+        "two writers put at once, one can overwrite the other's commit, and snapshots are lost. "
+        f"Use a server that honours it{advice}; {_ALONE}"
     )
 
 
@@ -96,8 +96,8 @@ def put_if_absent_warnings(backend: Backend) -> list[str]:
         return []
     return [
         f"versioning of the bucket is {backend.versioning}, and this host has not found that the "
-        "server honours put-if-absent then. Some servers, such as Ceph RGW, do not: of two writers "
-        "at once one overwrites the other's commit. `casnap init` with this store tests it"
+        "server honours put-if-absent then. Some servers, such as Ceph RGW, do not: if two writers "
+        "put at once, one overwrites the other's commit. `casnap init` with this store tests it"
     ]
 
 

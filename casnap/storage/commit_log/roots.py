@@ -315,7 +315,7 @@ def with_advice(error: StorageFullError, root: Root) -> StorageFullError:
     # The index may have to be written anew, with some 50 bytes for each chunk.
     nbytes = (1 << 20) + 64 * sum(ref.weight for ref in root.segments)
     return StorageFullError(
-        f"{error}. Here {size(nbytes)} are enough: delete, or move, any other file of that disk"
+        f"{error}. For this, {size(nbytes)} are enough: delete, or move, any other file of the disk"
     )
 
 
@@ -395,8 +395,7 @@ def next_root(uri: str, root: Root, commit: bytes, **changes: Any) -> Root:
     if root.seq + 1 >= MOST_ROOTS:
         raise StoreError(
             f"{uri}: root {root.seq} has the last number that a root can have, so nothing can be "
-            "committed after it. What the store holds can be read; `casnap cp` copies it to a new "
-            "store"
+            "committed after it. The store can still be read; `casnap cp` copies it to a new store"
         )
     return msgspec.structs.replace(
         root, seq=root.seq + 1, commit=commit, time=time.time(), writer=WRITER, **changes
@@ -471,6 +470,6 @@ def _make_durable(backend: Backend, key: str) -> None:
     except (CasnapError, OSError) as e:
         # Not StorageFullError, which would mean that there is no root.
         raise UnclearCommitError(
-            f"{backend.where(key)} was put, but may be lost if the machine crashes: {e}. What is "
-            "committed after it, such as the next take, makes it last"
+            f"{backend.where(key)} was put, but may be lost if the machine crashes: {e}. The next "
+            "commit, such as that of a take, makes it last"
         ) from e

@@ -92,7 +92,7 @@ def create_store(
     if is_new:
         names = set(backend.names("")) if names is None else names
         ours = _put_config(backend, names, chunk_size, is_explicit=is_explicit)
-    config = ours or read_config(backend)  # raises if a newer version began to make it
+    config = ours or read_config(backend)  # raises if a newer version began to make the store
     if not config.put_if_absent and (ours is not None or not has_object(backend, root_key(0))):
         config = _adopted_config(backend, is_ours=ours is not None)
         ours = config if config == ours else None
@@ -221,7 +221,7 @@ def _foreign_error(backend: Backend, names: set[str]) -> StoreError:
     listed = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
     return StoreError(
         f"{backend.where('')} holds {listed:.300}, but no {CONFIG_KEY}: it is no casnap store, or "
-        "what is left of one, so nothing is put there. Choose another folder, or rename that one"
+        "the rest of one, so nothing is put there. Choose another folder, or rename that one"
     )
 
 

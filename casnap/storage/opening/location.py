@@ -157,7 +157,7 @@ class Location(NamedTuple):
         return cls(backend, check_name(inner), exists=True)
 
     def link_advice(self) -> str:
-        """Return advice for an error if the name, which is not in the store, is a link; else ""."""
+        """Return advice for an error if the name is not in the store, but leads over a link."""
         backend, name = self.backend, self.name
         if backend.folder is None or not name:
             return ""
@@ -179,7 +179,7 @@ class Location(NamedTuple):
         )
 
     def only_marker_error(self) -> NotAStoreError | None:
-        """Return the error for a folder in no store that has a marker; None without a marker."""
+        """Return the error for a folder with a marker, but in no store; None without a marker."""
         backend, name = self.backend, self.name
         if backend.folder is None:
             # The error of a remote place says how to name a store further up.
@@ -343,7 +343,7 @@ def _mounted_above(way: Path) -> Iterator[Path]:
 
 
 def _between(place: Path, ancestor: Path) -> Iterator[Path]:
-    """Yield a path, then the folders above it, up to but without an ancestor."""
+    """Yield a path, then the folders above it, up to an ancestor but without it."""
     while place != ancestor:
         yield place
         place = place.parent
@@ -539,8 +539,8 @@ def _led_to(folder: Path, way: Path, check: Callable[[], None] | None = None) ->
 
 def _refuse_link(link: str, folder: str) -> None:
     raise StoreError(
-        f"{link} is a link of another user, in a folder where every user may write: what it leads "
-        f"to is read, and nothing is made or changed there. If that is meant, name {folder}"
+        f"{link} is a link of another user, in a folder where every user may write: its target is "
+        f"read, but nothing is made or changed there. If you mean the target, name {folder}"
     )
 
 

@@ -81,24 +81,24 @@ def form_of(path: Path) -> Form | None:
 
 
 class ForeignCheckpoints:
-    """Checkpoints of other libraries, as their names tell.
+    """Finds checkpoints of other libraries, by their names.
 
     Args:
-        path: Where to look: at such a file or folder, or at a folder of some.
+        path: The file or folder that may be a checkpoint, or a folder that may hold some.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def advice(self) -> str:
-        """Return advice for an error if the path is such a checkpoint; else ""."""
+        """Return advice for an error if the path is a checkpoint of another library; else ""."""
         form = form_of(self._path)
         return (
             "" if form is None else f". There is a checkpoint of {form.name}, which {form.advice}"
         )
 
     def advice_within(self) -> str:
-        """Return a message about such checkpoints in the folder; "" if there are none."""
+        """Return a message about other libraries' checkpoints in the folder; "" if it has none."""
         folder = self._path
         try:
             entries = sorted(
@@ -120,7 +120,7 @@ class ForeignCheckpoints:
         )
 
     def check_none(self, saver: str = "") -> None:
-        """Check that the path, the folder of a new snapshot, holds none.
+        """Check that the folder of a new snapshot holds no checkpoint of another library.
 
         Args:
             saver: The name of the form of the library that saves. A checkpoint of this form counts

@@ -265,19 +265,26 @@ class Repository:
     # --- packs ---
 
     def segment(self, ref: SegmentRef) -> SealedSegment:
-        """Return a segment of the index."""
+        """Return a segment of the index, from the store or this host's cache.
+
+        Raises:
+            DamagedError: The segment is missing or damaged.
+        """
         return SealedSegment(*self.index.sealed_or_kept(ref))
 
     def has_to_list_packs(self) -> bool:
-        """Whether, of many ranks, one lists the packs for all: nothing is known here yet."""
+        """Whether one of many ranks should list the packs for all, since this rank knows none."""
         return self.index.pack_lengths.has_to_list()
 
     def list_packs_for(self, ranks: int, total: int) -> dict[PackId, int]:
-        """List the packs for many ranks; return their lengths, or none if looks cost less.
+        """List the packs for many ranks.
 
         Args:
-            ranks: How many ranks look at some packs each.
-            total: How many packs the store has, about.
+            ranks: How many ranks will look at packs.
+            total: About how many packs the store has.
+
+        Returns:
+            The length of each pack; empty if it costs less that each rank looks for itself.
         """
         return self.index.pack_lengths.listed_for(ranks, total)
 
@@ -479,6 +486,6 @@ def _error(uri: str, failed: list[Lost]) -> CasnapError:
         return UnsupportedFormatError(f"{message}. The data may be whole: update casnap")
     advice = (
         f"`casnap check {uri}` says what is hurt; if you still have the data, take the same bytes "
-        "again in this process, or after `casnap repair` in any, to store them anew"
+        "again to store them anew: in this process, or after `casnap repair` in any process"
     )
     return DamagedError(message, paths, advice)

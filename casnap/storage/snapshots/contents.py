@@ -209,7 +209,7 @@ class Contents:
         """Check that this version can read the snapshot.
 
         Raises:
-            UnsupportedFormatError: It cannot.
+            UnsupportedFormatError: The snapshot has a feature that this version lacks.
         """
         if unknown := self.row.unknown_features:
             names = ", ".join(map(repr, unknown))
@@ -443,7 +443,7 @@ class Contents:
 
     @staticmethod
     def is_pattern(path: str) -> bool:
-        """Whether a path can be a glob."""
+        """Whether a path has wildcards, so that it may be a glob."""
         return _WILDCARDS.search(path) is not None
 
     def matching(self, pattern: str) -> list[Listed]:
@@ -493,7 +493,7 @@ class Contents:
         keys = ", ".join(map(key_of, self.manifest.thinned))
         return (
             f"it was thinned, and has lost {keys:.500}. To resume, restore a whole snapshot, such "
-            "as Store.latest(); of this one, only the other keys can be restored"
+            "as Store.latest(); only the other keys of this one can be restored"
         )
 
     def _paths(self) -> list[str]:

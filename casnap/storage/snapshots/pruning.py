@@ -124,7 +124,7 @@ class RetentionChange(PruneChange):
             _warned.add(run)
             _log.warning(
                 "%s: keep_every keeps %.200r, and others like it, since neither its metadata nor "
-                "its name say its step; give that to the takes: metadata={'step': ...}",
+                "its name says its step; give the takes one: metadata={'step': ...}",
                 self._store.backend.uri,
                 verdict.name,
             )

@@ -110,7 +110,7 @@ class Tags:
         if not 1 <= len(tag) <= _TAG_CHARS:
             problem = f"has {len(tag)} characters, not 1 to {_TAG_CHARS}"
         elif not tag.isprintable() or " " in tag or any(map(str.isspace, tag)):
-            problem = "holds white space, or what does not print"
+            problem = "holds white space or unprintable characters"
         elif tag[0] in "-#":
             problem = f"begins with {tag[0]!r}"
         else:

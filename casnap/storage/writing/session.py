@@ -478,8 +478,8 @@ class Session:
 
     def _finish(self, world: int, seq: int) -> Handover:
         store, packs = self.store, self.new_packs
-        # The rank that commits checks the packs that all ranks rely on by the newest root. So at a
-        # remote place, this rank looks at that root only if it is asked to move its packs.
+        # The rank that commits compares the packs of all ranks with the newest root. So at a remote
+        # place, this rank looks at that root only if it is asked to move its packs.
         compares_with_base = store.backend.costly_requests and not seq
         latest = self.base if compares_with_base else store.view()
         self._reliance.confirm(latest)
