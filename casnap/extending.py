@@ -16,9 +16,10 @@ what is at a path           ``local_path``; ``exists``, ``is_file``, ``is_folder
 what a snapshot holds       ``Entry``, ``TensorEntry``, ``ContainerEntry``; ``why_unfit``,
                             ``check_fit``
 digests                     ``Digest``, ``digest_of``
-work, and forks             ``mapped``, ``cores``, ``new_lock``, ``in_child``, ``Backoff``,
-                            ``Progress``, ``ProgressCounter``, ``without_torch_modes``
-arguments                   ``Size``, ``bytes_of``, ``override``
+work, and forks             ``mapped``, ``cores``, ``new_lock``, ``new_rlock``, ``in_child``,
+                            ``Backoff``, ``Progress``, ``ProgressCounter``, ``without_torch_modes``
+arguments                   ``Size``, ``bytes_of``; ``Duration``, ``seconds_of``; ``count_of``
+figures, and classes         ``size``; ``override``, ``cached_property``
 ==========================  ====================================================================
 
 Each name is loaded when it is asked for. It may import all that lies below.
@@ -66,16 +67,22 @@ if TYPE_CHECKING:
     from casnap.restore.targets import why_unfit as why_unfit
     from casnap.runtime.backoff import Backoff as Backoff
     from casnap.runtime.environment import local_path as local_path
+    from casnap.runtime.fork import cached_property as cached_property
     from casnap.runtime.fork import in_child as in_child
     from casnap.runtime.fork import new_lock as new_lock
+    from casnap.runtime.fork import new_rlock as new_rlock
     from casnap.runtime.progress import Progress as Progress
     from casnap.runtime.progress import ProgressCounter as ProgressCounter
+    from casnap.runtime.sizes import size as size
     from casnap.runtime.threads import cores as cores
     from casnap.runtime.threads import mapped as mapped
     from casnap.runtime.torch_modes import without_torch_modes as without_torch_modes
     from casnap.runtime.typing import override as override
+    from casnap.runtime.units import Duration as Duration
     from casnap.runtime.units import Size as Size
     from casnap.runtime.units import bytes_of as bytes_of
+    from casnap.runtime.units import count_of as count_of
+    from casnap.runtime.units import seconds_of as seconds_of
     from casnap.state.flatten import flatten as flatten
     from casnap.state.flatten import map_leaves as map_leaves
     from casnap.state.tensors import Leaf as Leaf
@@ -103,12 +110,13 @@ _NAMES = {
     "restore.targets": "why_unfit",
     "runtime.backoff": "Backoff",
     "runtime.environment": "local_path",
-    "runtime.fork": "in_child new_lock",
+    "runtime.fork": "cached_property in_child new_lock new_rlock",
     "runtime.progress": "Progress ProgressCounter",
+    "runtime.sizes": "size",
     "runtime.threads": "cores mapped",
     "runtime.torch_modes": "without_torch_modes",
     "runtime.typing": "override",
-    "runtime.units": "Size bytes_of",
+    "runtime.units": "Duration Size bytes_of count_of seconds_of",
     "state.flatten": "flatten map_leaves",
     "state.tensors": "Leaf describe",
     "take.capture": "DividedLeaves LiveState StateSource",

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from casnap.extending import size
 from casnap.report.facts import Changes, Path
 from casnap.report.markup import Markup, element, joined, text
-from casnap.runtime.sizes import size
 
 WIDTH = 960.0
 _LEFT, _TOP = 84.0, 16.0

@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 
 from casnap import __version__
+from casnap.extending import size
 from casnap.report import charts
 from casnap.report.facts import Facts, Run, SnapshotFacts
 from casnap.report.markup import Markup, element, joined, text
-from casnap.runtime.sizes import size
 
 HEAD = "<!DOCTYPE html>\n<!-- casnap report -->\n"
 """How each page begins: a file that begins otherwise is not overwritten."""

@@ -21,11 +21,20 @@ import torch
 
 from casnap.backends import Backend
 from casnap.errors import CasnapError, SnapshotNotFoundError
-from casnap.extending import Backoff, Comm, SingleProcess, Size, in_child, join, new_lock
+from casnap.extending import (
+    Backoff,
+    Comm,
+    Duration,
+    SingleProcess,
+    Size,
+    in_child,
+    join,
+    new_lock,
+    seconds_of,
+)
 from casnap.restore.patching import LivePatch, LiveWeights
 from casnap.restore.renaming import Rename
 from casnap.runtime.nesting import is_within_call
-from casnap.runtime.units import Duration, seconds_of
 from casnap.serving.callback import call_plain, check_plain
 from casnap.serving.gate import Gate, Stopped
 from casnap.serving.handshake import Handshake

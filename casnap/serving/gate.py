@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 
 from casnap.errors import CasnapError
-from casnap.runtime.fork import new_rlock
+from casnap.extending import new_rlock
 
 # After how many seconds who waits looks again, since an interrupt may have lost what wakes it.
 _LOOK = 1.0

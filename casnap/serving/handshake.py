@@ -39,10 +39,9 @@ from casnap.errors import (
     UnavailableError,
     UnsupportedFormatError,
 )
-from casnap.extending import Backoff, in_child, mapped, new_lock
+from casnap.extending import Backoff, in_child, mapped, new_lock, new_rlock
 from casnap.format.decoding import json_decoder
 from casnap.format.records import CONFIG_KEY, Root
-from casnap.runtime.fork import new_rlock
 from casnap.storage import Repository, TagMove, Tags
 
 _log = logging.getLogger("casnap")

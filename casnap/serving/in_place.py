@@ -28,6 +28,7 @@ from casnap.errors import PLACE_ERRORS, CasnapError, FileFormatError
 from casnap.extending import (
     Digest,
     Progress,
+    cached_property,
     cores,
     digest_of,
     is_taken,
@@ -40,7 +41,6 @@ from casnap.files.export_output import ExportOutput
 from casnap.files.layout import PlacedChunk, PlannedFile
 from casnap.format.delta import apply_delta, base_of
 from casnap.runtime.descriptors import opened
-from casnap.runtime.fork import cached_property
 from casnap.serving.folder import FILE_MODE, VERSION, ServedFolder
 from casnap.serving.options import PullOptions, PullReport
 from casnap.serving.version import (

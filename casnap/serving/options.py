@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from casnap.extending import Size, bytes_of
-from casnap.runtime.units import count_of
+from casnap.extending import Size, bytes_of, count_of
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 """The dtypes that tensors are cast from and to."""

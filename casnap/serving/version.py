@@ -22,14 +22,13 @@ from casnap.backends.local.owners import Owners, owners_by
 from casnap.backends.local.safe_paths import open_file
 from casnap.backends.local.system_errors import is_of_the_place
 from casnap.errors import PLACE_ERRORS, BackendError, DamagedError, FileFormatError
-from casnap.extending import Digest, cores, digest_of, is_taken, mapped, override
+from casnap.extending import Digest, cached_property, cores, digest_of, is_taken, mapped, override
 from casnap.files.layout import PlacedTensor
 from casnap.files.safetensors_header import itemsize_of
 from casnap.format.decoding import json_decoder
 from casnap.format.digest import DIGEST_SIZE, split_digests
 from casnap.format.grid import grid_of
 from casnap.runtime.descriptors import Descriptor
-from casnap.runtime.fork import cached_property
 from casnap.storage import Fill
 
 RECORD, CHUNKS = "casnap-version.json", "casnap-chunks"
