@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from casnap.maintenance.repair import RepairReport
     from casnap.maintenance.usage import Usage
     from casnap.mirror.mirror import Mirror
-    from casnap.mirror.status import MirrorStatus
+    from casnap.mirror.status import MirrorOptions, MirrorStatus
     from casnap.pending import PendingSnapshot, PendingTry
     from casnap.preemption import Preemption, on_preemption
     from casnap.restore.entry_handle import Handle
@@ -52,6 +52,7 @@ __all__ = [
     "Handle",
     "ImportReport",
     "Mirror",
+    "MirrorOptions",
     "MirrorStatus",
     "PendingSnapshot",
     "PendingTry",
@@ -90,6 +91,7 @@ _LATER = {
     "Handle": "casnap.restore.entry_handle",
     "ImportReport": "casnap.files.file_reports",
     "Mirror": "casnap.mirror.mirror",
+    "MirrorOptions": "casnap.mirror.status",
     "MirrorStatus": "casnap.mirror.status",
     "PendingSnapshot": "casnap.pending",
     "PendingTry": "casnap.pending",

@@ -44,7 +44,6 @@ from casnap.view import View
 if TYPE_CHECKING:
     import casnap
     from casnap import serving
-    from casnap.mirror.status import MirrorOptions
     from casnap.serving.pull import Source
 else:
     casnap, serving = ModuleLater("casnap"), ModuleLater("casnap.serving")
@@ -78,12 +77,8 @@ class Store:
             remote store each is one request.
         mirror: The path or URI of another store that gets each snapshot, in the background. It is
             made if there is none. A mirror that fails never fails a take, or makes it wait.
+            :class:`MirrorOptions` says more: what it gets, what it keeps, and how it is reached.
             See ``docs/object-stores.md``.
-        mirror_options: How the mirror is reached, like ``storage_options``.
-        mirror_retention: Which snapshots to keep at the mirror; by default all.
-        mirror_tag: The mirror gets only what this tag is published on, by :meth:`publish`, and the
-            tag is published there on the same. Of publishes that follow each other fast, it may get
-            the last one alone.
         cache_bytes: For a remote store: keep the chunks that are read on a disk of this host, up to
             so many bytes for all stores together, such as ``"50GB"``, so that they are fetched
             once. 0: no cache. By default ``CASNAP_CACHE_BYTES`` of the environment counts; without
@@ -96,8 +91,8 @@ class Store:
         UnsupportedFormatError: A newer casnap made the store.
         StoreError: A store cannot be made at this place, or cannot be reached; or the folder of the
             cache is another user's, or on a network file system.
-        ValueError: ``storage_options`` or ``cache_bytes`` were given for a store on this machine,
-            or options of a mirror without ``mirror``; or the codec is unknown.
+        ValueError: ``storage_options`` or ``cache_bytes`` were given for a store on this machine;
+            or the codec is unknown.
         MirrorError: The mirror is the wrong store, or the store has another one.
     """
 
@@ -111,10 +106,7 @@ class Store:
         storage_options: Mapping[str, Any] | None = None,
         exclusive: bool = False,
         markers: bool = True,
-        mirror: str | os.PathLike[str] | Backend | None = None,
-        mirror_options: Mapping[str, Any] | None = None,
-        mirror_retention: casnap.Retention | None = None,
-        mirror_tag: str | None = None,
+        mirror: str | os.PathLike[str] | Backend | casnap.MirrorOptions | None = None,
         cache_bytes: Size | None = None,
         threads: int | None = None,
     ) -> None:
@@ -125,7 +117,7 @@ class Store:
             create=create,
             storage_options=storage_options,
             threads=count_if_given("threads", threads),
-            mirror_options=_mirror_options(mirror, mirror_options, mirror_retention, mirror_tag),
+            mirror_options=_mirror_options(mirror),
             chunk_size=chunk_size_of(chunk_size),
             settings=new_settings(codec),
             exclusive=exclusive,
@@ -508,7 +500,7 @@ class Store:
     def wait_mirrored(self, timeout: float | None = None) -> None:
         """Wait until the mirror holds all snapshots that were committed, or are being stored.
 
-        With ``mirror_tag``, until the tag is published there on what it is published on here, or
+        With a mirror of a tag, until the tag is published there on what it is published on here, or
         on something later.
 
         Any process that has the store open can wait, not only the one that copies.
@@ -1146,30 +1138,14 @@ class Store:
 
 
 def _mirror_options(
-    mirror: str | os.PathLike[str] | Backend | None,
-    options: Mapping[str, Any] | None,
-    retention: casnap.Retention | None,
-    tag: str | None,
-) -> MirrorOptions | None:
+    mirror: str | os.PathLike[str] | Backend | casnap.MirrorOptions | None,
+) -> casnap.MirrorOptions | None:
     """Return the user's options for the mirror; None without a mirror."""
     if mirror is None:
-        if options is not None or retention is not None or tag is not None:
-            raise ValueError(
-                "mirror_options=, mirror_retention= and mirror_tag= need mirror=, the other store"
-            )
         return None
     from casnap.mirror.status import MirrorOptions
 
-    if retention is not None:
-        from casnap.storage import check_retention
-
-        check_retention(retention)
-    if tag is not None:
-        from casnap.storage import Tags
-
-        tag = Tags.checked(tag)
-    place = mirror if isinstance(mirror, Backend) else given_path(mirror)
-    return MirrorOptions(place, options, retention, tag or "")
+    return mirror if isinstance(mirror, MirrorOptions) else MirrorOptions(mirror)
 
 
 def import_snapshot(

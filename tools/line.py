@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from casnap import Store
+from casnap import MirrorOptions, Store
 from tests.support.servers import shared
 from tools.economy import moving
 
@@ -82,7 +82,7 @@ def relay(
 
 def measure(share: float, steps: int, folder: Path, uri: str, options: Any) -> list[float]:
     """Return how many seconds the mirror took for each step but the first."""
-    store = Store(folder, mirror=uri, mirror_options=options).make()
+    store = Store(folder, mirror=MirrorOptions(uri, storage_options=options)).make()
     store.configure(gc="off")
     seconds = []
     for step, state in enumerate(moving(share, _ELEMENTS)(steps)):

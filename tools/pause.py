@@ -35,7 +35,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from casnap import PendingSnapshot, Retention, StateDict, Store
+from casnap import MirrorOptions, PendingSnapshot, Retention, StateDict, Store
 from casnap.integrations.engines import OnVersion, reload_vllm_async
 from casnap.serving import PullOptions
 from casnap.serving.patches import StagedPatches, read_patches, stage, version_of
@@ -87,9 +87,8 @@ class Trainer:
         self.nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
         self._files = small_files(self.model, folder / "files")
         self._folder = folder
-        self._store = Store(
-            folder / "ckpts", mirror=mirror or None, mirror_options=options if mirror else None
-        )
+        there = MirrorOptions(mirror, storage_options=options) if mirror else None
+        self._store = Store(folder / "ckpts", mirror=there)
         self._is_mirrored = bool(mirror)
         self._taken = 0
 

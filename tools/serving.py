@@ -31,7 +31,7 @@ import s3fs
 import torch
 from blake3 import blake3
 
-from casnap import Retention, StateDict, Store
+from casnap import MirrorOptions, Retention, StateDict, Store
 from tests.support.servers import Bucket, shared
 
 _RATE, _DELAY = 100e6, 0.010
@@ -180,8 +180,9 @@ class Trainer:
         self.nbytes = sum(weight.nbytes for weight in self._weights.values())
         self.store = Store(
             folder / "run",
-            mirror=f"{bucket.uri}/run",
-            mirror_options={"endpoint_url": self.link.url},
+            mirror=MirrorOptions(
+                f"{bucket.uri}/run", storage_options={"endpoint_url": self.link.url}
+            ),
         )
         self._step = 0
 

@@ -124,7 +124,8 @@ class Mirror:
                 "give mirror= to that one"
             )
         self.how = options
-        self.uri = Location.of_store(options.uri, options.options).backend.uri
+        self._tag = options.tag or ""
+        self.uri = Location.of_store(options.uri, options.storage_options).backend.uri
         self._source = source
         self._host = HostFiles(source, self.uri)
         self._hooks_of = hooks_of
@@ -178,7 +179,7 @@ class Mirror:
         """
         if self._passive:
             # Without a tag, what is awaited ends with the notes of the mirror that was forgotten.
-            if self.how.tag:
+            if self._tag:
                 self._place_seen = mirror_place(self._source.recent(), self._source.backend.uri)
             return
         self.wake()
@@ -223,13 +224,13 @@ class Mirror:
         source = self._source
         place = None if self._passive else mirror_place(source.newest(), source.backend.uri)
         if place is None:
-            return taken_notes("", 0, self.how.tag)
+            return taken_notes("", 0, self._tag)
         if run not in self._follows:
             rows = source.read_at_newest(lambda root: list(source.table(root).items_in(run)))
             followed = [follows_of(r, place.store) for n, r in rows if folder_of(n) == run]
             resumed = max(self._seen.get(run, 0), restored_from(place, run))
             self._follows[run] = max([resumed, *followed])
-        return taken_notes(place.store, self._follows[run], self.how.tag)
+        return taken_notes(place.store, self._follows[run], self._tag)
 
     def _watch(self) -> None:
         with self._lock:
@@ -337,7 +338,7 @@ class Mirror:
                 raise _OvertakenError
             succession.place(table, seq)
 
-        Tags(destination.store).publish(self.how.tag, job.new_name, job.row.commit.hex(), check)
+        Tags(destination.store).publish(self._tag, job.new_name, job.row.commit.hex(), check)
         self._moved = number
 
     def _pair(self) -> Pair:
@@ -350,7 +351,7 @@ class Mirror:
         root, lag = self._look()
         self._check_attached(root)
         self._lag = lag
-        tag, lacking = self.how.tag, lag.rows
+        tag, lacking = self._tag, lag.rows
         strays = lacking.keys() - {lag.published} if tag else ()
         there = self._commits_at(destination) if strays else ()
         for name, row in lacking.items():
@@ -380,7 +381,7 @@ class Mirror:
             if known is not None:
                 check_same_mirror(source, attached, known)
             elif attached is not None:
-                check_same_tag(attached, self.how.tag, source.backend.uri)
+                check_same_tag(attached, self._tag, source.backend.uri)
         except MirrorError as e:
             self._misfit = e
             raise
@@ -388,7 +389,7 @@ class Mirror:
 
     def _succession_of(self, destination: Destination, new_name: str, row: Row) -> Succession:
         store, retention = destination.store, self.how.retention
-        return Succession(self._source, store, new_name, row, retention, self.how.tag)
+        return Succession(self._source, store, new_name, row, retention, self._tag)
 
     def _commits_at(self, destination: Destination) -> set[bytes]:
         store = destination.store
@@ -487,10 +488,10 @@ class Mirror:
         source = self._source
         root = source.newest()
         attached = mirror_place(root, source.backend.uri)
-        check_same_tag(attached, self.how.tag, source.backend.uri, attaches=True)
+        check_same_tag(attached, self._tag, source.backend.uri, attaches=True)
         try:
             # Another process may have made it meanwhile, so its place is looked at anew.
-            place = Location.of_store(self.how.uri, self.how.options)
+            place = Location.of_store(self.how.uri, self.how.storage_options)
             store, _ = open_at(
                 place,
                 create=attached is None,
@@ -508,7 +509,7 @@ class Mirror:
                 "mirror is another store, which casnap makes"
             )
         check_pair(source, store)
-        mirror = MirrorPlace(store.config.store_id, place.name, self.uri, self.how.tag)
+        mirror = MirrorPlace(store.config.store_id, place.name, self.uri, self._tag)
         attach_mirror(source, mirror)
         options = CopyOptions(hooks=self._hooks_of(store), gets_all=True)
         return Destination(store, mirror, options)
@@ -520,7 +521,7 @@ class Mirror:
         return self._look()[1]
 
     def _look(self) -> tuple[Root, Lag]:
-        store, tag = self._source, self.how.tag
+        store, tag = self._source, self._tag
         return store.read_at_newest(
             lambda root: (root, lag_in(root, store.table(root), tag, store.backend.uri))
         )

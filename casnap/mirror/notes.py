@@ -369,13 +369,13 @@ def check_same_tag(
     if attached is None and tag and not attaches:
         raise MirrorError(
             f"{uri} has forgotten its mirror, as a user has asked; a new Store with mirror= and "
-            "mirror_tag= has one again"
+            "MirrorOptions(tag=) has one again"
         )
     if attached is not None and attached.tag != tag:
         raise MirrorError(
             f"the mirror of {uri} gets {_what_it_gets(attached.tag)}, and this Store asks for one "
-            f"that gets {_what_it_gets(tag)}. Give mirror_tag= as before; or to have it get other "
-            f"snapshots from now on, forget it first: `casnap config {uri} mirror=none`"
+            f"that gets {_what_it_gets(tag)}. Give MirrorOptions(tag=) as before; or to have it "
+            f"get other snapshots from now on, forget it first: `casnap config {uri} mirror=none`"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +15,8 @@ from casnap.backends import Backend
 from casnap.format.decoding import json_decoder
 from casnap.format.digest import digest_of
 from casnap.mirror.notes import MirrorPlace
-from casnap.runtime.environment import cache_folder, is_running
-from casnap.storage import Repository, Retention
+from casnap.runtime.environment import cache_folder, given_path, is_running
+from casnap.storage import Repository, Retention, Tags, check_retention
 from casnap.transfer.copy_jobs import CopyOptions
 
 
@@ -34,20 +34,38 @@ class Destination(NamedTuple):
     options: CopyOptions
 
 
-class MirrorOptions(NamedTuple):
-    """The user's options for a mirror.
+@dataclass(frozen=True)
+class MirrorOptions:
+    """Another store that gets snapshots, and which of them: for :class:`casnap.Store`.
 
-    Attributes:
-        uri: The mirror.
-        options: How it is reached.
-        retention: Which snapshots to keep there.
-        tag: The published tag that it follows, and gets nothing else; empty if it gets all.
+    Args:
+        uri: The path or URI of the other store.
+        tag: It gets only what this tag is published on, by :meth:`casnap.Store.publish`, and the
+            tag is published there on the same. Of publishes that follow each other fast, it may get
+            the last one alone. By default it gets all snapshots.
+        retention: Which snapshots to keep there; by default all.
+        storage_options: How to reach it, as :class:`casnap.Store` takes them. It is neither stored
+            nor shown.
+
+    Raises:
+        TypeError: ``retention`` is something else.
+        ValueError: ``retention`` makes no sense.
+        InvalidNameError: ``tag`` is not valid.
     """
 
     uri: str | os.PathLike[str] | Backend
-    options: Mapping[str, Any] | None
-    retention: Retention | None
-    tag: str = ""
+    _: KW_ONLY
+    tag: str | None = None
+    retention: Retention | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.uri, Backend):
+            object.__setattr__(self, "uri", given_path(self.uri))
+        if self.retention is not None:
+            check_retention(self.retention)
+        if self.tag is not None:
+            Tags.checked(self.tag)
 
 
 @dataclass(frozen=True)

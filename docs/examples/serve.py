@@ -31,7 +31,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from casnap import Retention, Store
+from casnap import MirrorOptions, Retention, Store
 
 
 def new_model() -> nn.Module:
@@ -53,7 +53,8 @@ def answer(model: nn.Module) -> float:
 def train(folder: str, bucket: str | None) -> None:
     """Take a snapshot each step, for ever; a killed training resumes."""
     model = new_model()
-    store = Store(folder, mirror=bucket, mirror_retention=bucket and Retention(keep_last=5))
+    there = bucket and MirrorOptions(bucket, retention=Retention(keep_last=5))
+    store = Store(folder, mirror=there)
     last = store.latest()
     if last is not None:
         last.restore({"model": model})

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from casnap import Retention, RNGState, Snapshot, StateDict, Store
+from casnap import MirrorOptions, Retention, RNGState, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import (
     DamagedError,
@@ -385,7 +385,7 @@ def test_a_copy_says_that_it_is_thinned(store: Store, tmp_path: Path) -> None:
 
 def test_a_mirror_keeps_what_its_own_retention_says(tmp_path: Path) -> None:
     retention = Retention(thin={"optim/**": 3})
-    store = Store(tmp_path / "here", mirror=tmp_path / "there", mirror_retention=retention)
+    store = Store(tmp_path / "here", mirror=MirrorOptions(tmp_path / "there", retention=retention))
     fill(store, 4)
     store.wait_mirrored(60)
     assert len(store.thin({"optim/**": 1})) == 3

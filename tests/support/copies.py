@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from casnap import Store
+from casnap import MirrorOptions, Store
 from casnap.backends import Backend
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
@@ -92,8 +92,8 @@ def assert_copied(source: Place, destination: Place, names: set[str] | None = No
 
 
 def mirrored(place: Path, mirror: Any, **options: Any) -> Store:
-    """Return a store that has a mirror."""
-    return Store(place, chunk_size=CHUNK, mirror=mirror, **options)
+    """Return a store that has a mirror, with some :class:`casnap.MirrorOptions`."""
+    return Store(place, chunk_size=CHUNK, mirror=MirrorOptions(mirror, **options))
 
 
 def await_failure(store: Store) -> None:

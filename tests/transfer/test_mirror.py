@@ -95,7 +95,7 @@ def test_a_mirror_in_a_folder_of_a_store(tmp_path: Path) -> None:
 
 def test_other_processes_have_the_same_mirror(tmp_path: Path) -> None:
     """A store that was pickled, as for a worker, has it too."""
-    store = mirrored(tmp_path / "here", tmp_path / "there", mirror_retention=LAST)
+    store = mirrored(tmp_path / "here", tmp_path / "there", retention=LAST)
     again = pickle.loads(pickle.dumps(store))
     take(again, 1)
     take(store, 2)
@@ -284,7 +284,7 @@ def test_tags_of_its_own(tmp_path: Path, there: FaultyBackend) -> None:
 
 def test_each_side_has_its_own_retention(tmp_path: Path) -> None:
     last_two = Retention(keep_last=2)
-    store = mirrored(tmp_path / "here", tmp_path / "there", mirror_retention=last_two)
+    store = mirrored(tmp_path / "here", tmp_path / "there", retention=last_two)
     for step in range(4):
         take(store, step)
     store.wait_mirrored(60)
@@ -304,7 +304,7 @@ def test_a_snapshot_that_is_mirrored_late_is_no_newer(tmp_path: Path) -> None:
     """Neither for the retention of the mirror, nor for who resumes from it."""
     take(Store(tmp_path / "there", chunk_size=CHUNK), 1)
     Store(tmp_path / "there").tag("step_1", "x")
-    store = mirrored(tmp_path / "here", tmp_path / "there", mirror_retention=LAST)
+    store = mirrored(tmp_path / "here", tmp_path / "there", retention=LAST)
     for step in (1, 2, 3):
         take(store, step)
     with pytest.raises(MirrorError, match="step_1"):
@@ -467,7 +467,7 @@ def test_retention_at_the_mirror_leaves_what_others_put_there(tmp_path: Path) ->
     other.take(app_state(1), "run/step_1")
     other.wait_mirrored(60)
     take(Store(tmp_path / "there"), 2)
-    store = mirrored(tmp_path / "here", tmp_path / "there", mirror_retention=LAST)
+    store = mirrored(tmp_path / "here", tmp_path / "there", retention=LAST)
     take(store, 3)
     take(store, 4)
     store.wait_mirrored(60)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from casnap import Retention, Store
+from casnap import MirrorOptions, Retention, Store
 from casnap.backends import LocalBackend
 from casnap.errors import BackendError, MirrorError, NotAStoreError
 from casnap.transfer.continuous import ContinuousCopier, Pair
@@ -54,7 +54,8 @@ DEAD = Fault(fail(UNREACHABLE), times=None)
 
 
 def mirrored(folder: Path, mirror: Any = None, **options: Any) -> Store:
-    return Store(folder / "here", chunk_size=CHUNK, mirror=mirror or folder / "there", **options)
+    mirror = MirrorOptions(mirror or folder / "there", **options)
+    return Store(folder / "here", chunk_size=CHUNK, mirror=mirror)
 
 
 def committed(place: Path) -> int:
@@ -337,7 +338,7 @@ def test_the_link_to_a_bucket_is_cut(bucket: Bucket, tmp_path: Path) -> None:
     """While it is open, when it was never open, and in the middle of requests."""
     with FaultyProxy(bucket.server.endpoint) as proxy:
         options = {**bucket.storage_options, "endpoint_url": proxy.url, "casnap": IMPATIENT}
-        how = {"mirror_options": options}
+        how = {"storage_options": options}
         with proxy.during(HttpFault(hang_up(), times=None)) as (cut,):
             store = mirrored(tmp_path, f"{bucket.uri}/run", **how)
             take(store, 0, retention=Retention(keep_last=1))

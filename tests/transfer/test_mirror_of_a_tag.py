@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from casnap import Retention, StateDict, Store
+from casnap import MirrorOptions, Retention, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import InvalidNameError, MirrorError, SnapshotNotFoundError
 from casnap.mirror import mirror
@@ -47,7 +47,7 @@ LAST = Retention(keep_last=1)
 
 def following(folder: Path, there: Any = None, **options: Any) -> Store:
     """Return a store whose mirror follows a tag."""
-    options = {"mirror_tag": "stable", **options}
+    options = {"tag": "stable", **options}
     return mirrored(folder / "here", there or folder / "there", **options)
 
 
@@ -79,7 +79,7 @@ def assert_follows(store: Store, copy: Store, name: str) -> None:
 
 
 def test_it_gets_what_is_published(tmp_path: Path) -> None:
-    store = following(tmp_path, mirror_retention=LAST)
+    store = following(tmp_path, retention=LAST)
     store.wait_mirrored(60)
     for step in range(6):
         take(store, step, retention=Retention(keep_last=2))
@@ -123,7 +123,7 @@ def test_twenty_steps_are_sent_as_one_difference(tmp_path: Path) -> None:
     sent: dict[str, list[int]] = {}
     for kind, tag in (("all", None), ("published", "stable")):
         trainer, folder = _Trainer(), tmp_path / kind
-        store = Store(folder / "here", mirror=folder / "there", mirror_tag=tag)
+        store = Store(folder / "here", mirror=MirrorOptions(folder / "there", tag=tag))
         for step in range(22):
             name = trainer.take(store, step)
             if step in (0, 1, 21):
@@ -355,8 +355,8 @@ def test_two_processes_publish(tmp_path: Path) -> None:
 FAST = """
 import os, sys
 os.environ["CASNAP_CACHE_DIR"] = f"{sys.argv[1]}/cache"
-from casnap import Store
-store = Store(f"{sys.argv[1]}/here", mirror=f"{sys.argv[1]}/there", mirror_tag="stable")
+from casnap import MirrorOptions, Store
+store = Store(f"{sys.argv[1]}/here", mirror=MirrorOptions(f"{sys.argv[1]}/there", tag="stable"))
 store.publish("stable", "step_1")
 store.wait_mirrored(60)
 """
@@ -509,7 +509,7 @@ def test_it_is_another_promise_than_that_of_all_snapshots(
     send(store, "step_1")
     assert store.mirror is not None
     store.mirror.stop()
-    for options in ({}, {"mirror_tag": "best"}):
+    for options in ({}, {"tag": "best"}):
         with pytest.raises(MirrorError, match="gets what the tag 'stable' is published on, and"):
             mirrored(tmp_path / "here", there, **options)
     # It is said also while the mirror is away.
@@ -574,7 +574,7 @@ def test_a_process_whose_store_has_another_mirror(tmp_path: Path, tag: str | Non
     store.publish("best", "step_0")
     store.wait_mirrored(60)
     store.configure(mirror="none")
-    other = mirrored(tmp_path / "here", tmp_path / "elsewhere", mirror_tag=tag)
+    other = mirrored(tmp_path / "here", tmp_path / "elsewhere", tag=tag)
     other.wait_mirrored(60)
     assert other.mirror is not None
     other.mirror.stop()
@@ -586,7 +586,7 @@ def test_a_process_whose_store_has_another_mirror(tmp_path: Path, tag: str | Non
     with pytest.raises(MirrorError, match="forget it first"):
         store.wait_mirrored(60)
     assert names(at_mirror(tmp_path)) == ["step_0"]
-    again = mirrored(tmp_path / "here", tmp_path / "elsewhere", mirror_tag=tag)
+    again = mirrored(tmp_path / "here", tmp_path / "elsewhere", tag=tag)
     again.wait_mirrored(60)
     copy = Store(tmp_path / "elsewhere", create=False)
     assert names(copy) == ["step_0", "step_1"]
@@ -598,7 +598,7 @@ def test_the_mirror_is_changed_while_it_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str | None
 ) -> None:
     """What this mirror has is not noted as if the other one had it."""
-    store = following(tmp_path, mirror_tag=tag)
+    store = following(tmp_path, tag=tag)
     take(store, 0)
     store.wait_mirrored(60)
     note, other = mirror.mark_mirrored, FaultyBackend(LocalBackend(tmp_path / "elsewhere"))
@@ -607,7 +607,7 @@ def test_the_mirror_is_changed_while_it_copies(
     def overtaken(*args: Any, **options: Any) -> None:
         if not others:
             store.configure(mirror="none")
-            others.append(mirrored(tmp_path / "here", other, mirror_tag=tag))
+            others.append(mirrored(tmp_path / "here", other, tag=tag))
         note(*args, **options)
 
     monkeypatch.setattr(mirror, "mark_mirrored", overtaken)
@@ -622,9 +622,7 @@ def test_the_mirror_is_changed_while_it_copies(
 
 def test_a_wrong_tag(tmp_path: Path) -> None:
     with pytest.raises(InvalidNameError, match="white space"):
-        following(tmp_path, mirror_tag="a b")
-    with pytest.raises(ValueError, match="need mirror="):
-        Store(tmp_path / "here", mirror_tag="stable")
+        following(tmp_path, tag="a b")
     assert "has no mirror" in failure("mirror", Store(tmp_path / "here").make().uri)
 
 
@@ -642,7 +640,7 @@ def test_a_node_goes_on_from_the_mirror(
         take(one, number)
     for number in (0, 1):
         send(one, f"step_{number}")
-    two = mirrored(tmp_path / "two", tmp_path / "there", mirror_tag="stable")
+    two = mirrored(tmp_path / "two", tmp_path / "there", tag="stable")
     newest = two.latest()
     assert newest is not None
     assert newest.name == "step_1"
@@ -679,7 +677,7 @@ def test_a_name_that_is_not_its_own_there(tmp_path: Path) -> None:
 
 @pytest.mark.servers
 def test_in_a_bucket(bucket: Bucket, tmp_path: Path) -> None:
-    how = {"mirror_options": bucket.storage_options}
+    how = {"storage_options": bucket.storage_options}
     store = following(tmp_path, f"{bucket.uri}/run", **how)
     for step in range(3):
         take(store, step, retention=LAST)

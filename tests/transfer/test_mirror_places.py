@@ -82,16 +82,12 @@ def test_places_that_cannot_be_a_mirror(tmp_path: Path) -> None:
     with pytest.raises(MirrorError, match="is a view of"):
         mirrored(tmp_path / "here/run", tmp_path / "there")
     with pytest.raises(TypeError, match="retention"):
-        mirrored(tmp_path / "here", tmp_path / "there", mirror_retention=3)
+        mirrored(tmp_path / "here", tmp_path / "there", retention=3)
     with pytest.raises(ValueError, match="remote"):
-        mirrored(tmp_path / "here", tmp_path / "there", mirror_options={"key": "x"})
+        mirrored(tmp_path / "here", tmp_path / "there", storage_options={"key": "x"})
     # This is noticed without a server.
     with pytest.raises(StoreError, match="deadlin"):
-        mirrored(tmp_path / "here", "s3://bucket/run", mirror_options={"casnap": {"deadlin": 1}})
-    for options in ({"mirror_options": {"key": "x"}}, {"mirror_retention": Retention(keep_last=1)}):
-        with pytest.raises(ValueError, match="need mirror="):
-            mirrored(tmp_path / "none", None, **options)
-    assert not (tmp_path / "none").exists()
+        mirrored(tmp_path / "here", "s3://bucket/run", storage_options={"casnap": {"deadlin": 1}})
 
 
 def test_a_mirror_in_memory(tmp_path: Path) -> None:

@@ -57,10 +57,10 @@ def newest(store: Store) -> Snapshot:
 def test_a_rollback_replaces_the_old_branch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train(begin(tmp_path, "one", mirror_retention=LAST_SIX), range(11))
+    train(begin(tmp_path, "one", retention=LAST_SIX), range(11))
     there = Store(tmp_path / "there").make()
     assert names(there) == [f"step_{n}" for n in range(5, 11)]
-    two = begin(tmp_path, "two", mirror_retention=LAST_SIX)
+    two = begin(tmp_path, "two", retention=LAST_SIX)
     assert newest(two).name == "step_10"
     assert_holds(two["step_7"], 7)
     train(two, range(8, 9), shift=100)
@@ -80,7 +80,7 @@ def test_a_rollback_replaces_the_old_branch(
 
 def test_the_retention_counts_all_lives(tmp_path: Path) -> None:
     for life in range(4):
-        node = begin(tmp_path, f"node{life}", mirror_retention=LAST_SIX)
+        node = begin(tmp_path, f"node{life}", retention=LAST_SIX)
         if life:
             assert newest(node).name == f"step_{4 * life - 1}"
         train(node, range(4 * life, 4 * life + 4))
@@ -91,9 +91,9 @@ def test_a_node_that_lives_on_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR, "casnap")
-    one = begin(tmp_path, "one", mirror_retention=LAST_TWO)
+    one = begin(tmp_path, "one", retention=LAST_TWO)
     train(one, range(3))
-    two = begin(tmp_path, "two", mirror_retention=LAST_SIX)
+    two = begin(tmp_path, "two", retention=LAST_SIX)
     assert newest(two).name == "step_2"
     # It mirrors what the other one has not seen, before it hears of it.
     train(one, range(3, 5))
@@ -117,7 +117,7 @@ def test_a_node_that_lives_on_is_told_once(
     assert names(there) == ["step_3"]
     assert_holds(newest(one), 103)
     for folder in ("one", "empty"):
-        again = begin(tmp_path, folder, mirror_retention=LAST_SIX)
+        again = begin(tmp_path, folder, retention=LAST_SIX)
         assert newest(again).path.startswith(str(tmp_path / "there"))
         step = 20 if folder == "one" else 30
         train(again, range(step, step + 1))
@@ -216,7 +216,7 @@ def test_the_old_node_mirrors_right_before_a_root(
 def test_who_did_not_resume_deletes_nothing(tmp_path: Path) -> None:
     """Another experiment names the mirror of this one by mistake."""
     train(begin(tmp_path, "one"), range(3))
-    two = begin(tmp_path, "two", mirror_retention=Retention(keep_last=1))
+    two = begin(tmp_path, "two", retention=Retention(keep_last=1))
     take(two, 1)
     with pytest.raises(MirrorError, match="never gets step_1"):
         two.wait_mirrored(60)
@@ -234,7 +234,7 @@ def test_other_runs_and_tags_are_left_alone(tmp_path: Path) -> None:
     there = Store(tmp_path / "there").make()
     there.take(app_state(0), "a/theirs")
     there.tag("a/step_3", "best")
-    two = begin(tmp_path, "two", mirror_retention=LAST_TWO)
+    two = begin(tmp_path, "two", retention=LAST_TWO)
     assert newest(two).name == "a/theirs"
     assert_holds(two["a/step_0"], 0)
     two.take(app_state(101), "a/step_1")
@@ -275,13 +275,13 @@ def test_a_disk_that_was_copied_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_a_successor_is_killed_at_any_call() -> None:
     """After each call that writes, on either side; another one with an empty disk succeeds it."""
     with memory_folder() as base:
-        train(begin(base, "one", mirror_retention=LAST_SIX), range(8))
+        train(begin(base, "one", retention=LAST_SIX), range(8))
         for strike_at in sweep(times=2):
             with memory_folder() as folder:
                 shutil.copytree(base / "there", folder / "there")
 
                 def work(folder: Path = folder, strike_at: int = strike_at) -> None:
-                    two = begin(folder, "two", mirror_retention=LAST_SIX)
+                    two = begin(folder, "two", retention=LAST_SIX)
                     assert two["step_4"].name == "step_4"
                     with backend_faults(strike_at, names=WRITING_CALLS, after=True):
                         train(two, range(5, 7), shift=100)
@@ -300,7 +300,7 @@ def test_a_successor_is_killed_at_any_call() -> None:
                 else:
                     assert held == [f"step_{n}" for n in range(2, step + 1)]
                     assert_holds(last, step + 100)
-                three = begin(folder, "three", mirror_retention=LAST_SIX)
+                three = begin(folder, "three", retention=LAST_SIX)
                 assert newest(three).name == last.name
                 train(three, range(step + 1, step + 3), shift=200)
                 assert names(there) == [f"step_{n}" for n in range(step - 3, step + 3)]

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from casnap import Store
+from casnap import MirrorOptions, Store
 from tests.support.faulty import FaultyProxy
 from tests.support.servers import Bucket
 
 SCRIPT = """
 import hashlib, os, sys
 import torch
-from casnap import RNGState, StateDict, Store
+from casnap import MirrorOptions, RNGState, StateDict, Store
 
 def parts():
     torch.manual_seed(7)
@@ -55,10 +55,9 @@ def train(until, store, every=2):
     print("weights", hashlib.sha256(words).hexdigest(), flush=True)
 
 verb, folder = sys.argv[1:3]
-mirror = dict(
-    mirror=os.environ["BUCKET"], chunk_size=1 << 16,
-    mirror_options={"endpoint_url": os.environ["AWS_ENDPOINT_URL"]},
-)
+mirror = dict(mirror=MirrorOptions(
+    os.environ["BUCKET"], storage_options={"endpoint_url": os.environ["AWS_ENDPOINT_URL"]}
+), chunk_size=1 << 16)
 if verb == "alone":
     train(20, None)
 if verb == "train":
@@ -137,7 +136,10 @@ def test_three_hosts(bucket: Bucket, tmp_path: Path) -> None:
     assert packs[0] > packs[1] == 0
 
     # The first host comes back: it brings what only it has, and hides nothing of the second one.
-    late = Store(first.store, mirror=f"{bucket.uri}/run", mirror_options=bucket.storage_options)
+    late = Store(
+        first.store,
+        mirror=MirrorOptions(f"{bucket.uri}/run", storage_options=bucket.storage_options),
+    )
     assert late.mirror is not None
     late.mirror.stop()
     assert late["step_0006"].commit_id == there["step_0006"].commit_id

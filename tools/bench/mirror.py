@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from casnap import StateDict, Store
+from casnap import MirrorOptions, StateDict, Store
 from tests.support.servers import shared
 from tools.bench import peers, states
 from tools.bench.measure import remove, seconds, settle
@@ -75,8 +75,8 @@ def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         server = stack.enter_context(shared("seaweedfs", settings.path("servers", "s").parent))
         bucket = stack.enter_context(server.bucket())
-        how = {"mirror": f"{bucket.uri}/run", "mirror_options": bucket.storage_options}
-        plain, mirrored = Run(settings, "plain"), Run(settings, "mirrored", **how)
+        there = MirrorOptions(f"{bucket.uri}/run", storage_options=bucket.storage_options)
+        plain, mirrored = Run(settings, "plain"), Run(settings, "mirrored", mirror=there)
         for run in (plain, mirrored):
             run.take(0)
             run.end()

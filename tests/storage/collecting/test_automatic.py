@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from casnap import Retention, Snapshot, StateDict, Store
+from casnap import MirrorOptions, Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.backends.costs import REMOTE
 from casnap.backends.local import file_locks
@@ -505,7 +505,7 @@ def test_a_process_that_takes_while_it_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["retention", "overwrite"])
 def test_a_mirror_on_a_disk(tmp_path: Path, how: str) -> None:
     there, retention = tmp_path / "there", KEEP if how == "retention" else None
-    store = Store(tmp_path / "here", mirror=there, mirror_retention=retention)
+    store = Store(tmp_path / "here", mirror=MirrorOptions(there, retention=retention))
     for step in range(12):
         state = {"s": StateDict(w=dense(step))}
         name = f"step_{step}" if how == "retention" else "newest"
