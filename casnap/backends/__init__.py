@@ -31,7 +31,7 @@ def backend_at(uri: str, storage_options: Mapping[str, Any] | None = None) -> Ba
 
     Raises:
         NotAStoreError: No backend knows the URI's scheme.
-        BackendError: What the scheme needs is not installed, or the options are wrong.
+        BackendError: A package that the scheme needs is not installed, or the options are wrong.
     """
     scheme, separator, path = uri.partition("://")
     if not separator or scheme.lower() == "file":

@@ -31,8 +31,8 @@ NOTE = re.compile("[a-z]+-[0-9a-f]{12}-[0-9a-f]{12}")
 """The names of notes: their kind, who puts them, and a number that grows with each note."""
 NOTE_LASTS = 86400.0
 """A note that was put more seconds ago is deleted with other garbage."""
-# A take announces itself after the first time in seconds, since that costs two requests; then again
-# after each second time.
+# A take announces itself after _AFTER seconds, since that costs two requests; then again every
+# _AGAIN seconds.
 _AFTER, _AGAIN = 30.0, 600.0
 # An announcement that is older, in seconds, is a dead process's; or a clock is that wrong.
 _LASTS = 3600.0

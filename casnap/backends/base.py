@@ -31,8 +31,8 @@ class BackendCore(ABC):
     - Keys are relative, ``/``-separated, and never climb out.
     - An object is whole or absent: a reader never sees part of one that is being written.
     - ``write`` and ``put_if_absent`` are durable once :meth:`sync` has returned.
-    - A backend of this machine retries nothing. A remote one retries what may pass, for a bounded
-      time.
+    - A backend of this machine retries nothing. A remote one retries after failures that may pass,
+      for a bounded time.
     - A missing object raises ``FileNotFoundError``. A failure that says nothing about the object
       raises an :class:`UnavailableError`; all else raises a :class:`BackendError`.
     - Nothing beyond the place itself is read, changed or waited for, whatever lies in it.
@@ -51,8 +51,8 @@ class BackendCore(ABC):
     def put_if_absent(self, key: str, content: bytes) -> bool:
         """Create an object unless the key is taken; return whether it was created.
 
-        It may also say so of an object with these very bytes, as remote backends do: the answer to
-        an earlier attempt may have been lost. So if it matters which writer won, the bytes must
+        A remote backend also returns True for an object with these very bytes: the answer to an
+        earlier attempt may have been lost. So if it matters which writer won, the bytes must
         differ.
         """
 
@@ -72,10 +72,10 @@ class BackendCore(ABC):
 
         Args:
             key: The object.
-            most: How many bytes it may have. Anybody may have put an endless one there.
+            most: The most bytes that it may have. Anybody may have put an endless object there.
 
         Raises:
-            DamagedError: It is longer. Not more than that was read.
+            DamagedError: The object is longer. No more than ``most`` bytes were read.
         """
 
     @abstractmethod
@@ -142,7 +142,7 @@ class BackendCore(ABC):
         return sum(self.sizes(folder).values())
 
     def delete_all(self, keys: Iterable[str]) -> dict[str, PlaceError]:
-        """Delete objects, if they exist; return the errors of those that may not be deleted.
+        """Delete objects, if they exist; return the error of each that may not be deleted.
 
         Raises:
             PlaceError: Deleting failed for another reason. Some objects may be gone.
@@ -166,8 +166,8 @@ class ReadHints(BackendCore):
     """Faster reads: the place learns of reads early, and hands over each buffer once it is full.
 
     Attributes:
-        has_page_cache: Whether this machine's memory keeps what was read. Then reads need no cache
-            of ours, and as many threads as there are cores.
+        has_page_cache: Whether this machine's memory keeps objects that were read. Then casnap
+            needs no cache for them, and reads with as many threads as there are cores.
     """
 
     has_page_cache: bool = True
@@ -181,7 +181,7 @@ class ReadHints(BackendCore):
         """
 
     def filled(self, key: str, targets: Sequence[Target], use: Callable[[int], None]) -> None:
-        """Do as :meth:`read_into`, and tell of each buffer as soon as it is full.
+        """Fill buffers as :meth:`read_into` does, and call ``use`` for each as soon as it is full.
 
         So the caller can look at the bytes while they are in the core's cache, or while others are
         on their way.
@@ -190,7 +190,7 @@ class ReadHints(BackendCore):
             key: The object.
             targets: For each run, where it begins, and the buffer.
             use: Called in this thread with the number of each target that is full, in any order;
-                not with those that are cut off. Nothing writes to that buffer any more.
+                not for a target that is cut off. Nothing writes to that buffer any more.
         """
         for number, n in enumerate(self._read_each(key, targets)):
             if n == len(targets[number][1]):
@@ -231,7 +231,7 @@ class BucketRules:
     def versioning(self) -> str:
         """A word that says that the bucket keeps old versions, or did; empty if it never has.
 
-        It is as the last put told it, or else as the server says. There are servers that honour
+        The last put told it; before the first put, the server is asked. Some servers honour
         put-if-absent only where no versions are kept.
         """
         return ""
@@ -250,7 +250,7 @@ class Announcements(BackendCore):
 
     @contextmanager
     def announced(self, base: int, *, at_once: bool = False) -> Iterator[Callable[[], None]]:
-        """Have collectors see, for a ``with`` block, that a take is under way.
+        """Let collectors see, for a ``with`` block, that a take is under way.
 
         A take that is not seen costs work, never data: a collector may be faster than the take. By
         default collectors see an object in ``tmp/``, once the take has gone on for a while.
@@ -277,7 +277,7 @@ class Announcements(BackendCore):
         return bases_announced_at(self, max_age)
 
     def tidy(self, min_age: float) -> int:
-        """Delete what dead writers have left half-written; return how many bytes that freed.
+        """Delete files that dead writers have left half-written; return how many bytes that freed.
 
         Args:
             min_age: Files that changed within this many seconds stay.
@@ -322,14 +322,14 @@ class Markers:
 
 
 class Backend(ReadHints, BucketRules, Announcements, Markers):
-    """A place where objects live: its core, and what else it may have, which has defaults.
+    """A place where objects live: the core, which each has, and parts that have defaults.
 
     Attributes:
         costly_requests: Whether each call takes a round trip, and may be paid for. Then callers
             list a folder rather than look at each object, ask for much at once, and remember it.
         in_flight: How many calls at once are worth it.
         syncs_folders: Whether each folder that was written to takes time to sync. Then a take
-            writes its packs in one.
+            writes its packs into one folder.
         max_chunk_bytes: The largest chunks that a store here may have.
         folder: The folder of this machine that holds the objects; None if there is none.
         name_lag: For how many seconds this host may not see what another one has put. Only
@@ -373,9 +373,9 @@ class Backend(ReadHints, BucketRules, Announcements, Markers):
         )
 
     def is_put(self, key: str) -> bool:
-        """Whether an object is there, as the server says, whatever this host has kept of it.
+        """Whether the server says that an object is there, whatever this host remembers of it.
 
-        Asked only where ``name_lag`` is not 0. ``False`` may also mean that it is not known.
+        Called only where ``name_lag`` is not 0. False may also mean that the answer is not known.
         """
         return False
 

@@ -103,7 +103,7 @@ def kind_and_message(error: Exception, label: str) -> tuple[str, str]:
 
 
 def root_damages(backend: Backend, newest: int) -> tuple[list[Damage], list[Damage]]:
-    """Return the damages of the newest root, and those of older roots.
+    """Return the damages of the newest root, and the damages of older roots.
 
     If the newest root is damaged, its copy stands in for it. Older roots are history: no snapshot
     needs them.

@@ -26,7 +26,7 @@ _MOST_DECODED = 16 << 20
 _ANY_BYTES = frozenset({"int", "bytes", "bytearray", "object", "pickle"})
 
 Read = Callable[[str, KnownEntry], "bytes | None"]
-"""Returns the bytes of an entry; None if they are not to be read."""
+"""Returns the bytes of an entry; None if this check does not read them."""
 
 
 def is_decoded(entry: Entry) -> bool:

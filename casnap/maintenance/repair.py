@@ -45,7 +45,7 @@ _MOST_TRIES = 10
 
 @dataclass
 class RepairReport:
-    """What a repair did, or with ``dry_run`` would do.
+    """The outcome of a repair; with ``dry_run``, what it would do.
 
     Attributes:
         dry_run: Whether nothing was changed.
@@ -317,7 +317,7 @@ class _Repair:
         survey = self._survey
         digests = set(survey.trees.lost)
         if survey.trees.is_incomplete:
-            # The digests below a lost node are not known, so those that were lost stay lost.
+            # The digests below a lost node are not known, so digests that were lost stay lost.
             digests.update(d for d in survey.trees.known_lost if not survey.whole_places(d))
         return digests
 

@@ -262,7 +262,7 @@ class TreeSurvey:
         try:
             lacking = list(self._entry_checks.lacking_elements(entries.items(), read))
         except (DamagedError, UnsupportedFormatError):
-            return []  # that was found already
+            return []  # the survey of the trees has found that already
         return [(path, self._findings.add("malformed", "", str(e))) for path, e in lacking]
 
     def _unknown(self, contents: Contents, path: str, entry: Entry) -> list[Damage]:

@@ -129,7 +129,7 @@ def load_what_fits(
 def _paths_of_children(
     state: KeyState, module: torch.nn.Module, does: Callable[[torch.nn.Module], bool]
 ) -> tuple[str, ...]:
-    """Return the prefixes of the paths of those children of a module for which ``does`` is true."""
+    """Return the prefixes of the paths of a module's children for which ``does`` is true."""
     if _has_own_loader(module):
         return (f"{state.component}/",)
     return tuple(

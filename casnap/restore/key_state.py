@@ -79,7 +79,7 @@ def packed_lists(
 
 
 def _mappings(value: Any, path: str) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield the dicts in a value, with their paths; each before those in it."""
+    """Yield the dicts in a value, with their paths; an outer dict before the dicts in it."""
     stack = [(path, value)]
     while stack:
         path, value = stack.pop()
@@ -89,7 +89,7 @@ def _mappings(value: Any, path: str) -> Iterator[tuple[str, Mapping[Any, Any]]]:
         elif not isinstance(value, list | tuple):
             continue
         children = [*value.values()] if is_mapping else value
-        # Nearly all of a state are tensors and numbers: they have no components.
+        # Nearly all parts of a state are tensors and numbers, which need no components.
         nested = [i for i, child in enumerate(children) if type(child) not in _NO_CONTAINERS]
         if nested:
             components = live_components(value) if is_mapping else None

@@ -61,7 +61,7 @@ def load_into(
 
     Raises:
         EntryNotFoundError: There is nothing below ``prefix``, or several ranks have their own.
-        MismatchError: With ``strict``, the module and what is below ``prefix`` differ.
+        MismatchError: With ``strict``, the module and the entries below ``prefix`` differ.
         DamagedError: Stored bytes are missing or damaged.
     """
     if not isinstance(module, torch.nn.Module):
@@ -110,7 +110,7 @@ def load_into(
 def mismatch(
     contents: Contents, prefix: str, report: RestoreReport, *, fits: bool
 ) -> MismatchError:
-    """Return the error for tensors that do not all fit what is below a prefix."""
+    """Return the error for tensors that do not all fit the entries below a prefix."""
     start = prefix.rstrip("/")
     unexpected = [path[len(start) + 1 :] for path in report.unexpected]
     advice = advice_on_wrappers(start, report.missing, unexpected)

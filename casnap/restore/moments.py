@@ -44,8 +44,8 @@ _OF_ITS_SHAPE: Mapping[str, Collection[str]] = {
 }
 """The moments of torch's own optimizers that have the shape of their parameter.
 
-They stand by the module of ``torch.optim`` that has the step. A subclass with this step may have
-moments of its own, of any name and shape.
+The key is the module of ``torch.optim`` that has the optimizer's step. A subclass that keeps this
+step may have moments of its own, of any name and shape.
 """
 
 
@@ -179,7 +179,7 @@ def _why_unfit(
 def _shape_by_torch(
     optimizer: torch.optim.Optimizer, shape: tuple[int, ...], name: str
 ) -> tuple[int, ...] | None:
-    """Return the shape of a moment of one of torch's own optimizers; None for any other one."""
+    """Return the shape of a moment of torch's own optimizers; None for any other optimizer."""
     package, _, module = type(optimizer).step.__module__.rpartition(".")
     if package != "torch.optim":
         return None

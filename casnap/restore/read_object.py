@@ -48,7 +48,7 @@ def read_object(
 
     Raises:
         EntryNotFoundError: There is no such path, or it names several ranks' own entries.
-        MismatchError: ``obj_out`` does not have the shape of what is read.
+        MismatchError: ``obj_out`` does not have the shape of the object that is read.
         DamagedError: A chunk is missing or damaged.
         UnsupportedFormatError: A newer version wrote the entry, or one below it.
     """

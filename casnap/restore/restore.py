@@ -226,7 +226,7 @@ def _without_conflicts(
     A value that is no module gets a tensor for each name, and need not keep the tie.
 
     Returns:
-        As :func:`_compared` does. In each group is a tensor of a value that is no module.
+        The same as :func:`_compared`. Each group has a tensor of a value that is no module.
     """
     entries = {
         path: entry for state in states for path, entry in state.entries.items() if path in targets
@@ -240,7 +240,7 @@ def _without_conflicts(
     ties = conflicting_ties(contents, of_modules, entries)
     report.mismatched += map(conflict_text, ties)
     unfit = frozenset(path for paths in ties for path in paths)
-    # A part of what agrees agrees, so there is nothing to find outside of these groups.
+    # If a group agrees, each part of it agrees too, so only these groups have to be looked at.
     in_groups = {path: shards for path, shards in in_groups.items() if path not in unfit}
     return (
         [replace(state.without(unfit), skipped=state.skipped | unfit) for state in states],

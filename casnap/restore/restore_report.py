@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class RestoreReport:
-    """What a restore left alone.
+    """The parts of the state and of the snapshot that a restore left alone.
 
     Attributes:
         missing: Paths of the state that the snapshot lacks. If this world has ranks that the take
@@ -37,9 +37,9 @@ def mismatch_message(report: RestoreReport, snapshot: str, advice: Iterable[str]
     """Return the message of an error that lists everything that does not fit.
 
     Args:
-        report: What does not fit.
+        report: The parts that do not fit.
         snapshot: The snapshot.
-        advice: What to do, in sentences.
+        advice: Advice, in sentences.
     """
     lines = [f"{snapshot} does not fit the state; nothing was restored"]
     for label, paths in (

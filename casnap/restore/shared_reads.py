@@ -94,8 +94,8 @@ def fetch_shared(
         options: How this rank reads.
         window: About how many bytes a rank receives at once, the same on all ranks. A rank also
             keeps three to six times its share of a window in buffers for other ranks.
-        only_in_memory: Have each rank read all that it wants, unless all ranks share memory and
-            several want much of the same.
+        only_in_memory: Whether each rank reads all that it wants by itself, unless all ranks share
+            memory and several want much in common.
 
     Raises:
         DamagedError: Some chunks have no whole place. All others were handed over. The error is

@@ -22,7 +22,7 @@ _WINDOW_BYTES = 8 << 20
 
 
 def share_trees(comm: Comm, contents: Contents, keys: Iterable[str], caches: list[bytes]) -> None:
-    """Have rank 0 read the trees of some keys, and bring them to the caches of all ranks.
+    """Let rank 0 read the trees of some keys, and bring them to the caches of all ranks.
 
     Args:
         comm: The ranks; all call this.

@@ -62,7 +62,7 @@ def conflict_text(
 
     Args:
         paths: The paths of the tensors.
-        advice: What to do if they are to stay tied.
+        advice: Advice for a user who wants them to stay tied.
     """
     return (
         f"{', '.join(paths)}: share memory here, but are not the same in the snapshot; untie them "

@@ -83,7 +83,7 @@ _SPARSE_KINDS = {kind: (layout, parts) for layout, (kind, parts) in _SPARSE.item
 
 
 def _are_components(keys: Sequence[Any]) -> bool:
-    """Whether all keys are ASCII texts that are their own components, found without many calls."""
+    """Whether all keys are ASCII texts that are their own components, without a call for each."""
     if set(map(type, keys)) != {str}:
         return False
     joined = "".join(keys)
@@ -243,7 +243,7 @@ def without_wrappers(names: Iterable[str], keys: Iterable[Any]) -> dict[str, str
 
 
 def _plain_names(names: Iterable[str], levels: int) -> dict[str, str]:
-    """Return names without what wrappers, and so many DDPs around the module, add to them."""
+    """Return names without the parts that wrappers, and ``levels`` DDPs around the module, add."""
     parts = {name: _plain_parts(name) for name in names}
     return {name: ".".join(each[min(levels, _depth(each)) :]) for name, each in parts.items()}
 
@@ -251,8 +251,8 @@ def _plain_names(names: Iterable[str], levels: int) -> dict[str, str]:
 def _ddp_levels(names: Iterable[str], keys: Iterable[Any]) -> int:
     """Return how many DDPs are around a module, by the names of submodules and the keys.
 
-    DDP calls the module in it ``module``, but a submodule may have that name too. It is one's own
-    if there are other submodules beside it, or if keys have it as well.
+    DDP calls the module in it ``module``, but a submodule may have that name too. A ``module`` is
+    such a submodule if there are others beside it, or if keys have it as well.
     """
     parts = [_plain_parts(name) for name in names]
     if [_DDP] not in parts:

@@ -51,7 +51,7 @@ class CellRun(NamedTuple):
 
     @property
     def is_hashable(self) -> bool:
-        """Whether the device can hash it: each cell has bytes, and begins at a multiple of 4.
+        """Whether the device can hash the run: each cell has bytes, and begins at a multiple of 4.
 
         The exceptions are views that begin within a word, and cells behind one whose size is no
         multiple of 4.

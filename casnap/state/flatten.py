@@ -67,7 +67,7 @@ MAX_NESTING = 1000
 
 
 def _walk(value: Any, path: str, *, sparse: bool) -> Iterator[tuple[str, Any, Opened | None]]:
-    """Yield the path of everything in a state, in preorder, with the value, and a container opened.
+    """Yield each path of a state with its value, in preorder; a container comes opened too.
 
     Args:
         value: The state.
@@ -234,9 +234,9 @@ Known: TypeAlias = Mapping[str, Any]
 
 
 def live_parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the path of everything in a live state with what :func:`inflate` may know of it.
+    """Yield each path of a live state with its value, so that :func:`inflate` needs no leaf for it.
 
-    That is the value itself, or a :class:`Reopened` container.
+    A container comes as a :class:`Reopened` one.
     """
     for child_path, child, node in _walk(value, path, sparse=False):
         if node is None:
@@ -296,7 +296,7 @@ def decode_one(leaf: Leaf, *, allow_pickle: bool | None = None) -> Any:
 
 
 def too_deep(path: str) -> DamagedError:
-    """Return the error for a state whose containers are nested deeper than any that was stored."""
+    """Return the error for a state whose containers are nested deeper than any that is stored."""
     return DamagedError(f"{path:.200} has containers more than {MAX_NESTING:,} deep", (path,))
 
 

@@ -44,7 +44,7 @@ def describe_numpy(path: str, value: Any) -> tuple[TensorEntry, torch.Tensor]:
     """Return the entry and the carrier of an array or scalar.
 
     Raises:
-        UnsupportedTypeError: It cannot be stored.
+        UnsupportedTypeError: The value cannot be stored.
     """
     np = sys.modules["numpy"]
     if type(value) in (np.str_, np.bytes_):

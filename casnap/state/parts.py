@@ -26,7 +26,7 @@ def holds_parts(value: object) -> bool:
 
 
 def said_of_parts(value: Any) -> tuple[tuple[int, ...], set[Region]]:
-    """Return the shape of the larger tensor, and the boxes that a tensor says it holds of that."""
+    """Return the larger tensor's shape, and the boxes of it that a tensor says it holds."""
     boxes = zip(value.global_offsets, value.local_sizes, strict=True)
     shape = tuple(value.global_shape)
     return shape, {Region(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes}
@@ -58,7 +58,7 @@ def check_whole(path: str, value: object) -> None:
 
 
 def why_not_whole(value: Any) -> str:
-    """Return what to do about a tensor that holds parts of a larger one."""
+    """Return the message that refuses a tensor that holds parts of a larger one, with advice."""
     return (
         f"this tensor of shape {tuple(value.shape)} holds parts of one of shape "
         f"{tuple(value.global_shape)} (CheckpointableTensor of torch.distributed.checkpoint); "

@@ -82,9 +82,9 @@ TORCH_NAMES = ("torch", "rng_state")
 class RNGState:
     """The global random states of torch (CPU, and the accelerator in use), Python and numpy.
 
-    The state of numpy's legacy functions (``numpy.random.*``) is included if numpy is imported.
-    A state from TorchSnapshot has torch's alone. Loading it leaves the states of
-    Python and numpy as they are, and logs a warning.
+    The state of numpy's legacy functions (``numpy.random.*``) is included if numpy is imported. A
+    state from TorchSnapshot has torch's alone. Loading it leaves the states of Python and numpy as
+    they are, and logs a warning.
     """
 
     def state_dict(self) -> dict[str, Any]:

@@ -402,8 +402,8 @@ def torch_dtype(entry: TensorEntry) -> torch.dtype:
     """Return the dtype of an entry that is not of numpy.
 
     Raises:
-        UnsupportedFormatError: A newer version wrote it.
-        UnsupportedTypeError: This torch does not know it.
+        UnsupportedFormatError: A newer version wrote the entry.
+        UnsupportedTypeError: This torch does not know the dtype.
     """
     dtype = TENSOR_DTYPES.get(entry.dtype)
     if dtype is not None:

@@ -439,7 +439,7 @@ def _load(data: bytes) -> object:
 
 
 def _torch_load(data: bytes, *, weights_only: bool) -> object:
-    # mmap=False overrides the user's default in torch: here is no file to map.
+    # mmap=False overrides the user's default in torch: there is no file to map.
     return torch.load(  # noqa: TID251
         io.BytesIO(data), map_location="cpu", weights_only=weights_only, mmap=False
     )

@@ -1,6 +1,6 @@
-"""The commit of a take: rank 0 puts one root for all ranks, which hand over what they wrote.
+"""The commit of a take: rank 0 puts one root for all ranks, which hand over their packs.
 
-A single process is rank 0 of one. The same root prunes the run. The marker files come after it.
+A single process is the only rank. The same root prunes the run. The marker files come after it.
 """
 
 from __future__ import annotations

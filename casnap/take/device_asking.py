@@ -41,8 +41,7 @@ RelyOn = Callable[[list[Digest]], Sequence[Place | None]]
 
 # The bytes that a device hashes at a time; the bound of the memory that was made for pieces.
 _WINDOW_BYTES, _MADE_BYTES = 512 << 20, 16 << 20
-# A leaf that was new in the first number of takes in a row is then asked for in one take of the
-# second number.
+# A leaf that was new in _NEW_IN_A_ROW takes in a row is asked for in one of _LOOKS_AGAIN takes.
 _NEW_IN_A_ROW, _LOOKS_AGAIN = 2, 8
 
 
@@ -76,7 +75,7 @@ class Streaks:
 
 
 _random = random.Random()
-# By the id of a store.
+# The id of a store → the streaks of takes to it.
 _streaks: dict[str, Streaks] = {}
 
 

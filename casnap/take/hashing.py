@@ -14,7 +14,7 @@ from casnap.take.capture import CapturedState
 from casnap.take.staging import PIECE_BYTES, Piece, give_back
 
 Batches = Callable[[int], Iterable[list[Piece]]]
-"""Returns pieces in batches of so many bytes."""
+"""Returns pieces in batches of about a number of bytes."""
 
 
 class ChunkTaker(Protocol):
@@ -24,7 +24,7 @@ class ChunkTaker(Protocol):
         """Store the chunks that are new; return the digests of all."""
 
     def finish(self) -> None:
-        """Have the last chunks written."""
+        """Write the last chunks."""
 
 
 class Digests:

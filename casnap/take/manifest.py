@@ -141,7 +141,7 @@ class _Builder:
                 scopes[i] = Scope.EQUAL if is_equal else Scope.PER_RANK
 
     def _hashed(self, undecided: list[list[int]]) -> list[_Hashed]:
-        """Return what to tell each owner.
+        """Return the message to each owner.
 
         Args:
             undecided: The undecided leaves of each owner.

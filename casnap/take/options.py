@@ -80,7 +80,7 @@ class Attempt:
         goes_on: Whether the run goes on after an error of the storage, which is then logged.
 
     Attributes:
-        goes_on: As given.
+        goes_on: Whether the run goes on after an error of the storage.
     """
 
     def __init__(self, path: str = "", *, goes_on: bool = False) -> None:
@@ -143,7 +143,7 @@ class TakeOptions:
     """How to take. :meth:`casnap.Store.take` says more about each option.
 
     Attributes:
-        metadata: What JSON can hold, kept with the snapshot; that of rank 0 counts.
+        metadata: Metadata to keep with the snapshot, in types of JSON; rank 0's are kept.
         overwrite: Whether a snapshot of this name is replaced.
         allow_pickle: Whether values without a safe encoding are pickled.
         max_staging_bytes: The most bytes that copies of pending takes may have.
@@ -155,7 +155,7 @@ class TakeOptions:
         threads: How many threads of this process may work on the take.
         timeout: For how many seconds a rank waits for another.
         hooks: Called on the rank that commits.
-        attempt: What becomes of an error.
+        attempt: Says whether the run goes on after an error.
     """
 
     metadata: Mapping[str, Any] | None = None

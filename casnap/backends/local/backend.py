@@ -50,7 +50,7 @@ from casnap.runtime.typing import override
 V = TypeVar("V")
 
 _ATTEMPTS = 3
-# Errors of a folder that is not there for this user.
+# Errors of a folder that this user cannot list.
 _UNLISTED = frozenset({errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
 # The space that the copy of the newest root holds, for commits on a full disk that free something.
 _RESERVE_BYTES = 256 << 10
@@ -292,7 +292,7 @@ class LocalBackend(Backend):
             file, _ = open_file(self._path(key))
             with file as fd:
                 for offset, nbytes in runs:
-                    # Look at the last page first: the call looks up all, also if all are cached.
+                    # Look at the last byte first: fadvise looks up each page, cached or not.
                     if not is_cached(fd, offset + nbytes - 1):
                         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 

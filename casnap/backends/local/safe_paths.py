@@ -117,7 +117,7 @@ def _walk(path: str, flags: int, at: int) -> Descriptor:
     with folder as fd:
         last = opened(name or ".", flags | os.O_NOFOLLOW, folder=fd)
     if flags & os.O_PATH and stat.S_ISLNK(os.fstat(last.fd).st_mode):
-        # With O_PATH, the handle of a link itself is opened.
+        # O_PATH opens even a link itself.
         last.close()
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
     return last

@@ -185,7 +185,7 @@ class Client(ABC):
 
     @abstractmethod
     async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | PlaceError]:
-        """Delete up to :attr:`deletes` objects; return the errors of those that are still there."""
+        """Delete up to :attr:`deletes` objects; return the error of each that is still there."""
 
     deletes: int = 1000
     """How many objects one request can delete."""

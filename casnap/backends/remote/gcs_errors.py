@@ -26,7 +26,7 @@ class StatusError(Exception):
 
 
 def casnap_error(refusal: StatusError, subject: str, uri: str) -> Exception | None:
-    """Return casnap's error for an answer; None for a 404 that does not name what is missing.
+    """Return casnap's error for an answer; None for a 404 that names neither object nor bucket.
 
     Args:
         refusal: The answer.

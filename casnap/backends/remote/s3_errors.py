@@ -153,7 +153,7 @@ def casnap_error(error: Exception, subject: str, uri: str, method: str) -> Excep
 
 
 def delete_error(error: dict[str, Any], subject: str) -> TransientError | PlaceError:
-    """Return the error of one object of a request that deletes many."""
+    """Return casnap's error for one object of a request that deletes many."""
     code, message = str(error.get("Code")), str(error.get("Message"))
     if code in _BUSY | _MAY_PASS:
         return TransientError(f"{code}: {message}", busy=code in _BUSY)

@@ -1,8 +1,7 @@
-"""What a collection is to do, as data: a dry run tells it, and any other run carries it out.
+"""The plan of a collection, as data: a dry run tells it, and any other run carries it out.
 
-A plan is made of what is known alone: a root, what is needed of its packs, the files that there
-are, and which takes are under way. Making it writes nothing. ``docs/commit-protocol.md`` has the
-rules.
+A plan is a function of facts: a root, the needed contents of its packs, the files of the store, and
+the takes that are under way. Making it writes nothing. ``docs/commit-protocol.md`` has the rules.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Waiting:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a collection is to do.
+    """The changes that a collection is to make.
 
     Attributes:
         view: The index as the newest root sees it; the plan is for the root after that.
@@ -98,7 +97,7 @@ class Plan:
 
     @property
     def changes_root(self) -> bool:
-        """Whether a root is to be put."""
+        """Whether the plan puts a root."""
         root = self.view.root
         fields = (self.fence, self.waiting, self.lost)
         return (
@@ -133,14 +132,14 @@ def plan_collection(
     costs: Costs = LOCAL,
     rewriting: Rewriting | None = None,
 ) -> Plan:
-    """Return what a collection is to do.
+    """Return the plan of a collection.
 
     Args:
         view: The index as the newest root sees it.
-        needs: What is needed of its packs.
-        unnamed: Keys and ids of the files that it does not name.
+        needs: Which of its packs are dead, sparse or needed.
+        unnamed: Keys and ids of the files that the root does not name.
         waiting: How long condemned packs wait.
-        costs: What requests cost where the store is.
+        costs: The costs of requests where the store is.
         rewriting: Segments that were written anew for a root whose number was taken.
     """
     root, next_seq = view.root, view.root.seq + 1

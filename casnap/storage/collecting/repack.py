@@ -60,7 +60,7 @@ def repack(
 
     Args:
         store: The store.
-        marks: The marks, which say what is needed.
+        marks: The marks, which say which contents are needed.
         view: The view that was marked.
         packs: The packs to copy from, each with how many of its bytes are needed.
         report: Called with the number of bytes copied.

@@ -22,7 +22,7 @@ class Agreement(msgspec.Struct, array_like=True):
         store_id: The id of the store.
         name: The name of the snapshot.
         keys: The keys of the app state, as components: a key need not be Unicode.
-        options: What else must be the same on all ranks, by its name in errors.
+        options: Other things that must be the same on all ranks, by their names in errors.
         codec: How chunks are stored. Only rank 0 looks how the store is set.
         seed: A random number. Rank 0's chooses which bytes of replicas are compared.
         root: The newest root, which rank 0 reads for all ranks where each look is a request.

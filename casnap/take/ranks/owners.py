@@ -74,7 +74,7 @@ class HeldReplica(msgspec.Struct, array_like=True):
 
     Attributes:
         leaf_id: The id of the leaf.
-        description: A digest of what must be the same on all ranks, beside the bytes.
+        description: A digest of all that must be the same on all ranks, except the bytes.
         sample: A sample of the bytes; empty if the bytes need not be equal.
     """
 

@@ -209,7 +209,7 @@ class SplitCells:
 
     @property
     def has_news(self) -> bool:
-        """Whether other ranks may wait for what the next messages say."""
+        """Whether other ranks may wait for this rank's next messages."""
         with self._lock:
             return self._may_open or any(self._next_joint(rank) for rank in range(self._size))
 
@@ -225,7 +225,7 @@ class SplitCells:
         return joints[0] if joints else None
 
     def messages(self) -> list[memoryview]:
-        """Return what to send to each rank in this round."""
+        """Return the message to each rank in this round."""
         is_last, new_joints = self._last, self._open_more()
         drawn = [self._draw(rank) for rank in range(self._size)]
         try:
@@ -279,7 +279,7 @@ class SplitCells:
     # --- receiving ---
 
     def receive(self, messages: Sequence[memoryview]) -> tuple[list[Piece], bool]:
-        """Take in what all ranks have sent.
+        """Take in the messages of all ranks.
 
         Returns:
             The cells that are whole now, and whether there will be no more.
