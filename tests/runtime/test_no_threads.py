@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from casnap import Snapshot, StateDict, Store
+from casnap.backends import LocalBackend
 from casnap.errors import UnavailableError, UnclearCommitError
 from casnap.runtime.buffers import Pool
 from casnap.runtime.threads import Worker, run_shielded
+from casnap.storage import has_one_winner
 from casnap.take import staging
 from tests.support.faults import (
     CHUNK,
@@ -170,3 +172,15 @@ def test_a_slot_whose_copy_cannot_begin_goes_back() -> None:
     for _ in range(6):
         with pytest.raises(NotImplementedError):
             staging._from_device(staging.Piece(0, 0, [1], b"", on_device=source))
+
+
+@pytest.mark.parametrize("k", range(3))
+def test_a_race_for_which_a_thread_cannot_start(tmp_path: Path, k: int) -> None:
+    """Those that have started do not wait for it for ever."""
+    with (
+        faults(threading.Thread, ["start"], k, no_thread),
+        pytest.raises(UnavailableError, match="no more threads"),
+    ):
+        has_one_winner(LocalBackend(tmp_path), 4, threads=4)
+    assert_given_back()
+    assert has_one_winner(LocalBackend(tmp_path), 4, threads=4)

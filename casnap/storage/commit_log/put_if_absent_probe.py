@@ -26,6 +26,8 @@ _ALONE = (
 )
 # How many seconds a host believes its last probe.
 _BELIEVED = 30 * 86400.0
+# How often threads that wait for a race look whether it takes place, in seconds.
+_STEP = 0.1
 # Endpoints that this process knows to honour it, each in one state of its bucket's versioning.
 _proven_places: set[str] = set()
 
@@ -150,15 +152,15 @@ def has_one_winner(backend: Backend, puts: int, threads: int) -> bool:
             contents = SharedItems([os.urandom(16) for _ in range(puts)], crew)
 
             def attempt() -> None:
-                start.wait()
+                while not start.wait(_STEP):
+                    # Who starts a crew, and cannot, waits for the threads that have started.
+                    if crew.failed:
+                        return
                 mine = [content for content in contents if backend.put_if_absent(key, content)]
                 won.extend(mine)
 
-            try:
-                crew.start(attempt, threads - 1)
-            finally:
-                # Even after Ctrl-C, since the crew waits for its threads.
-                start.set()
+            crew.start(attempt, threads - 1)
+            start.set()
             attempt()
         return len(won) == 1 and backend.read(key) == won[0]
     except FileNotFoundError:
