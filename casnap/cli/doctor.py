@@ -35,8 +35,9 @@ def doctor(place: str, wait: float | None, as_json: bool) -> None:
     Run it on two hosts at once, with the same folder: they find each other there, and try what one
     host alone cannot.
 
-    It takes a minute at most. What it writes lies in the folder .casnap-doctor there, and is
-    deleted at the end; if it is killed, that folder can be deleted.
+    It takes a minute at most, and as much more as --wait is above 20 seconds. What it writes lies
+    in the folder .casnap-doctor there, and is deleted at the end; if it is killed, that folder can
+    be deleted.
     """
     report = diagnose(
         place,

@@ -6,13 +6,17 @@ import statistics
 import time
 from collections.abc import Callable
 
-from casnap.diagnosis.report import DoctorRow, time_text
+from casnap.backends.remote.backend import RemoteBackend
+from casnap.backends.remote.client import Told
+from casnap.diagnosis.report import DoctorRow, clock_row, time_text
 from casnap.diagnosis.site import Site
 from casnap.errors import UnavailableError
 from casnap.storage import has_one_winner, no_put_if_absent_error
 
 _REQUESTS = 5
 _SLOW_REQUEST = 0.5
+# How long to do something several times, in seconds.
+_SOME = 4.0
 
 
 def put_if_absent(site: Site) -> DoctorRow:
@@ -20,7 +24,7 @@ def put_if_absent(site: Site) -> DoctorRow:
     name, backend = "put-if-absent", site.backend
     # A race is only for servers that refuse a second put.
     refuses = backend.can_put_if_absent and has_one_winner(backend, 2, threads=1)
-    if refuses and all(has_one_winner(backend, 8, threads=4) for _ in range(4)):
+    if refuses and all(has_one_winner(backend, 8, threads=4) for _ in site.tries(4, _SOME)):
         return DoctorRow(name, "a key is put once, also if eight writers try at once")
     return DoctorRow(name, "is not honoured", "bad", str(no_put_if_absent_error(backend)))
 
@@ -42,7 +46,7 @@ def rules(site: Site) -> DoctorRow:
 def requests(site: Site) -> DoctorRow:
     """Put and get small objects."""
     seconds = []
-    for number in range(_REQUESTS):
+    for number in site.tries(_REQUESTS, _SOME):
         started = time.monotonic()
         site.backend.write(f"{site.key}/small-{number}", bytes(1024))
         put = time.monotonic()
@@ -55,8 +59,40 @@ def requests(site: Site) -> DoctorRow:
     return DoctorRow("requests", found, "fair", "a bucket in the region of the hosts is faster")
 
 
-PROBES: list[tuple[str, Callable[[Site], DoctorRow]]] = [
+def clocks(site: Site) -> DoctorRow | None:
+    """Have the server say when an object was put."""
+    begun = time.time()
+    at = _told(site, "clock").put_at
+    return None if at is None else clock_row("the server", at, begun)
+
+
+def encryption(site: Site) -> DoctorRow | None:
+    """Have the server say how it encrypts what it keeps."""
+    found = _told(site, "encrypted").encryption
+    if found is None:
+        return None
+    if found:
+        return DoctorRow("encryption", found)
+    return DoctorRow(
+        "encryption",
+        "the server does not say that it encrypts objects",
+        "fair",
+        "give the bucket a default encryption, if what it keeps is secret",
+    )
+
+
+def _told(site: Site, name: str) -> Told:
+    """Put an object; return what the server tells of it."""
+    if not isinstance(site.backend, RemoteBackend):
+        return Told()
+    site.backend.write(key := f"{site.key}/{name}", b"1")
+    return site.backend.told_of(key)
+
+
+PROBES: list[tuple[str, Callable[[Site], DoctorRow | None]]] = [
     ("put-if-absent", put_if_absent),
     ("rules of the bucket", rules),
     ("requests", requests),
+    ("clocks", clocks),
+    ("encryption", encryption),
 ]

@@ -29,6 +29,8 @@ WORK_FOLDER = ".casnap-doctor"
 """The folder, at the place that is tried, which holds all that is written there meanwhile."""
 WAIT = 20.0
 """How long to look for the other half, in seconds, at a place that other hosts can reach."""
+# How long all probes may take together, in seconds, with a wait that is no longer.
+_ALL = 50.0
 # What did not change for so many seconds is of a process that was killed.
 _LEFT = 3600.0
 
@@ -43,7 +45,8 @@ def doctor(
     """Find out whether a folder or a bucket can hold a store, and how fast it is.
 
     Call it on two hosts at once, and both find out what one alone cannot: whether put-if-absent
-    holds between hosts, and how late one sees what the other did. It takes a minute at most.
+    holds between hosts, and how late one sees what the other did. It takes a minute at most, and
+    as much more as ``wait`` is above 20 seconds; what a slow place leaves no time for is not tried.
 
     What it writes lies in the folder ``.casnap-doctor`` of the place, and is deleted at the end. A
     process that is killed leaves that folder; it can be deleted.
@@ -65,25 +68,27 @@ def doctor(
     patience = seconds_of("wait", wait) if wait is not None else WAIT * is_shared
     probes = bucket_probes.PROBES if folder is None else folder_probes.PROBES
     rows: list[DoctorRow] = []
-    with _site_at(uri, folder, storage_options) as site:
+    seconds = _ALL + max(0.0, patience - WAIT)
+    with _site_at(uri, folder, storage_options, seconds) as site:
         meeting = Meeting(site)
         if patience:
             meeting.announce(patience)
         for name, probe in probes:
             _tell(progress, name)
-            rows += _tried(name, partial(_one, probe, site))
+            rows += _tried(site, name, partial(_one, probe, site))
         if patience:
             _tell(progress, "the other half, on another host")
-            rows += _tried("other half", meeting.rows)
+            rows += _tried(site, "other half", meeting.rows)
         if all(row.verdict != "bad" for row in rows):
             _tell(progress, "speed")
-            rows += _tried("speed", lambda: speed_rows(site))
+            rows += _tried(site, "speed", lambda: speed_rows(site))
     taken = time.monotonic() - started
     return DoctorReport(str(folder or uri), tuple(rows), meeting.other_host, taken)
 
 
-def _one(probe: Callable[[Site], DoctorRow], site: Site) -> list[DoctorRow]:
-    return [probe(site)]
+def _one(probe: Callable[[Site], DoctorRow | None], site: Site) -> list[DoctorRow]:
+    row = probe(site)
+    return [] if row is None else [row]
 
 
 def _tell(progress: Callable[[str], None] | None, name: str) -> None:
@@ -91,9 +96,12 @@ def _tell(progress: Callable[[str], None] | None, name: str) -> None:
         progress(name)
 
 
-def _tried(name: str, probe: Callable[[], Iterable[DoctorRow]]) -> list[DoctorRow]:
+def _tried(site: Site, name: str, probe: Callable[[], Iterable[DoctorRow]]) -> list[DoctorRow]:
     """Return what a probe finds; a row with its error if it fails, and what it found before."""
     rows: list[DoctorRow] = []
+    if not site.left:
+        advice = "this place is slow: try it while others do not use it, or with --wait 0"
+        return [DoctorRow(name, "no time was left for it", "unknown", advice)]
     try:
         with translated(name):
             rows.extend(probe())
@@ -111,7 +119,7 @@ def _folder(path: str) -> Path:
 
 @contextmanager
 def _site_at(
-    uri: str, folder: Path | None, storage_options: Mapping[str, Any] | None
+    uri: str, folder: Path | None, storage_options: Mapping[str, Any] | None, seconds: float
 ) -> Iterator[Site]:
     """Give a place to work at for a ``with`` block, and leave nothing there."""
     if folder is None:
@@ -119,7 +127,7 @@ def _site_at(
     else:
         backend = LocalBackend(folder / WORK_FOLDER)
         backend.make()
-    site = Site(backend)
+    site = Site(backend, seconds)
     try:
         if folder is not None:
             with translated(str(folder)):

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from casnap.backends.local.file_locks import lock
 from casnap.backends.local.system_errors import NO_LINKS
-from casnap.diagnosis.report import DoctorRow, time_text
+from casnap.diagnosis.report import DoctorRow, clock_row, time_text
 from casnap.diagnosis.site import Site
 from casnap.runtime.buffers import PAGE, Slot, reserve_space
 from casnap.runtime.descriptors import opened
@@ -22,6 +22,8 @@ _SYNCS = 8
 _SLOW_SYNC = 0.1
 # How long to watch for what is cached, in seconds, and how often to look.
 _WATCH, _LOOK = 6.0, 0.01
+# How long to do something several times, in seconds.
+_SOME = 3.0
 
 _Options = Sequence[str]
 
@@ -102,7 +104,7 @@ def hard_links(site: Site) -> DoctorRow:
 
 def put_if_absent(site: Site) -> DoctorRow:
     """Race several threads for one name."""
-    for _ in range(8):
+    for _ in site.tries(8, _SOME):
         if not has_one_winner(site.backend, 8, threads=4):
             return DoctorRow(
                 "put-if-absent",
@@ -177,7 +179,7 @@ def inodes(site: Site) -> DoctorRow:
     with suppress(OSError):
         os.link(path, second)
         seen.append(second.stat().st_ino)
-    for number in range(64):
+    for number in site.tries(64, _SOME):
         site.make(f"other-{number}").stat()
     seen.append(path.stat().st_ino)
     if len(set(seen)) == 1:
@@ -202,26 +204,36 @@ def own_changes(site: Site) -> DoctorRow:
     with site.opened("changed") as fd:
         os.write(fd, b"grown")
     started = time.monotonic()
-    while second.stat().st_size != 5 and time.monotonic() - started < _WATCH:
+    end = min(started + _WATCH, site.end)
+    while (is_late := second.stat().st_size != 5) and time.monotonic() < end:
         time.sleep(_LOOK)
     late = time.monotonic() - started
     if late < _LOOK:
         return DoctorRow(name, "are seen at once, by each name of a file")
     return DoctorRow(
         name,
-        f"are seen after {'more than ' * (late >= _WATCH)}{time_text(late)} by another name of "
-        "the file",
+        f"are seen after {'more than ' * is_late}{time_text(late)} by another name of the file",
         "fair",
         "the client caches attributes by name (as FUSE file systems do): an option such as "
         "`attr_timeout=0` of its mount ends that",
     )
 
 
+def clocks(site: Site) -> DoctorRow:
+    """Have the file system say when a file was written."""
+    begun = time.time()
+    with site.opened("clock") as fd:
+        os.write(fd, b"1")
+        os.fsync(fd)
+        at = os.fstat(fd).st_mtime
+    return clock_row("the file system", at, begun)
+
+
 def sync_time(site: Site) -> DoctorRow:
     """Sync small files, and the folder that they are in."""
     seconds = []
     with opened(site.folder, os.O_RDONLY | os.O_DIRECTORY) as folder:
-        for number in range(_SYNCS):
+        for number in site.tries(_SYNCS, _SOME):
             started = time.monotonic()
             with site.opened(f"synced-{number}") as fd:
                 os.write(fd, bytes(PAGE))
@@ -247,5 +259,6 @@ PROBES: list[tuple[str, Callable[[Site], DoctorRow]]] = [
     ("xattrs", attributes),
     ("inodes", inodes),
     ("own changes", own_changes),
+    ("clocks", clocks),
     ("sync", sync_time),
 ]

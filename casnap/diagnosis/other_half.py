@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from casnap.backends.local.file_locks import lock
-from casnap.diagnosis.report import DoctorRow, time_text
+from casnap.diagnosis.report import CLOCK, DoctorRow, time_text
 from casnap.diagnosis.site import Site
 from casnap.format.digest import digest_of
 from casnap.runtime.descriptors import opened
@@ -30,14 +30,16 @@ HALF = "half-"
 _TALK, _WATCH = 35.0, 12.0
 # How long only the listing is looked at for a step, in seconds.
 _LISTED = 1.0
-# How often to look: on a disk, and by requests.
-_LOOK, _ASK = 0.01, 0.25
+# How often to look at first: on a disk, and by requests. What has lasted is looked at after a share
+# of that time.
+_LOOK, _ASK, _SHARE = 0.01, 0.25, 20
+# So many seconds are left for the speed.
+_SPEED = 8.0
 _PINGS = 3
 # So many names are raced for, and for so long, in seconds.
 _RACES, _RACING = 64, 3.0
 # From here on a lag is told as something to know, in seconds.
 _LATE = 0.5
-_CLOCK = 60.0
 _DATA_BYTES = 1 << 20
 
 
@@ -68,7 +70,7 @@ class Meeting:
     def announce(self, patience: float) -> None:
         """Be found from now on, and look for the other half for so many seconds."""
         self._until = time.monotonic() + patience
-        self._end = self._until + _TALK
+        self._end = min(self._until + _TALK, self._site.end - _SPEED)
         self._put("hello", socket.gethostname())
 
     def rows(self) -> Iterator[DoctorRow]:
@@ -102,6 +104,7 @@ class Meeting:
     def _is_met(self) -> bool:
         """Look for another half that has seen this one, too."""
         met: set[str] = set()
+        started = time.monotonic()
         while True:
             for name in self._backend.names(""):
                 if not name.startswith(HALF) or name == self.mine:
@@ -116,7 +119,12 @@ class Meeting:
                     return True
             if time.monotonic() > self._until:
                 return False
-            time.sleep(self._pause)
+            self._rest(started)
+
+    def _rest(self, started: float) -> None:
+        """Pause before the next look for something that was looked for since then."""
+        lasted = time.monotonic() - started
+        time.sleep(min(max(self._pause, lasted / _SHARE), _ASK))
 
     def _put(self, step: str, content: Any = None) -> None:
         self._backend.write(f"{self.mine}/{step}", json.dumps(content).encode())
@@ -124,7 +132,8 @@ class Meeting:
     def _wait(self, step: str) -> bytes:
         """Wait for a step of the other half; return what it says."""
         key, pause = f"{self._other}/{step}", self._pause
-        look = time.monotonic() + _LISTED
+        started = time.monotonic()
+        look = started + _LISTED
         while True:
             now = time.monotonic()
             if step in self._backend.names(self._other) or now > look:
@@ -134,7 +143,7 @@ class Meeting:
                 look, pause = now + 2 * pause, min(2 * pause, 4.0)
             if now > self._end:
                 raise _SilentError(step)
-            time.sleep(self._pause)
+            self._rest(started)
 
     def _both(self, step: str, content: Any = None) -> Any:
         """Wait until both have come to a step; return what the other one says."""
@@ -190,7 +199,8 @@ class Meeting:
             del texts["grows"]
         started = time.monotonic()
         late: dict[str, float] = {}
-        while len(late) < len(texts) and time.monotonic() - started < _WATCH:
+        end = min(started + _WATCH, self._end)
+        while len(late) < len(texts) and time.monotonic() < end:
             for name in texts.keys() - late.keys():
                 if name == "list":
                     is_seen = "comes" in self._backend.names(self._other)
@@ -198,10 +208,11 @@ class Meeting:
                     is_seen = self._size(f"{self._other}/{name}") != before[name]
                 if is_seen:
                     late[name] = time.monotonic() - started
-            time.sleep(self._pause)
+            self._rest(started)
+        watched = time.monotonic() - started
         for name, text in texts.items():
-            seconds = late.get(name, _WATCH)
-            found = time_text(seconds) if name in late else f"more than {_WATCH:.0f} s"
+            seconds = late.get(name, watched)
+            found = time_text(seconds) if name in late else f"more than {seconds:.0f} s"
             is_late = seconds >= _LATE
             yield DoctorRow(
                 text,
@@ -228,7 +239,7 @@ class Meeting:
                 ahead = told - (at + lags[-1])
         median, most = statistics.median(lags), max(lags)
         found = f"are seen after {time_text(median)}, at most {time_text(most)}"
-        if abs(ahead) > _CLOCK + most:
+        if abs(ahead) > CLOCK + most:
             return DoctorRow(
                 "names of others",
                 f"{found}; the clock of {self.other_host} is {abs(ahead):.0f} s "

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 Verdict: TypeAlias = Literal["good", "fair", "bad", "unknown"]
 """Fair: a store is safe here, with what the advice says. Unknown: it could not be tried."""
+
+CLOCK = 60.0
+"""How many seconds two clocks may be apart, so that a collector is not misled."""
+SECOND = 2.0
+"""Two clocks that are so near agree: servers tell times in whole seconds."""
 
 
 class DoctorRow(NamedTuple):
@@ -68,6 +74,26 @@ class DoctorReport:
         notes = [f"see the advice on {names['fair']}"] if names["fair"] else []
         notes += [f"not tried: {names['unknown']}"] if names["unknown"] else []
         return f"fair: {self.place} can hold a store; {'; '.join(notes)}"
+
+
+def clock_row(whose: str, at: float, begun: float) -> DoctorRow:
+    """Return what to say of a clock that has just told when something was done.
+
+    Args:
+        whose: Whose clock it is.
+        at: When it was done by that clock, in seconds since the epoch.
+        begun: When it was begun by the clock of this host.
+    """
+    ahead = at - min(max(at, begun), time.time())
+    apart = f"{abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
+    if abs(ahead) <= SECOND:
+        return DoctorRow("clocks", f"that of {whose} agrees with that of this host")
+    finding = f"that of {whose} is {apart}"
+    if abs(ahead) <= CLOCK:
+        return DoctorRow("clocks", finding)
+    return DoctorRow(
+        "clocks", finding, "fair", "set the clocks: a collector tells by them how old a file is"
+    )
 
 
 def time_text(seconds: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 
 from casnap.diagnosis.report import DoctorRow
 from casnap.diagnosis.site import Site
@@ -15,7 +14,7 @@ from casnap.runtime.threads import mapped
 
 # As many packs at once as a take writes.
 _WRITERS = 3
-_LEAST, _MOST = 1 << 20, 48 << 20
+_LEAST, _MOST, _RUN = 1 << 18, 48 << 20, 1 << 20
 # Of a free disk, so little is written; and a larger amount is tried until one takes so long.
 _SHARE = 16
 _ENOUGH_SECONDS = 0.7
@@ -28,20 +27,12 @@ def speed_rows(site: Site) -> list[DoctorRow]:
     free = site.backend.free_bytes()
     most = _MOST if free is None else max(_LEAST, min(_MOST, free // _SHARE // _WRITERS))
     slots = [Slot(most) for _ in range(_WRITERS)]
-    random = os.urandom(_LEAST)
-    for slot in slots:
-        for start in range(0, most, _LEAST):
-            # No two runs are the same: some file systems compress, or store the same once.
-            number = os.urandom(16)
-            slot.view[start : start + _LEAST] = random[: most - start]
-            slot.view[start : start + 16] = number
-    views = [slot.view for slot in slots]
-    written, read, nbytes = _grown(lambda n: _packs(site, [view[:n] for view in views]), most)
-    rows = [("write speed", written), ("read speed", read)]
-    if site.backend.folder is None:
-        return [_row(name, speed, None) for name, speed in rows]
-    plain = _plain_file(site, views[0], nbytes)
-    return [_row(name, speed, beside) for (name, speed), beside in zip(rows, plain, strict=True)]
+    written, read, nbytes = _grown(site, [slot.view for slot in slots], most)
+    plain: tuple[float | None, float | None] = (None, None)
+    # One plain file may be as slow.
+    if site.backend.folder is not None and site.left > nbytes / written + nbytes / read:
+        plain = _plain_file(site, slots[0].view, nbytes)
+    return [_row("write speed", written, plain[0]), _row("read speed", read, plain[1])]
 
 
 def _row(name: str, speed: float, plain: float | None) -> DoctorRow:
@@ -58,15 +49,28 @@ def _row(name: str, speed: float, plain: float | None) -> DoctorRow:
     )
 
 
-def _grown(measure: Callable[[int], tuple[float, float]], most: int) -> tuple[float, float, int]:
+def _grown(site: Site, views: list[memoryview], most: int) -> tuple[float, float, int]:
     """Measure with ever more bytes until it takes long enough; return the speeds and the bytes."""
     nbytes = min(_LEAST, most)
     while True:
-        writing, reading = measure(nbytes)
-        if nbytes == most or writing + reading > _ENOUGH_SECONDS:
+        packs = [view[:nbytes] for view in views]
+        for pack in packs:
+            _fill(pack)
+        writing, reading = _packs(site, packs)
+        lasted = writing + reading
+        # The next ones may take four times as long, and a plain file beside them as long again.
+        if nbytes == most or lasted > _ENOUGH_SECONDS or 8 * lasted > site.left:
             total = _WRITERS * nbytes
             return total / writing, total / reading, total
         nbytes = min(4 * nbytes, most)
+
+
+def _fill(view: memoryview) -> None:
+    """Fill a buffer so that no two runs are the same: some file systems store those once."""
+    random = os.urandom(_RUN)
+    for start in range(0, len(view), _RUN):
+        view[start : start + _RUN] = random[: len(view) - start]
+        view[start : start + 16] = os.urandom(16)
 
 
 def _packs(site: Site, views: list[memoryview]) -> tuple[float, float]:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,19 @@ from fsspec.implementations.memory import MemoryFileSystem
 import casnap
 from casnap import DoctorReport, DoctorRow, StateDict, Store
 from casnap.backends import backend_at
+from casnap.diagnosis import speed_probes
+from casnap.diagnosis.report import clock_row
 from casnap.errors import BackendError
 from tests.support.cli_calls import COMMAND, failure, invoke, process
 from tests.support.mounts import bindfs
 from tests.support.servers import Bucket
 from tests.support.volumes import volume
+
+
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this process measure the speed with small packs."""
+    monkeypatch.setattr(speed_probes, "_MOST", 1 << 20)
 
 
 def rows(report: DoctorReport) -> dict[str, DoctorRow]:
@@ -36,7 +45,7 @@ def test_a_disk_can_hold_a_store_and_nothing_is_left_there(tmp_path: Path) -> No
     assert report.ok
     assert report.other_host is None
     found = rows(report)
-    for name in ("hard links", "put-if-absent", "locks", "inodes", "own changes"):
+    for name in ("hard links", "put-if-absent", "locks", "inodes", "own changes", "clocks"):
         assert found[name].verdict == "good", found[name]
     assert "B/s" in found["write speed"].finding
     assert "B/s" in found["read speed"].finding
@@ -87,6 +96,7 @@ def halves(first: Path, second: Path) -> list[DoctorReport]:
     return [mine, DoctorReport(theirs["place"], found, theirs["other_host"], theirs["seconds"])]
 
 
+@pytest.mark.usefixtures("little")
 def test_two_processes_find_each_other_and_race(tmp_path: Path) -> None:
     for report in halves(tmp_path, tmp_path):
         assert report.other_host
@@ -98,16 +108,18 @@ def test_two_processes_find_each_other_and_race(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("little")
 def test_what_clients_cache_is_measured(tmp_path: Path) -> None:
     """Two mounts of one folder, whose clients cache, stand for two hosts."""
     below = tmp_path / "below"
     below.mkdir()
-    caches = "attr_timeout=2,entry_timeout=2,negative_timeout=2"
+    caches = "attr_timeout=1,entry_timeout=1,negative_timeout=1"
     with (
         bindfs(below, tmp_path / "a", caches) as a,
         bindfs(below, tmp_path / "b", caches) as b,
+        ThreadPoolExecutor(2) as threads,
     ):
-        for report in halves(a, b):
+        for report in threads.map(lambda place: casnap.doctor(place, wait=60), (a, b)):
             found = rows(report)
             assert report.verdict == "fair"
             for name in ("attributes", "deleted names", "absent names"):
@@ -118,6 +130,7 @@ def test_what_clients_cache_is_measured(tmp_path: Path) -> None:
     assert list(below.iterdir()) == []
 
 
+@pytest.mark.usefixtures("little")
 def test_who_waits_alone_says_so_and_leaves_nothing_if_interrupted(tmp_path: Path) -> None:
     found = rows(casnap.doctor(tmp_path, wait=0.1))
     assert found["other hosts"].verdict == "unknown"
@@ -133,6 +146,7 @@ def test_who_waits_alone_says_so_and_leaves_nothing_if_interrupted(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("little")
 def test_what_a_killed_one_left_goes_with_a_later_one(tmp_path: Path) -> None:
     waiting = subprocess.Popen([*COMMAND, "doctor", str(tmp_path), "--wait", "10m"])
     with waiting:
@@ -147,6 +161,7 @@ def test_what_a_killed_one_left_goes_with_a_later_one(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("little")
 def test_a_bucket_is_tried_by_requests(bucket: Bucket) -> None:
     uri = f"{bucket.uri}/run1"
     report = casnap.doctor(uri, wait=0, storage_options=bucket.storage_options)
@@ -156,12 +171,35 @@ def test_a_bucket_is_tried_by_requests(bucket: Bucket) -> None:
         "put-if-absent",
         "rules of the bucket",
         "requests",
+        "clocks",
+        "encryption",
         "write speed",
         "read speed",
     ]
     assert found["put-if-absent"].verdict == "good"
+    assert found["clocks"].finding == "that of the server agrees with that of this host"
     left = backend_at(f"{uri}/.casnap-doctor", bucket.storage_options)
     assert left.sizes("") == {}
+
+
+def test_what_a_slow_place_leaves_no_time_for_is_not_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("casnap.diagnosis.doctor._ALL", 0.0)
+    report = casnap.doctor(tmp_path)
+    assert {row.verdict for row in report.rows} == {"unknown"}
+    assert {row.finding for row in report.rows} == {"no time was left for it"}
+    assert all(row.advice for row in report.rows)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("apart", "verdict"), [(1, "good"), (-30, "good"), (90, "fair")])
+def test_clocks_that_are_apart_are_told(apart: float, verdict: str) -> None:
+    now = time.time()
+    row = clock_row("the server", now + apart, now)
+    assert row.verdict == verdict
+    assert ("ahead" in row.finding) == (apart == 90)
+    assert ("30 s behind" in row.finding) == (apart == -30)
 
 
 class _Blind(MemoryFileSystem):

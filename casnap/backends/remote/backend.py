@@ -27,6 +27,7 @@ from casnap.backends.remote.client import (
     Sink,
     Source,
     TakenError,
+    Told,
     Transfer,
     TransientError,
 )
@@ -233,6 +234,11 @@ class RemoteBackend(Backend):
     def size(self, key: str) -> int:
         key = _inside(key)
         return self._run(self._request("get", f"look at {key}", lambda client: client.size(key)))
+
+    def told_of(self, key: str) -> Told:
+        """Return what the server tells of an object besides its bytes."""
+        key = _inside(key)
+        return self._run(self._request("get", f"look at {key}", lambda client: client.told_of(key)))
 
     @override
     def names(self, folder: str) -> list[str]:

@@ -128,6 +128,21 @@ class Page:
         return cls(sizes, [folder[skip:-1] for folder in folders], after, times)
 
 
+@dataclass(frozen=True)
+class Told:
+    """What a server tells of an object besides its bytes.
+
+    Attributes:
+        put_at: When it was put, by the server's clock, in seconds since the epoch; None if that is
+            not told.
+        encryption: How the server encrypts it, in words: empty for not at all; None if that is not
+            told.
+    """
+
+    put_at: float | None = None
+    encryption: str | None = None
+
+
 class Client(ABC):
     """Makes single requests for objects below one URI. Each call runs on the event loop.
 
@@ -174,6 +189,10 @@ class Client(ABC):
     @abstractmethod
     async def size(self, key: str) -> int:
         """Return the length of an object in bytes."""
+
+    async def told_of(self, key: str) -> Told:
+        """Return what the server tells of an object besides its bytes."""
+        return Told()
 
     @abstractmethod
     async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:

@@ -29,6 +29,7 @@ from casnap.backends.remote.client import (
     Page,
     Sink,
     Source,
+    Told,
     TransientError,
     tls_problem,
     valid_options,
@@ -237,6 +238,19 @@ class GcsClient(Client):
             "GET", self._object(key), f"{self._uri}/{key}", parameters={"fields": "size"}
         )
         return int(reply["size"])
+
+    @override
+    async def told_of(self, key: str) -> Told:
+        reply = await self._ask(
+            "GET",
+            self._object(key),
+            f"{self._uri}/{key}",
+            parameters={"fields": "updated,kmsKeyName"},
+        )
+        at, own_key = _moment(reply.get("updated")), reply.get("kmsKeyName")
+        # There is no object that it does not encrypt.
+        encryption = f"by the key {own_key}" if own_key else "by keys of Google"
+        return Told(None if at is None else at.timestamp(), encryption)
 
     @override
     async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:

@@ -25,6 +25,7 @@ from casnap.backends.remote.client import (
     Page,
     Sink,
     Source,
+    Told,
     TransientError,
     valid_options,
 )
@@ -137,6 +138,18 @@ class S3Client(Client):
     async def size(self, key: str) -> int:
         # The answer to a HEAD would not tell why there is no object.
         return await self.get(key, (0, 1), Sink()) or 0
+
+    @override
+    async def told_of(self, key: str) -> Told:
+        # A HEAD would be no answer, as for the size.
+        answer = await self._call(
+            "get_object", f"{self._uri}/{key}", Key=self._prefix + key, Range="bytes=0-0"
+        )
+        answer["Body"].close()
+        by = ("ServerSideEncryption", "SSECustomerAlgorithm", "SSEKMSKeyId")
+        words = [str(answer[name]) for name in by if answer.get(name)]
+        at = answer.get("LastModified")
+        return Told(None if at is None else at.timestamp(), ", ".join(words))
 
     @override
     async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:
