@@ -100,6 +100,6 @@ def unpacked(
     """
     step = _AT_ONCE * layout.size
     if len(data) <= step:
-        return layout.iter_unpack(bytes(data))  # most are few: a chain costs more than they do
+        return layout.iter_unpack(bytes(data))  # a chain costs more time than a few records
     copies = (bytes(data[at : at + step]) for at in range(0, len(data), step))
     return chain.from_iterable(map(layout.iter_unpack, copies))

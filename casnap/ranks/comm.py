@@ -53,7 +53,7 @@ class Comm(ABC):
 
     @property
     def largest_team(self) -> int:
-        """The most ranks whose parts one rank passes on. Divide by it what is sent at once."""
+        """The most ranks whose parts one rank passes on. Send that much less at once."""
         return 1
 
     @property

@@ -103,7 +103,7 @@ class Group(Comm):
         if self.ended:
             raise StateError(f"{self.operation}: it has ended already")
         sums = [0] * self.size if is_proven else self._checksums(parts)
-        told = self._tell(parts, sums)
+        told = self._exchange_in_step(parts, sums)
         if FAILED in told.sizes:
             self.ended = True
             self._forget_shared()
@@ -200,7 +200,7 @@ class Group(Comm):
             self.timeout = min(self.timeout, PATIENCE)
         text = error_text(error)
         with suppress(CasnapError):  # this rank raises its own error in any case
-            told = self._tell([b""] * self.size, [0] * self.size, text)
+            told = self._exchange_in_step([b""] * self.size, [0] * self.size, text)
             self._errors = self._exchange_errors(told.sizes, encode(text))
         self._forget_shared()
         self.ended = True
@@ -233,7 +233,7 @@ class Group(Comm):
 
     # --- the steps of a collective ---
 
-    def _tell(
+    def _exchange_in_step(
         self,
         parts: Sequence[Buffer],
         sums: list[int],
@@ -301,7 +301,7 @@ class Group(Comm):
         if self._link.carrier is not None:
             self._link.begin(self.operation, phase)
             try:
-                with self._link.telling_absent(self.operation, self.timeout):
+                with self._link.warning_of_absent(self.operation, self.timeout):
                     return exchange(self.timeout)
             except RuntimeError:
                 if time.monotonic() >= until or not self._link.broke_before():

@@ -47,7 +47,7 @@ _EXPLAIN_SECONDS = 1.0
 # Seconds that the store may take to answer.
 _STORE_SECONDS = 5.0
 # Seconds after which the ranks that have not come to an operation are named.
-_TELL_AFTER = 5.0
+_WARN_AFTER = 5.0
 # The most ranks that look for the rank at fault.
 _ASKING = 8
 # The bytes of a token, which tells one arrival of a rank from another.
@@ -131,7 +131,7 @@ class Link:
         self._store = store
         self._base = f"casnap/{digest_of(encode(ranks)).hex()[:16]}{suffix}"
         # In the background a rank may well be late, though all have made the call: warn of none.
-        self._tells = not suffix
+        self._warns = not suffix
         self._background: Link | None = None
         self._name = ""
         # The seconds that a rank may take to connect, or to notice that it cannot.
@@ -196,11 +196,11 @@ class Link:
                 self._set(f"{self._name}/{topic}/{self.rank}", value)
 
     @contextmanager
-    def telling_absent(self, operation: str, timeout: float) -> Iterator[None]:
+    def warning_of_absent(self, operation: str, timeout: float) -> Iterator[None]:
         """Warn of absent ranks, while a block waits for all ranks to begin an operation."""
-        timer = threading.Timer(_TELL_AFTER, self._tell_absent, (operation, timeout))
+        timer = threading.Timer(_WARN_AFTER, self._warn_if_absent, (operation, timeout))
         timer.daemon = True
-        if self._tells:
+        if self._warns:
             with suppress(RuntimeError):  # if no thread can be started, only the warning is lost
                 timer.start()
         try:
@@ -210,7 +210,7 @@ class Link:
             if timer.ident is not None:
                 timer.join()
 
-    def _tell_absent(self, operation: str, timeout: float) -> None:
+    def _warn_if_absent(self, operation: str, timeout: float) -> None:
         def look(given_up: threading.Event) -> list[int]:
             if any(given_up.is_set() or self._has_begun(rank) for rank in range(self.rank)):
                 return []  # a rank before this one has begun, and warns
@@ -218,19 +218,19 @@ class Link:
 
         with suppress(RuntimeError, LinkFailedError):
             if absent := self._within(look, _STORE_SECONDS):
-                _tell(operation, absent, timeout)
+                _warn_of_absent(operation, absent, timeout)
 
     def _reminder(self, operation: str, timeout: float) -> Callable[[Iterable[int]], None]:
         """Return a function to call with the absent ranks: after some seconds it warns, once."""
-        tell_at = time.monotonic() + _TELL_AFTER if self._tells else math.inf
+        warn_at = time.monotonic() + _WARN_AFTER if self._warns else math.inf
 
-        def tell(absent: Iterable[int]) -> None:
-            nonlocal tell_at
-            if time.monotonic() >= tell_at and (ranks := list(absent)):
-                tell_at = math.inf
-                _tell(operation, ranks, timeout)
+        def warn(absent: Iterable[int]) -> None:
+            nonlocal warn_at
+            if time.monotonic() >= warn_at and (ranks := list(absent)):
+                warn_at = math.inf
+                _warn_of_absent(operation, ranks, timeout)
 
-        return tell
+        return warn
 
     def _has_begun(self, rank: int) -> bool:
         """Whether a rank has begun the operation that this rank is in."""
@@ -329,7 +329,7 @@ class Link:
             LinkFailedError: Some ranks did not come.
             RuntimeError: The ranks came, but could not be connected.
         """
-        of_team = team_ranks()  # a wrong setting is an error on all ranks that have it
+        team_size = team_ranks()  # a wrong setting is an error on all ranks that have it
         self.close()
         # gloo waits as long for the address of a rank, and five times as long for it to connect.
         until, patience = time.monotonic() + seconds, min(timeout, PATIENCE / 2)
@@ -338,7 +338,7 @@ class Link:
         def meet(given_up: threading.Event) -> tuple[str, _Start]:
             pauses = self._pauses(until, given_up)
             if self.rank == 0:
-                return self._gather_ranks(pauses, operation, timeout, of_team)
+                return self._gather_ranks(pauses, operation, timeout, team_size)
             return self._come_to_rank_0(pauses, operation, timeout)
 
         self._name, start = self._within(meet, seconds + _STORE_SECONDS)
@@ -368,14 +368,14 @@ class Link:
         )
         return {rank: a.process for rank, a in zip(near, arrivals, strict=True) if a is not None}
 
-    def _connected(self, patience: float, of_team: int) -> Carrier:
+    def _connected(self, patience: float, team_size: int) -> Carrier:
         carrier = carrier_of(
             lambda later: gloo.new_group(
                 self._store, self._name, self.rank, self.size, patience, connects_later=later
             ),
             self.rank,
             self.hosts,
-            of_team,
+            team_size,
         )
         try:
             carrier.connect(3 * patience)
@@ -385,7 +385,7 @@ class Link:
         return carrier
 
     def _gather_ranks(
-        self, pauses: Iterable[None], operation: str, timeout: float, of_team: int
+        self, pauses: Iterable[None], operation: str, timeout: float, team_size: int
     ) -> tuple[str, _Start]:
         """Make a new group, as rank 0, and wait until all ranks have come.
 
@@ -400,14 +400,14 @@ class Link:
         self._set(f"{name}/came/0", arrival)
         self._set(f"{self._base}/newest", name)
         absent, dead = list(range(1, self.size)), list[int]()
-        tell = self._reminder(operation, timeout)
+        warn = self._reminder(operation, timeout)
         for _ in pauses:
             while absent and (absent[-1] in dead or self._has(f"{name}/came/{absent[-1]}")):
                 absent.pop()
             if not absent:
                 break
             dead = self._dead_ranks() or self._get(f"{name}/dead", list[int]) or []
-            tell(r for r in absent if r not in dead and not self._has(f"{name}/came/{r}"))
+            warn(r for r in absent if r not in dead and not self._has(f"{name}/came/{r}"))
         others = [self._arrival(name, rank) for rank in range(1, self.size)]
         absent = [rank for rank, arrived in enumerate(others, 1) if arrived is None]
         failure = _failure_to_come(absent, dead, timeout) if absent else None
@@ -423,7 +423,7 @@ class Link:
         numbers = {0: 0}
         hosts = [numbers.setdefault(a.process.host, len(numbers)) if a else 0 for a in arrivals]
         runs = [(host, len([*ranks])) for host, ranks in groupby(hosts)]
-        start = _Start(runs, of_team, failure)
+        start = _Start(runs, team_size, failure)
         self._set(f"{name}/start", start)
         if failure is not None:
             self._set(f"{self._base}/newest", "")
@@ -454,7 +454,7 @@ class Link:
         self._own_host = arrival.process.host
         leader: Process | None = None
         dead: list[int] = []
-        tell = self._reminder(operation, timeout)
+        warn = self._reminder(operation, timeout)
         for _ in pauses:
             newest = self._get(f"{self._base}/newest", str)
             # Look for this after the name: rank 0 may have ended a wait, and begun the next one.
@@ -480,7 +480,7 @@ class Link:
                 # Rank 0 may be on another host, and then cannot see that these ranks died.
                 self._set(f"{name}/dead", dead)
             # A group that has begun without this rank is an older one: rank 0 has not come yet.
-            tell([0] if not name or start is not None else [])
+            warn([0] if not name or start is not None else [])
         absent = [rank for rank in range(1, self.size) if self._arrival(name, rank) is None]
         if 0 in dead or not name or not absent:
             absent = [0]
@@ -760,14 +760,14 @@ def _failure_to_come(missing_ranks: list[int], dead: list[int], timeout: float) 
     return Failure(tuple(missing_ranks), f"{rank_names(missing_ranks)} {event}")
 
 
-def _tell(operation: str, absent: list[int], timeout: float) -> None:
+def _warn_of_absent(operation: str, absent: list[int], timeout: float) -> None:
     """Warn which ranks have not come to an operation yet."""
     _log.warning(
         "%s waits for %s, not here after %g s: %s. It goes on when all are here, and fails after "
         "%g s",
         operation,
         rank_names(absent),
-        _TELL_AFTER,
+        _WARN_AFTER,
         _ALL_MUST_CALL,
         timeout,
     )

@@ -125,7 +125,7 @@ def come_late(absent: int, before: int, timeout: float) -> tuple[Seen, list[str]
     told, log, store = Told(), logging.getLogger("casnap"), links.gloo.default_group()[1]
     log.addHandler(told)
     try:
-        with mock.patch.object(links, "_TELL_AFTER", 0.3):
+        with mock.patch.object(links, "_WARN_AFTER", 0.3):
             if dist.get_rank() == absent:
                 tellers = [0] if absent else [1] if before else [1, 2]
                 store.wait([f"told/{rank}" for rank in tellers], timedelta(seconds=LONG))
@@ -173,7 +173,7 @@ def work_slowly() -> list[str]:
     told, log = Told(), logging.getLogger("casnap")
     log.addHandler(told)
     try:
-        with mock.patch.object(links, "_TELL_AFTER", 0.1), join(None, LONG, "the take") as comm:
+        with mock.patch.object(links, "_WARN_AFTER", 0.1), join(None, LONG, "the take") as comm:
             comm.all_gather(b"")
             if comm.rank:
                 time.sleep(0.3)  # what is waited for is that nothing is told

@@ -51,8 +51,8 @@ T = TypeVar("T")
 # The size from which a cache is made anew: a base, and so much for each record of the store. Usual
 # caches take some 220 bytes a record, tree nodes included.
 _CACHE_BYTES, _BYTES_A_RECORD = 1 << 30, 1024
-# A cache of more bytes than the first number is made anew too once it has so many times the records
-# of the store.
+# Or, for a cache of more bytes than the first number: once it has more records than the second
+# number times the records of the store.
 _SMALL_CACHE_BYTES, _MOST_TIMES = 4 << 20, 4
 # The most records of the segments that are read at the same time; a record has 61 bytes.
 _TOGETHER_RECORDS = 1 << 20

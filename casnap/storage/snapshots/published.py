@@ -56,7 +56,7 @@ class TagMove(Struct, frozen=True, kw_only=True):
 
 
 class Tags:
-    """The tags of a store's snapshots. A published one is on one snapshot, and is moved.
+    """The tags of a store's snapshots. A published tag is on one snapshot; a commit moves it.
 
     Args:
         store: The store.
@@ -122,7 +122,7 @@ class Tags:
 
         Args:
             tag: The tag. If it is not published, this looks at all snapshots.
-            folder: The folder that the snapshot must lie in; "" for the whole self._store.
+            folder: The folder that the snapshot must lie in; "" for the whole store.
 
         Raises:
             InvalidNameError: The tag is no str.
@@ -214,7 +214,7 @@ class Tags:
 
         Raises:
             SnapshotNotFoundError: There is no such snapshot any more.
-            SnapshotError: So many tags are published that the store takes no more.
+            SnapshotError: The store has 100 published tags, and takes no more.
         """
         changes: dict[str, Row | None] = {}
         previous = ""
