@@ -473,14 +473,14 @@ class Store:
                 the newest whole one before it.
         """
         from casnap.mirror.notes import notes_of_renamed
-        from casnap.storage import rewind
+        from casnap.storage import Runs
         from casnap.take.pending import wait_for_last
 
         wait_for_last()
         view = self._view
         full, _ = view.find(name)
         notes = partial(notes_of_renamed, uri=view.repository.backend.uri)
-        rewound = rewind(view.repository, full, notes)
+        rewound = Runs(view.repository).rewind(full, notes)
         if rewound.moved:
             view.hooks.on_commit()
             _log.info(
@@ -533,12 +533,12 @@ class Store:
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name and commit id.
         """
-        from casnap.storage import forget
+        from casnap.storage import Runs
 
         view = self._view
         full, row = view.find(name)
         commit = row.commit.hex() if commit_id is None else commit_id
-        forget(view.repository, full, commit)
+        Runs(view.repository).forget(full, commit)
         view.free_later([row])
 
     def tag(self, name: str, *tags: str) -> None:
@@ -929,12 +929,12 @@ class Store:
         Raises:
             EntryNotFoundError: No snapshot has, or had, a key that a pattern of ``thin`` matches.
         """
-        from casnap.storage import prune_by
+        from casnap.storage import Runs
 
         view = self._view
         folder = view.folder(prefix)
         return self._view.named_here(
-            prune_by(view.repository, retention, folder, view.free_later, dry_run=dry_run)
+            Runs(view.repository, folder).prune(retention, view.free_later, dry_run=dry_run)
         )
 
     def thin(
@@ -959,11 +959,12 @@ class Store:
             ValueError: The rules make no sense.
             EntryNotFoundError: No snapshot has, or had, a key that a pattern matches.
         """
-        from casnap.storage import thin_by
+        from casnap.storage import Runs
 
         view = self._view
         folder = view.folder(prefix)
-        lost = thin_by(view.repository, rules, folder, view.free_later, dry_run=dry_run)
+        runs = Runs(view.repository, folder)
+        lost = runs.thin(rules, view.free_later, dry_run=dry_run)
         return {view.local_of(name): keys for name, keys in lost.items()}
 
     @property

@@ -17,16 +17,7 @@ from casnap.mirror.notes import (
     follows_of,
     life_of,
 )
-from casnap.storage import (
-    Repository,
-    Retention,
-    Session,
-    Table,
-    Upkeep,
-    in_commit_order,
-    is_copy_from_here,
-    upkeep_of_run,
-)
+from casnap.storage import Repository, Retention, Session, Table, Upkeep, in_commit_order
 from casnap.transfer.copy_jobs import Placement, PlacementError
 
 
@@ -99,7 +90,7 @@ class Succession:
         life = None if newest is None else life_of(newest)
         if newest is None or life is None:
             return Life(seq, follows)
-        if follows >= life.follows and is_copy_from_here(self.source, newest):
+        if follows >= life.follows and self.source.has_taken_origin_of(newest):
             return life
         if follows >= life.began:
             self.predecessor, _ = newest.origin
@@ -120,7 +111,7 @@ class Succession:
         self, table: Table, replaced: Mapping[str, Row], row: Row, session: Session
     ) -> Upkeep:
         """Return what the commit of the copy does to the copies of the run, in all its lives."""
-        return upkeep_of_run(
+        return Upkeep.of_run(
             table,
             (self.new_name, row),
             self.retention,

@@ -26,7 +26,6 @@ from casnap.storage import (
     Tags,
     change_settings,
     change_table,
-    is_copy_from_here,
     rows_of_run,
 )
 
@@ -174,7 +173,7 @@ def is_newer_here(
     """
     (name, row), (other_name, row_there) = newest, newest_there
     same_run = folder_of(name) == folder_of(other_name)
-    if is_copy_from_here(store, row_there):
+    if store.has_taken_origin_of(row_there):
         return row.seq > row_there.origin[1]
     life = life_of(row_there)
     if life is not None and same_run:

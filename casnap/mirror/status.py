@@ -16,7 +16,7 @@ from casnap.format.decoding import json_decoder
 from casnap.format.digest import digest_of
 from casnap.mirror.notes import MirrorPlace
 from casnap.runtime.environment import cache_folder, given_path, is_running
-from casnap.storage import Repository, Retention, Tags, check_retention
+from casnap.storage import Repository, Retention, Runs, Tags
 from casnap.transfer.copy_jobs import CopyOptions
 
 
@@ -63,7 +63,7 @@ class MirrorOptions:
         if not isinstance(self.uri, Backend):
             object.__setattr__(self, "uri", given_path(self.uri))
         if self.retention is not None:
-            check_retention(self.retention)
+            Runs.check_retention(self.retention)
         if self.tag is not None:
             Tags.checked(self.tag)
 

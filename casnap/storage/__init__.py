@@ -53,24 +53,16 @@ if TYPE_CHECKING:
     from casnap.storage.snapshots.contents import Entries as Entries
     from casnap.storage.snapshots.contents import Listed as Listed
     from casnap.storage.snapshots.marker_files import Markers as Markers
-    from casnap.storage.snapshots.pruning import forget as forget
-    from casnap.storage.snapshots.pruning import prune_by as prune_by
-    from casnap.storage.snapshots.pruning import prune_judged as prune_judged
-    from casnap.storage.snapshots.pruning import thin_by as thin_by
     from casnap.storage.snapshots.published import TagMove as TagMove
     from casnap.storage.snapshots.published import Tags as Tags
     from casnap.storage.snapshots.retention import Best as Best
     from casnap.storage.snapshots.retention import PruneReport as PruneReport
     from casnap.storage.snapshots.retention import Retention as Retention
     from casnap.storage.snapshots.retention import Verdict as Verdict
-    from casnap.storage.snapshots.retention import check_retention as check_retention
-    from casnap.storage.snapshots.rewinding import rewind as rewind
+    from casnap.storage.snapshots.run_changes import Runs as Runs
     from casnap.storage.snapshots.run_upkeep import Upkeep as Upkeep
-    from casnap.storage.snapshots.run_upkeep import upkeep_of_run as upkeep_of_run
     from casnap.storage.snapshots.runs import in_commit_order as in_commit_order
-    from casnap.storage.snapshots.runs import is_copy_from_here as is_copy_from_here
     from casnap.storage.snapshots.runs import rows_of_run as rows_of_run
-    from casnap.storage.snapshots.runs import was_taken_here as was_taken_here
     from casnap.storage.snapshots.table import Table as Table
     from casnap.storage.snapshots.table import check_free as check_free
     from casnap.storage.snapshots.table import check_path_is_free as check_path_is_free
@@ -100,12 +92,11 @@ _NAMES = {
     "snapshots.contents": "Contents Entries Listed",
     "snapshots.marker_files": "Markers",
     "opening.opening": "open_at",
-    "snapshots.pruning": "forget prune_by prune_judged thin_by",
     "snapshots.published": "TagMove Tags",
-    "snapshots.retention": "Best PruneReport Retention Verdict check_retention",
-    "snapshots.rewinding": "rewind",
-    "snapshots.run_upkeep": "Upkeep upkeep_of_run",
-    "snapshots.runs": "in_commit_order is_copy_from_here rows_of_run was_taken_here",
+    "snapshots.retention": "Best PruneReport Retention Verdict",
+    "snapshots.run_changes": "Runs",
+    "snapshots.run_upkeep": "Upkeep",
+    "snapshots.runs": "in_commit_order rows_of_run",
     "snapshots.table": "Table check_free check_path_is_free row_of",
     "writing.copying": "ChunkBuffer",
     "writing.handovers": "Handover",

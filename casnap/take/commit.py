@@ -20,7 +20,7 @@ from casnap.format.entries import Manifest
 from casnap.format.records import Row, Stats, encode
 from casnap.ranks.comm import Comm
 from casnap.ranks.failures import ErrorText, error_of_ranks, error_text
-from casnap.storage import Handover, Markers, Repository, Session, Table, upkeep_of_run
+from casnap.storage import Handover, Markers, Repository, Session, Table, Upkeep
 from casnap.take.options import TakeOptions
 from casnap.take.ranks.agreement import check_name
 
@@ -164,7 +164,7 @@ class TakeCommit:
                 metadata=dict(options.metadata or {}),
                 notes=dict(self.notes),
             )
-            upkeep = upkeep_of_run(table, (self.name, row), options.retention, session)
+            upkeep = Upkeep.of_run(table, (self.name, row), options.retention, session)
             gone = _rows_in(table, [*upkeep.pruned, self.name])
             thinned = _rows_in(table, upkeep.thinned)
             return {**dict.fromkeys(gone), **upkeep.thinned, self.name: row}

@@ -174,7 +174,7 @@ class TakeOptions:
 
     def __post_init__(self) -> None:
         if self.retention is not None:
-            storage.check_retention(self.retention)
+            storage.Runs.check_retention(self.retention)
         # Ranks compare the texts of options, so each has one form.
         object.__setattr__(self, "threads", count_if_given("threads", self.threads))
         object.__setattr__(self, "max_pending", count_of("max_pending", self.max_pending))

@@ -22,7 +22,7 @@ from casnap.errors import DamagedError
 from casnap.format.digest import digest_of
 from casnap.format.records import PackId, SealedSegment, SegmentId, pack_key, segment_key
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
-from casnap.storage import forget
+from casnap.storage import Runs
 from casnap.storage.commit_log.roots import read_root
 from casnap.view import repository_of
 from tests.support.cli_calls import document, invoke
@@ -79,7 +79,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     take(store, 2)
     note()
     # Nothing is collected in the background.
-    forget(repository_of(store), "step_1", store["step_1"].commit_id)
+    Runs(repository_of(store)).forget("step_1", store["step_1"].commit_id)
     store.gc(grace=0)
     note()
     take(store, 3)

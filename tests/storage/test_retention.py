@@ -280,7 +280,7 @@ def test_the_step_of_a_name(
     for every, is_kept in ((10, step is None or step % 10 == 0), (7, step is None)):
         [verdict] = store.prune(Retention(keep_every=every), dry_run=True).verdicts
         assert verdict.kept == is_kept
-    warnings = [text for text in caplog.messages if "say its step" in text]
+    warnings = [text for text in caplog.messages if "says its step" in text]
     assert len(warnings) == (step is None)
     store.take({"s": StateDict(x=1)}, "other-1-2", metadata={"step": 70})
     verdicts = store.prune(Retention(keep_every=7), dry_run=True).verdicts

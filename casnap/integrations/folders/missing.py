@@ -16,7 +16,7 @@ from casnap.errors import StoreError
 from casnap.extending import translated
 from casnap.format.names import folder_of
 from casnap.format.records import Row
-from casnap.storage import Markers, Repository, Table, Verdict, prune_judged, was_taken_here
+from casnap.storage import Markers, Repository, Runs, Table, Verdict
 from casnap.view import view_of
 
 
@@ -75,7 +75,7 @@ def _judge_run(store: Repository, run: str, rows: dict[str, Row]) -> dict[str, s
             return "its folder was renamed"
         if not had_markers:
             return "no snapshot of its run has its folder"
-        if not was_taken_here(store, row):
+        if not store.has_taken(row):
             return "copied from another store"
         return ""
 
@@ -119,8 +119,7 @@ def prune_missing_folders(
     """
     view = view_of(store)
     repository, folder = view.repository, view.folder(prefix)
-    report = prune_judged(
-        repository,
+    report = Runs(repository).prune_judged(
         lambda table: judge_folders(repository, table, folder),
         view.free_later,
         dry_run=dry_run,

@@ -24,7 +24,7 @@ from casnap.format.names import folder_of
 from casnap.format.records import Row
 from casnap.integrations.folders.missing import judge_folders
 from casnap.integrations.notices import is_notice
-from casnap.storage import Markers, Table, Verdict, prune_judged
+from casnap.storage import Markers, Runs, Table, Verdict
 from casnap.view import View, view_of
 
 _log = logging.getLogger("casnap")
@@ -235,9 +235,9 @@ def _forget_unheld(
         return [Verdict(name, row, tuple(row.holds)) for name, row in find(table).items()]
 
     # Most often there is none, and to look costs less than a change of the table.
-    report = prune_judged(view.repository, judge, on_release, dry_run=True)
+    report = Runs(view.repository).prune_judged(judge, on_release, dry_run=True)
     if report.deleted:
-        report = prune_judged(view.repository, judge, on_release)
+        report = Runs(view.repository).prune_judged(judge, on_release)
     return not report.kept
 
 

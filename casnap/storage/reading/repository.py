@@ -32,7 +32,7 @@ from casnap.format.tree import TABLE_FANOUT, Tree
 from casnap.runtime.buffers import fill_from
 from casnap.runtime.threads import cores
 from casnap.storage.commit_log.config import read_config
-from casnap.storage.commit_log.roots import check_writable, roots_before
+from casnap.storage.commit_log.roots import check_writable, read_root, roots_before
 from casnap.storage.commit_log.settings import Settings
 from casnap.storage.lookup.index import Index, IndexView
 from casnap.storage.lookup.lookup_order import Left, Lookup, Lost, lookup_at
@@ -175,6 +175,26 @@ class Repository:
     def observe_root(self, root: Root) -> None:
         """Note a root that another rank has just read, unless this process knows a newer one."""
         self.lookup.newest.observe(root)
+
+    def has_taken(self, row: Row) -> bool:
+        """Whether a snapshot was taken in this store: a copy has the commit id of its origin."""
+        return not row.origin[0] and self._has_committed(row.seq, row)
+
+    def has_taken_origin_of(self, row: Row) -> bool:
+        """Whether a snapshot of another store is a copy of one that was taken in this store.
+
+        The number of a root here and its commit id prove it: roots are never removed, and commit
+        ids are random. So if a store was copied as a whole and both go on, each knows its own
+        snapshots.
+        """
+        store_id, seq = row.origin
+        return store_id == self.config.store_id and seq >= 0 and self._has_committed(seq, row)
+
+    def _has_committed(self, seq: int, row: Row) -> bool:
+        try:
+            return read_root(self.backend, seq).commit == row.commit
+        except (FileNotFoundError, DamagedError):
+            return False
 
     def read_at_newest(
         self, read: Callable[[Root], V], first_root: Callable[[], Root] | None = None

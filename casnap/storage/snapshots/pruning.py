@@ -14,7 +14,7 @@ from casnap.errors import BackendError, DamagedError
 from casnap.format.records import Row
 from casnap.runtime.typing import override
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.changes import change_table, edit_row
+from casnap.storage.snapshots.changes import change_table
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.marker_files import unmark
 from casnap.storage.snapshots.retention import (
@@ -27,13 +27,6 @@ from casnap.storage.snapshots.retention import (
 )
 from casnap.storage.snapshots.runs import in_commit_order
 from casnap.storage.snapshots.table import Table
-from casnap.storage.snapshots.thinning import (
-    Rules,
-    Thinned,
-    check_keys,
-    check_rules,
-    thin,
-)
 
 _log = logging.getLogger("casnap")
 _UNREAD = "its metadata cannot be read"
@@ -145,125 +138,29 @@ def prune(store: Repository, change: PruneChange, *, dry_run: bool = False) -> P
     if dry_run:
         store.read_at_newest(lambda root: change(store.table(root), 0))
     elif change_table(store, change):
-        _unmark_pruned(store, change)
+        unmark_pruned(store, change)
     return PruneReport(change.verdicts, dry_run)
 
 
-def prune_by(
-    store: Repository,
-    retention: Retention,
-    folder: str,
-    on_release: OnRelease,
-    *,
-    dry_run: bool = False,
-) -> PruneReport:
-    """Remove the snapshots of the runs in a folder that no rule keeps, and thin the others.
+class JudgedChange(PruneChange):
+    """A change of the table that removes the snapshots that a judge does not keep.
 
     Args:
-        store: The store.
-        retention: The rules.
-        folder: The folder; "" for the whole store.
-        on_release: See :data:`OnRelease`.
-        dry_run: Whether to change nothing, and only report.
-
-    Raises:
-        EntryNotFoundError: No snapshot has, or had, a key that a pattern of ``thin`` matches.
+        judge: Returns verdicts on snapshots of a table.
     """
-    change = RetentionChange(store, retention, folder)
-    if retention.thin is None:
-        report = prune(store, change, dry_run=dry_run)
-    else:
-        thinned = _thin(store, retention.thin, folder, on_release, change, dry_run=dry_run)
-        if not dry_run:
-            _unmark_pruned(store, change)
-        lost = {name: each.keys for name, each in thinned.items()}
-        report = PruneReport(change.verdicts, dry_run, lost)
-    if not dry_run:
-        on_release([verdict.row for verdict in report.deleted])
-    return report
 
-
-def thin_by(
-    store: Repository,
-    rules: Rules,
-    folder: str,
-    on_release: OnRelease,
-    *,
-    dry_run: bool = False,
-) -> dict[str, tuple[str, ...]]:
-    """Thin the runs in a folder; return the keys that each snapshot lost, by name.
-
-    Args:
-        store: The store.
-        rules: The rules.
-        folder: The folder; "" for the whole store.
-        on_release: See :data:`OnRelease`.
-        dry_run: Whether to change nothing, and only return what would be lost.
-
-    Raises:
-        ValueError: The rules make no sense.
-        EntryNotFoundError: No snapshot has, or had, a key that a pattern matches.
-    """
-    thinned = _thin(store, rules, folder, on_release, None, dry_run=dry_run)
-    return {name: each.keys for name, each in thinned.items()}
-
-
-def _thin(
-    store: Repository,
-    rules: Rules,
-    folder: str,
-    on_release: OnRelease,
-    change: PruneChange | None,
-    *,
-    dry_run: bool,
-) -> dict[str, Thinned]:
-    rows = store.read_at_newest(lambda root: list(store.table(root).items_in(folder)))
-    check_keys(store, rows, check_rules(rules))
-    thinned = thin(store, rules, folder, change, dry_run=dry_run)
-    if thinned and not dry_run:
-        on_release([each.before for each in thinned.values()])
-    return thinned
-
-
-def forget(store: Repository, name: str, commit_id: str) -> None:
-    """Remove a snapshot, whatever holds it.
-
-    Raises:
-        SnapshotNotFoundError: There is no snapshot of this name and commit id.
-    """
-    edit_row(store, name, commit_id, lambda _: None)
-    unmark(store, {name: bytes.fromhex(commit_id)})
-
-
-def prune_judged(
-    store: Repository, judge: Judge, on_release: OnRelease, *, dry_run: bool = False
-) -> PruneReport:
-    """Remove the snapshots that a judge does not keep, in one commit.
-
-    Args:
-        store: The store.
-        judge: Returns verdicts on snapshots of a table. Each try to commit calls it.
-        on_release: See :data:`OnRelease`.
-        dry_run: Whether to change nothing, and only report.
-    """
-    report = prune(store, _JudgedChange(judge), dry_run=dry_run)
-    if not dry_run:
-        on_release([verdict.row for verdict in report.deleted])
-    return report
-
-
-class _JudgedChange(PruneChange):
     def __init__(self, judge: Judge) -> None:
         super().__init__()
         self._judge = judge
 
     @override
     def judge(self, table: Table) -> list[Verdict]:
+        """Return the verdicts of the judge, in the order of commits."""
         verdicts = {verdict.name: verdict for verdict in self._judge(table)}
         rows = in_commit_order((name, verdict.row) for name, verdict in verdicts.items())
         return [verdicts[name] for name, _ in rows]
 
 
-def _unmark_pruned(store: Repository, change: PruneChange) -> None:
+def unmark_pruned(store: Repository, change: PruneChange) -> None:
     """Remove the markers of the snapshots that were not kept."""
     unmark(store, {v.name: v.row.commit for v in change.verdicts if not v.kept})

@@ -31,48 +31,49 @@ class Upkeep(NamedTuple):
     pruned: dict[str, Row]
     thinned: dict[str, Row]
 
+    @classmethod
+    def of_run(
+        cls,
+        table: Table,
+        added: tuple[str, Row],
+        retention: Retention | None,
+        session: Session,
+        *,
+        replaced: Collection[str] = (),
+        counts: Callable[[Row], bool] = lambda row: True,
+    ) -> Upkeep:
+        """Return the changes that the commit of a new snapshot must make to its run.
 
-def upkeep_of_run(
-    table: Table,
-    added: tuple[str, Row],
-    retention: Retention | None,
-    session: Session,
-    *,
-    replaced: Collection[str] = (),
-    counts: Callable[[Row], bool] = lambda row: True,
-) -> Upkeep:
-    """Return the changes that the commit of a new snapshot must make to its run.
+        An error only gives a warning, since the new snapshot must not fail with it. The next commit
+        looks at the run again.
 
-    An error only gives a warning, since the new snapshot must not fail with it. The next commit
-    looks at the run again.
-
-    Args:
-        table: The table that the commit changes.
-        added: Name and row of the new snapshot, which stays as it is.
-        retention: The rules; None keeps all snapshots.
-        session: The session that commits. It stores the new manifests.
-        replaced: Names of snapshots that go in any case.
-        counts: Whether the rules judge and count a snapshot at all.
-    """
-    if retention is None:
-        return Upkeep({}, {})
-    name, row = added
-    store, run = session.store, row.run_of(name)
-    rows = {name: row}
-    pruned: dict[str, Row] = {}
-    try:
-        earlier = rows_of_run(table, run).items()
-        rows = {n: r for n, r in earlier if n not in replaced and counts(r)} | rows
-        judging = RetentionChange(store, retention, run, row.commit)
-        verdicts = judging.judge_rows(rows.items())
-        pruned = {verdict.name: rows[verdict.name] for verdict in verdicts if not verdict.kept}
-    except Exception as e:  # noqa: BLE001
-        text = "%s is stored, but its run is not pruned: %s: %s"
-        _log.warning(text, name, type(e).__name__, e)
-    else:
-        _warn_of_metric(store, name, retention, verdicts)
-    remaining = [item for item in rows.items() if item[0] not in pruned]
-    return Upkeep(pruned, thin_run(store, remaining, retention.thin, session, name))
+        Args:
+            table: The table that the commit changes.
+            added: Name and row of the new snapshot, which stays as it is.
+            retention: The rules; None keeps all snapshots.
+            session: The session that commits. It stores the new manifests.
+            replaced: Names of snapshots that go in any case.
+            counts: Whether the rules judge and count a snapshot at all.
+        """
+        if retention is None:
+            return cls({}, {})
+        name, row = added
+        store, run = session.store, row.run_of(name)
+        rows = {name: row}
+        pruned: dict[str, Row] = {}
+        try:
+            earlier = rows_of_run(table, run).items()
+            rows = {n: r for n, r in earlier if n not in replaced and counts(r)} | rows
+            judging = RetentionChange(store, retention, run, row.commit)
+            verdicts = judging.judge_rows(rows.items())
+            pruned = {verdict.name: rows[verdict.name] for verdict in verdicts if not verdict.kept}
+        except Exception as e:  # noqa: BLE001
+            text = "%s is stored, but its run is not pruned: %s: %s"
+            _log.warning(text, name, type(e).__name__, e)
+        else:
+            _warn_of_metric(store, name, retention, verdicts)
+        remaining = [item for item in rows.items() if item[0] not in pruned]
+        return cls(pruned, thin_run(store, remaining, retention.thin, session, name))
 
 
 def _warn_of_metric(

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from casnap.errors import DamagedError
 from casnap.format.names import folder_of
 from casnap.format.records import Row
-from casnap.storage.commit_log.roots import read_root
-from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.table import Table
 
 
@@ -79,25 +76,3 @@ def in_commit_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
         for at, item in zip(at_places, of_one, strict=True):
             ordered[at] = item
     return ordered
-
-
-def was_taken_here(store: Repository, row: Row) -> bool:
-    """Whether a snapshot was taken in this store: a copy has the commit id of its origin."""
-    return not row.origin[0] and _has_committed(store, row.seq, row)
-
-
-def is_copy_from_here(store: Repository, row: Row) -> bool:
-    """Whether a snapshot of another store is a copy of a snapshot that was taken in this store.
-
-    The number of a root here and its commit id prove it: roots are never removed, and commit ids
-    are random. So if a store was copied as a whole and both go on, each knows its own snapshots.
-    """
-    store_id, seq = row.origin
-    return store_id == store.config.store_id and seq >= 0 and _has_committed(store, seq, row)
-
-
-def _has_committed(store: Repository, seq: int, row: Row) -> bool:
-    try:
-        return read_root(store.backend, seq).commit == row.commit
-    except (FileNotFoundError, DamagedError):
-        return False

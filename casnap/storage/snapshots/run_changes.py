@@ -1,0 +1,154 @@
+"""Changing the runs of a store: pruning, thinning, rewinding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from casnap.format.records import Root
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.changes import edit_row
+from casnap.storage.snapshots.marker_files import unmark
+from casnap.storage.snapshots.pruning import (
+    Judge,
+    JudgedChange,
+    OnRelease,
+    PruneChange,
+    RetentionChange,
+    prune,
+    unmark_pruned,
+)
+from casnap.storage.snapshots.retention import PruneReport, Retention, check_retention
+from casnap.storage.snapshots.rewinding import Rewound, rewind
+from casnap.storage.snapshots.thinning import Rules, Thinned, check_keys, check_rules, thin
+
+
+class Runs:
+    """The runs in a folder of a store.
+
+    Args:
+        store: The store.
+        folder: The folder; "" for the whole store.
+    """
+
+    def __init__(self, store: Repository, folder: str = "") -> None:
+        self._store = store
+        self._folder = folder
+
+    @staticmethod
+    def check_retention(retention: object) -> None:
+        """Check that an argument is a :class:`Retention`.
+
+        Raises:
+            TypeError: It is not.
+        """
+        check_retention(retention)
+
+    def prune(
+        self,
+        retention: Retention,
+        on_release: OnRelease,
+        *,
+        dry_run: bool = False,
+    ) -> PruneReport:
+        """Remove the snapshots of the runs in a folder that no rule keeps, and thin the others.
+
+        Args:
+            retention: The rules.
+            on_release: See :data:`OnRelease`.
+            dry_run: Whether to change nothing, and only report.
+
+        Raises:
+            EntryNotFoundError: No snapshot has, or had, a key that a pattern of ``thin`` matches.
+        """
+        change = RetentionChange(self._store, retention, self._folder)
+        if retention.thin is None:
+            report = prune(self._store, change, dry_run=dry_run)
+        else:
+            thinned = self._thin(retention.thin, on_release, change, dry_run=dry_run)
+            if not dry_run:
+                unmark_pruned(self._store, change)
+            lost = {name: each.keys for name, each in thinned.items()}
+            report = PruneReport(change.verdicts, dry_run, lost)
+        if not dry_run:
+            on_release([verdict.row for verdict in report.deleted])
+        return report
+
+    def prune_judged(
+        self, judge: Judge, on_release: OnRelease, *, dry_run: bool = False
+    ) -> PruneReport:
+        """Remove the snapshots that a judge does not keep, in one commit.
+
+        Args:
+            judge: Returns verdicts on snapshots of a table. Each try to commit calls it.
+            on_release: See :data:`OnRelease`.
+            dry_run: Whether to change nothing, and only report.
+        """
+        report = prune(self._store, JudgedChange(judge), dry_run=dry_run)
+        if not dry_run:
+            on_release([verdict.row for verdict in report.deleted])
+        return report
+
+    def thin(
+        self,
+        rules: Rules,
+        on_release: OnRelease,
+        *,
+        dry_run: bool = False,
+    ) -> dict[str, tuple[str, ...]]:
+        """Thin the runs in a folder; return the keys that each snapshot lost, by name.
+
+        Args:
+            rules: The rules.
+            on_release: See :data:`OnRelease`.
+            dry_run: Whether to change nothing, and only return what would be lost.
+
+        Raises:
+            ValueError: The rules make no sense.
+            EntryNotFoundError: No snapshot has, or had, a key that a pattern matches.
+        """
+        thinned = self._thin(rules, on_release, None, dry_run=dry_run)
+        return {name: each.keys for name, each in thinned.items()}
+
+    def _thin(
+        self,
+        rules: Rules,
+        on_release: OnRelease,
+        change: PruneChange | None,
+        *,
+        dry_run: bool,
+    ) -> dict[str, Thinned]:
+        rows = self._store.read_at_newest(
+            lambda root: list(self._store.table(root).items_in(self._folder))
+        )
+        check_keys(self._store, rows, check_rules(rules))
+        thinned = thin(self._store, rules, self._folder, change, dry_run=dry_run)
+        if thinned and not dry_run:
+            on_release([each.before for each in thinned.values()])
+        return thinned
+
+    def forget(self, name: str, commit_id: str) -> None:
+        """Remove a snapshot, whatever holds it.
+
+        Raises:
+            SnapshotNotFoundError: There is no snapshot of this name and commit id.
+        """
+        edit_row(self._store, name, commit_id, lambda _: None)
+        unmark(self._store, {name: bytes.fromhex(commit_id)})
+
+    def rewind(
+        self, name: str, notes_of_renamed: Callable[[Root], Mapping[str, Any]] = lambda _: {}
+    ) -> Rewound:
+        """Rewind a run to one of its snapshots: move all later snapshots aside, in one commit.
+
+        Args:
+            name: The full name of the snapshot that the run goes on from.
+            notes_of_renamed: Gets the newest root, and returns changes for the notes of each
+                snapshot that gets another name.
+
+        Raises:
+            SnapshotNotFoundError: There is no such snapshot.
+            SnapshotExistsError: A needed name is taken.
+            SnapshotError: The snapshot is thinned, and no run resumes from a thinned snapshot.
+        """
+        return rewind(self._store, name, notes_of_renamed)
