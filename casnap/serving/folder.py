@@ -19,16 +19,14 @@ from pathlib import Path
 from msgspec import structs
 
 from casnap.backends.local.durability import sync_folder
-from casnap.backends.local.file_io import read_file, write_cached
-from casnap.backends.local.file_locks import lock, open_to_lock
+from casnap.backends.local.file_io import read_file
+from casnap.backends.local.held_folder import HeldFolder
 from casnap.backends.local.local_paths import status
-from casnap.backends.local.owners import Owners, new_file_in, owners_by
-from casnap.backends.local.safe_paths import OpenFolder, create_file, folder_at, unlink_at
+from casnap.backends.local.owners import Owners
 from casnap.errors import PLACE_ERRORS, BackendError, CasnapError, DamagedError, FileFormatError
 from casnap.extending import is_link, is_taken, translated
 from casnap.files.export_output import check_local, check_outside
 from casnap.format.names import plain_text
-from casnap.runtime.fork import locked_file
 from casnap.serving.version import (
     CHANGING,
     CHUNKS,
@@ -91,8 +89,9 @@ class ServedFolder:
         self._record: VersionRecord | None = None
         # While it is locked: the folder of the versions and the lock, open, and whose files count.
         self._opened = ExitStack()
-        self._folder = self._fd = -1
-        self._owners: Owners = owners_by()
+        self._held: HeldFolder | None = None
+        self._fd = -1
+        self._owners: Owners = Owners.by()
         self._undeletable: set[str] = set()
         # Whether a crash may bring back the link to the version before.
         self._may_return = False
@@ -102,7 +101,7 @@ class ServedFolder:
         info = status(self.link, follow=False)
         if info is None:
             return
-        if self._folder >= 0 and not self._owners.own(info):
+        if self._held is not None and not self._owners.own(info):
             raise FileFormatError(
                 f"{self.link} belongs to another user (uid {info.st_uid}), who can have it lead "
                 "elsewhere at any time. Remove it, or name another folder"
@@ -165,7 +164,7 @@ class ServedFolder:
             self._open_folder()
             self._check_link()
             fd = self._open_lock()
-            if lock(fd) is False:
+            if HeldFolder.lock(fd) is False:
                 owner = os.read(fd, 20).decode("ascii", "replace").strip()
                 raise CasnapError(
                     f"the process {owner or '?'} pulls, or follows, into {self.link}, and only one "
@@ -178,7 +177,7 @@ class ServedFolder:
                 os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
 
     def _free(self) -> None:
-        self._folder = self._fd = -1
+        self._held, self._fd = None, -1
         self._opened.close()
 
     def translated(self) -> AbstractContextManager[None]:
@@ -201,10 +200,10 @@ class ServedFolder:
                 "folder"
             )
         # All that is changed lies in this very folder, also if another one is put in its place.
-        self._folder = self._opened.enter_context(folder_at(str(self.versions), listed=True))
-        self._owners = owners_by(new_file_in(self._folder, f".{os.urandom(6).hex()}.partial"))
-        self._owners.close_to_others(self._folder)
-        why = self._owners.why_not(os.fstat(self._folder))
+        self._held = self._opened.enter_context(HeldFolder(str(self.versions)))
+        self._owners = self._held.owners()
+        self._owners.close_to_others(self._held.fd)
+        why = self._owners.why_not(self._held.status())
         if why is not None:
             raise FileFormatError(
                 f"{self.versions} {why}, so what is in it need not be what a pull has written. "
@@ -215,43 +214,37 @@ class ServedFolder:
     def _open_lock(self) -> int:
         path = self.versions / _LOCK
         try:
-            file = open_to_lock(_LOCK, self._folder, FILE_MODE)
+            fd = self._opened.enter_context(self._folder.file_to_lock(_LOCK, FILE_MODE))
         except (BackendError, OSError) as e:
             info = status(path, follow=False)
             if info is None or stat.S_ISREG(info.st_mode):
                 raise
             raise FileFormatError(f"{path} is no file, and no pull made it; remove it") from e
-        self._opened.enter_context(locked_file(file))
-        info = os.fstat(file.fd)
+        info = os.fstat(fd)
         # It is written to.
         why = "has another name too" if info.st_nlink > 1 else self._owners.why_not(info)
         if why is not None:
             raise FileFormatError(f"{path} {why}, and no pull made it; remove it")
-        return file.fd
+        return fd
+
+    @property
+    def _folder(self) -> HeldFolder:
+        """The folder of the versions, while it is locked."""
+        assert self._held is not None
+        return self._held
 
     def close_to_others(self) -> None:
         """Take from other users the right to write to the versions, such as a mount has given."""
-        self._owners.close_to_others(self._folder)
+        self._owners.close_to_others(self._folder.fd)
         for name in self._names(VERSION.fullmatch):
-            base = OpenFolder(self._folder, str(self.versions))
-            path = f"{base.path}/{name}"
-            with (
-                suppress(OSError, *PLACE_ERRORS),
-                folder_at(path, listed=True, base=base) as folder,
-            ):
-                self._owners.close_to_others(folder)
+            path = f"{self._folder.path}/{name}"
+            with suppress(OSError, *PLACE_ERRORS), HeldFolder(path, self._folder) as folder:
+                self._owners.close_to_others(folder.fd)
 
     # --- names in the folder of the versions ---
 
     def _names(self, matches: Callable[[str], object]) -> list[str]:
-        folder: int = self._folder
-        return [name for name in os.listdir(folder) if matches(name)]
-
-    def _status(self, name: str) -> os.stat_result:
-        return os.stat(name, dir_fd=self._folder, follow_symlinks=False)
-
-    def _rename(self, name: str, to: str) -> None:
-        os.rename(name, to, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        return self._folder.names(matches)
 
     # --- versions ---
 
@@ -344,10 +337,10 @@ class ServedFolder:
 
         Of the others, those stay that were current last: an engine has one of them loaded.
         """
-        before = [self._status(each).st_mtime_ns for each in self._names(VERSION.fullmatch)]
+        before = [self._folder.status(each).st_mtime_ns for each in self._names(VERSION.fullmatch)]
         # Not all file systems tell nanoseconds apart.
         now = max(time.time_ns(), max(before, default=0) + 1000)
-        os.utime(name, ns=(now, now), dir_fd=self._folder, follow_symlinks=False)
+        os.utime(name, ns=(now, now), dir_fd=self._folder.fd, follow_symlinks=False)
 
     def clean_up(self, keep: int, *, is_announced: bool = False) -> None:
         """Delete all versions but the last ones that were current; warn of what stays.
@@ -370,7 +363,7 @@ class ServedFolder:
 
         def worth(name: str) -> tuple[bool, int]:
             is_held = called is not None and name.split("@")[-1].startswith(called.commit)
-            return is_held, self._status(name).st_mtime_ns
+            return is_held, self._folder.status(name).st_mtime_ns
 
         others.sort(key=worth)
         before = self._names(_PARTIAL.fullmatch)
@@ -384,7 +377,7 @@ class ServedFolder:
                 if not _PARTIAL.fullmatch(name):
                     # A half of it never has the name of a version.
                     left = f".{name}.{os.urandom(6).hex()}.partial"
-                    self._rename(name, left)
+                    self._folder.rename(name, left)
                 with translated(str(self.versions / left)):
                     self._delete(left)
             except FileNotFoundError:
@@ -402,11 +395,11 @@ class ServedFolder:
         Raises:
             OSError: Some of it is still there.
         """
-        if not stat.S_ISDIR(self._status(name).st_mode):
-            unlink_at(name, self._folder)
+        if not stat.S_ISDIR(self._folder.status(name).st_mode):
+            self._folder.unlink(name)
             return
         # Before Python 3.11 it takes no handle of a folder.
-        path = f"/proc/self/fd/{self._folder}/{name}"
+        path = f"/proc/self/fd/{self._folder.fd}/{name}"
         try:
             shutil.rmtree(path)
         except OSError:
@@ -470,14 +463,4 @@ class ServedFolder:
 
     def _put(self, name: str, content: bytes) -> None:
         """Put a note into the folder of the versions, durably."""
-        partial = f"{name}.partial"
-        unlink_at(partial, self._folder)
-        try:
-            with create_file(partial, self._folder, FILE_MODE) as fd:
-                write_cached(fd, memoryview(content), 0)
-                os.fsync(fd)
-                self._rename(partial, name)
-        except OSError:
-            unlink_at(partial, self._folder)
-            raise
-        os.fsync(self._folder)
+        self._folder.put(name, content, FILE_MODE)

@@ -21,8 +21,8 @@ import msgspec
 
 from casnap.backends.local.durability import sync_folder
 from casnap.backends.local.file_io import read_run, write_cached
+from casnap.backends.local.held_folder import HeldFolder
 from casnap.backends.local.local_paths import status
-from casnap.backends.local.safe_paths import folder_at, unlink_at
 from casnap.backends.local.system_errors import ABSENT
 from casnap.errors import PLACE_ERRORS, CasnapError, FileFormatError
 from casnap.extending import (
@@ -92,10 +92,10 @@ class FolderInPlace(ServedFolder):
         self._check_kind(stat.S_ISLNK(info.st_mode), "without")
         if not (stat.S_ISDIR(info.st_mode) and self._has_files):
             raise self._foreign()
-        if self._folder >= 0:
-            with folder_at(str(self.link), listed=True) as folder:
-                self._owners.close_to_others(folder)
-                why = self._owners.why_not(os.fstat(folder))
+        if self._held is not None:
+            with HeldFolder(str(self.link)) as folder:
+                self._owners.close_to_others(folder.fd)
+                why = self._owners.why_not(folder.status())
             if why is not None:
                 raise FileFormatError(
                     f"{self.link} {why}, so what is in it need not be what a pull has written. "
@@ -145,7 +145,7 @@ class FolderInPlace(ServedFolder):
             return version
         if self.is_there:
             raise FileFormatError(f"{self.link} has come to be meanwhile, and no pull made it")
-        os.rename(version.folder.name, self.link, src_dir_fd=self._folder)
+        os.rename(version.folder.name, self.link, src_dir_fd=self._folder.fd)
         sync_folder(str(self.link.parent))
         return Version(self.link, version.record, self._owners)
 
@@ -154,8 +154,8 @@ class FolderInPlace(ServedFolder):
         """Delete the note that the folder was being changed, if it is whole."""
         with suppress(OSError, *PLACE_ERRORS):
             if is_taken(self.link / RECORD):
-                with folder_at(str(self.link)) as folder:
-                    unlink_at(CHANGING, folder)
+                with HeldFolder(str(self.link)) as folder:
+                    folder.unlink(CHANGING)
 
     @override
     def translated(self) -> AbstractContextManager[None]:
@@ -197,7 +197,7 @@ def change(
     layout = layout_of(contents, options)
     report.equal = layout.equal
     with ExitStack() as stack:
-        folder = stack.enter_context(folder_at(str(served.link), listed=True))
+        folder = stack.enter_context(HeldFolder(str(served.link)))
         ours = {file.name for file in layout.files} | {*layout.others, CHUNKS, RECORD, CHANGING}
         there = (path.name for path in served.link.iterdir())
         for name in ours | set(filter(_WEIGHTS.fullmatch, there)):
@@ -210,7 +210,7 @@ def change(
         files = dict[str, int]()
         for file in layout.files:
             try:
-                fd = stack.enter_context(opened(file.name, _OPENED, folder=folder))
+                fd = stack.enter_context(opened(file.name, _OPENED, folder=folder.fd))
             except OSError as e:
                 if e.errno in {*ABSENT, errno.ENXIO, errno.EACCES, errno.EPERM}:
                     continue  # it is made anew
@@ -243,7 +243,7 @@ class _ChangedFolder(ExportOutput):
     def __init__(
         self,
         link: Path,
-        folder: int,
+        folder: HeldFolder,
         files: dict[str, int],
         old: Version | None,
         out: Path,
@@ -280,7 +280,7 @@ class _ChangedFolder(ExportOutput):
     def stat(self, name: str) -> os.stat_result:
         if name in self.sizes:
             return super().stat(name)
-        return os.stat(name, dir_fd=self._folder, follow_symlinks=False)
+        return self._folder.status(name)
 
     def mark(self, record: VersionRecord, chunks: bytes) -> None:
         """Say durably that the folder is being changed, and to what, unless it says so."""
@@ -293,10 +293,10 @@ class _ChangedFolder(ExportOutput):
             raw = msgspec.json.encode([*traces, Trace(record, chunks)])
             write_cached(fd, memoryview(raw), 0)
         self._move(CHANGING)
-        os.fsync(self._folder)
+        self._folder.sync()
         self.is_marked = True
-        unlink_at(RECORD, self._folder)
-        os.fsync(self._folder)
+        self._folder.unlink(RECORD)
+        self._folder.sync()
 
     def sync(self, name: str) -> None:
         """Sync a file that is changed where it is; delete it if that fails.
@@ -308,28 +308,27 @@ class _ChangedFolder(ExportOutput):
             os.fsync(self.files[name])
         except OSError:
             with suppress(OSError, *PLACE_ERRORS):
-                unlink_at(name, self._folder)
+                self._folder.unlink(name)
             raise
 
     def _move(self, name: str) -> None:
-        os.rename(self._partial / name, name, dst_dir_fd=self._folder)
+        os.rename(self._partial / name, name, dst_dir_fd=self._folder.fd)
         del self.sizes[name]
 
     @override
     def _publish(self) -> None:
-        folder: int = self._folder
         new = {*self._staying, *self.sizes}
         for name in [name for name in self.sizes if name != RECORD]:
             self._move(name)
         # A loader might take them for a part of it, also if the record that names them is damaged.
-        there = set(filter(_WEIGHTS.fullmatch, os.listdir(folder)))
+        there = set(self._folder.names(_WEIGHTS.fullmatch))
         for trace in [] if self._old is None else self._old.traces:
             there |= trace.record.files.keys()
         for name in there - new:
-            unlink_at(name, self._folder)
-        os.fsync(self._folder)
+            self._folder.unlink(name)
+        self._folder.sync()
         self._move(RECORD)
-        os.fsync(self._folder)
+        self._folder.sync()
 
 
 class _Kept(NamedTuple):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from casnap.backends.local.file_io import read_file, write_cached
-from casnap.backends.local.safe_paths import create_file, folder_at, unlink_at
+from casnap.backends.local.held_folder import HeldFolder
 from casnap.errors import PLACE_ERRORS, DamagedError, FileFormatError
 from casnap.extending import cores, digest_of, mapped, new_lock, translated
 from casnap.files.safetensors_header import header_of, itemsize_of, read_header
@@ -130,10 +130,9 @@ def stage(base: Path, folder: Path) -> StagedPatches | None:
     name = f".{digest}.patches.partial"
     place = new.folder.parent
     kept = f"{new.folder} stays as it is"
-    with translated(str(place / name), kept), folder_at(str(place), listed=True) as at:
-        with suppress(FileNotFoundError):
-            unlink_at(name, at)
-        with create_file(name, at, FILE_MODE) as fd:
+    with translated(str(place / name), kept), HeldFolder(str(place)) as at:
+        at.unlink(name)
+        with at.create(name, FILE_MODE) as fd:
             write_cached(fd, memoryview(raw), 0)
     return _staged(place / name, digest, raw)
 

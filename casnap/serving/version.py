@@ -18,7 +18,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from casnap.backends.local.file_io import read_file, read_run
-from casnap.backends.local.owners import Owners, owners_by
+from casnap.backends.local.owners import Owners
 from casnap.backends.local.safe_paths import open_file
 from casnap.backends.local.system_errors import is_of_the_place
 from casnap.errors import PLACE_ERRORS, BackendError, DamagedError, FileFormatError
@@ -211,7 +211,7 @@ class Version:
         self.folder = folder
         self.record = record
         self._chunks = chunks
-        self._owners = owners or owners_by()
+        self._owners = owners or Owners.by()
         self._files: dict[str, Descriptor] = {}
         self._lock = threading.Lock()
 

@@ -23,6 +23,20 @@ class Owners(NamedTuple):
     uids: frozenset[int]
     keeps_modes: bool = True
 
+    @classmethod
+    def by(cls, new_file: os.stat_result | None = None) -> Owners:
+        """Return who counts as this user at a place.
+
+        Args:
+            new_file: The status of a new file of this user there, from :func:`new_file_in`; None if
+                it is not known. Some file systems give all files to one user, or keep no modes.
+        """
+        uids = {os.geteuid(), 0}
+        if new_file is None:
+            return cls(frozenset(uids))
+        keeps_modes = not new_file.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+        return cls(frozenset({*uids, new_file.st_uid}), keeps_modes)
+
     def own(self, info: os.stat_result) -> bool:
         """Whether a file or folder is this user's."""
         return info.st_uid in self.uids
@@ -51,20 +65,6 @@ class Owners(NamedTuple):
                 is_plain = stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode)
                 if is_plain and self.own(info) and self.others_may_write(info):
                     os.chmod(name, stat.S_IMODE(info.st_mode) & ~_OTHERS_WRITE, dir_fd=folder)
-
-
-def owners_by(new_file: os.stat_result | None = None) -> Owners:
-    """Return who counts as this user at a place.
-
-    Args:
-        new_file: The status of a new file of this user there, from :func:`new_file_in`; None if it
-            is not known. Some file systems give all files to one user, or keep no modes.
-    """
-    uids = {os.geteuid(), 0}
-    if new_file is None:
-        return Owners(frozenset(uids))
-    keeps_modes = not new_file.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-    return Owners(frozenset({*uids, new_file.st_uid}), keeps_modes)
 
 
 def new_file_in(folder: int, name: str) -> os.stat_result | None:

@@ -6,12 +6,11 @@ folder is gone, and the marker of another snapshot of its run stands: so the run
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from casnap import PruneReport, Store
 from casnap.backends import Backend
-from casnap.backends.local.safe_paths import folder_at
+from casnap.backends.local.held_folder import HeldFolder
 from casnap.errors import StoreError
 from casnap.extending import translated
 from casnap.format.names import folder_of
@@ -88,8 +87,8 @@ def _names_in(backend: Backend, run: str) -> set[str] | None:
     prefix = f"{run}/" if run else ""
     with translated(path):
         try:
-            with folder_at(path, listed=True) as fd:
-                names = os.listdir(fd)  # noqa: PTH208 - of an open folder
+            with HeldFolder(path) as folder:
+                names = folder.names()
         except (FileNotFoundError, NotADirectoryError):
             return None
     return {f"{prefix}{name}" for name in names}

@@ -19,7 +19,7 @@ import msgspec
 
 from casnap.backends import Backend, LocalBackend, backend_at
 from casnap.backends.local.local_paths import as_written, exists, is_folder, is_link, status
-from casnap.backends.local.owners import Owners, owners_by
+from casnap.backends.local.owners import Owners
 from casnap.backends.local.system_errors import is_of_the_place
 from casnap.backends.uris import Uri, joined, store_uri
 from casnap.errors import (
@@ -596,7 +596,7 @@ def _why_not_ours(store: Path, *, is_parent: bool) -> str | None:
     refusal = _why_distrusted(store, is_parent=is_parent)
     if refusal is None or new_file is None:
         return refusal
-    return _why_distrusted(store, is_parent=is_parent, owners=owners_by(new_file))
+    return _why_distrusted(store, is_parent=is_parent, owners=Owners.by(new_file))
 
 
 def _why_distrusted(store: Path, *, is_parent: bool, owners: Owners | None = None) -> str | None:
@@ -614,7 +614,7 @@ def _why_distrusted(store: Path, *, is_parent: bool, owners: Owners | None = Non
     Raises:
         BackendError: The store was just moved or removed.
     """
-    owners = owners or owners_by()
+    owners = owners or Owners.by()
     inner = store / STORE_FOLDER
     # Links are not followed: a link to a file of this user proves nothing.
     folder, record = status(inner, follow=False), status(inner / CONFIG_KEY, follow=False)
