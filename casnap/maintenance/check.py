@@ -161,9 +161,9 @@ def _what_is_read(survey: Survey) -> list[str]:
     if older is None:
         return []
     return [
-        f"files that root {survey.root.seq} names are not here, as where a store was copied while "
-        f"it was written: what is read is as of root {older.newest().seq}, the newest whole one, "
-        "and nothing can be committed. Copy the store again, or repair it"
+        f"files that root {survey.root.seq} names are missing, as after a copy that was made while "
+        f"the store was written. Reads see root {older.newest().seq}, the newest whole one, and "
+        "nothing can be committed. Copy the store again, or repair it"
     ]
 
 
@@ -236,6 +236,6 @@ def _unknown_files(backend: Backend, among_packs: list[str]) -> list[str]:
         return []
     listed = ", ".join(sorted(strange)[:3]) + (", …" if len(strange) > 3 else "")
     return [
-        f"{backend.where('')} holds what this casnap does not know: {listed:.500}. It takes up "
-        "space, and no collection deletes it; delete it if you know that nobody needs it"
+        f"{backend.where('')} holds files that this casnap does not know: {listed:.500}. They take "
+        "up space, and no collection deletes them; delete them if you know that nobody needs them"
     ]

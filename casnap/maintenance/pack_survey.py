@@ -285,8 +285,8 @@ class PackSurvey:
         for (digest, place), base in self._other_bases.items():
             if place in self.index.of(digest):
                 message = (
-                    f"at byte {place.offset:,}: a delta on {base.hex()}, of which the pack and the "
-                    "index say another base, so a garbage collector may delete what it needs"
+                    f"at byte {place.offset:,}: a delta on {base.hex()}, but pack and index name "
+                    "another base, so a garbage collector may delete the base that it needs"
                 )
                 self._hurt_pack(PackId(place.pack), "malformed", message, digest)
 

@@ -189,8 +189,8 @@ class _Repair:
     def _unreadable(self, key: str, reason: str) -> BackendError:
         return BackendError(
             f"{self._store.backend.where(key)}: {reason}; it may be whole, so it is not given up."
-            " Make it readable, then repair again; of a broken disk, put what can be read of it in "
-            "its place, or delete it"
+            " Make it readable, then repair again. If its disk is broken, put the part of it that "
+            "can be read in its place, or delete it"
         )
 
     def _drop_saved(self) -> None:
@@ -351,8 +351,8 @@ class _Repair:
 
     def _unsupported(self, pack: PackId) -> UnsupportedFormatError:
         return UnsupportedFormatError(
-            f"{self._store.backend.where(pack_key(pack))} is damaged, and some of what is to be "
-            "saved of it has a form that this casnap does not know; nothing was given up. Update "
+            f"{self._store.backend.where(pack_key(pack))} is damaged, and some chunks to be saved "
+            "from it have a form that this casnap does not know; nothing was given up. Update "
             "casnap, then repair again"
         )
 

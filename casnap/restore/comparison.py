@@ -84,8 +84,8 @@ def load_whole(state: KeyState, module: torch.nn.Module, values: dict[str, Any])
         if unlike:
             raise MismatchError(
                 f"the state_dict() of {key_of(state.component)!r} gives {', '.join(unlike)}, but "
-                "its load_state_dict() does not load that, and what it has here is not what the "
-                "snapshot has"
+                "its load_state_dict() does not load that, and the live value differs from the one "
+                "in the snapshot"
             ) from None
 
 

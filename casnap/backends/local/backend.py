@@ -184,7 +184,7 @@ class LocalBackend(Backend):
     def write(self, key: str, content: memoryview | bytes) -> None:
         """Write a file under ``tmp/``, sync it, then link it into place."""
         if not self._link(key, content):
-            raise BackendError(f"{self.where(key)} exists already, and is not written over")
+            raise BackendError(f"{self.where(key)} exists already, and is never overwritten")
 
     @override
     def put_if_absent(self, key: str, content: bytes) -> bool:

@@ -50,7 +50,7 @@ _UNREACHABLE = frozenset(
 _ADVICE = {
     errno.EFBIG: "no file may become that large: raise `ulimit -f`, which bounds the files that "
     "this process writes, or choose a file system for larger ones",
-    errno.EROFS: "it is mounted read-only, so what is there can be read, and nothing is stored. "
+    errno.EROFS: "it is mounted read-only, so a store there can be read, but nothing is stored. "
     "Have it mounted for writing, or choose another place",
     errno.EIO: "the disk, or what serves it, failed; the log of the system (`dmesg`) may say more",
     errno.ESTALE: "the server has it under another handle by now: it was replaced there, or "
@@ -92,9 +92,9 @@ def casnap_error(error: OSError, subject: str, kept: str = _KEPT) -> PlaceError:
         return BackendError(f"{subject} is a folder, not a file")
     if number in _DENIED:
         return BackendError(
-            f"{subject}: {text}; may this user have it? Whoever reads needs the right to read all "
-            "that is in a folder, and to look into its folders; whoever writes, also to write: "
-            "after chown, chgrp or chmod of a folder, do the same with -R"
+            f"{subject}: {text}; may this user have it? To read a store, a user needs the right to "
+            "read all its files and to enter all its folders; to write to it, also the right to "
+            "write there. After chown, chgrp or chmod of a folder, do the same with -R"
         )
     advice = _ADVICE.get(number or 0)
     return BackendError(f"{subject}: {text}; {advice}" if advice else f"{subject}: {text}")

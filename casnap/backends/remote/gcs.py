@@ -306,7 +306,7 @@ class GcsClient(Client):
     ) -> Mapping[str, TransientError | PlaceError]:
         """Return the errors in the answer to a batch; its parts may come in another order."""
         errors: dict[str, TransientError | PlaceError] = {
-            key: TransientError("the answer does not tell of it") for key in keys
+            key: TransientError("the answer says nothing about it") for key in keys
         }
         boundary = reply.lstrip().partition("\n")[0].strip()
         for i, part in enumerate(reply.split(boundary)[1:] if boundary else ()):

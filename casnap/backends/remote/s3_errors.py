@@ -217,7 +217,7 @@ def _refused(status: int, code: str, detail: str, request: _Request) -> PlaceErr
     subject, uri, method = request
     if status in _NOT_S3 and code in _no_code(status):
         return BackendError(
-            f"{uri}: what answers there seems to be no S3 server ({detail}); check endpoint_url in "
+            f"{uri}: the host there seems to be no S3 server ({detail}); check endpoint_url in "
             "storage_options, AWS_ENDPOINT_URL, or --endpoint-url"
         )
     refused = _credentials_error(status, code, detail, uri)

@@ -75,7 +75,7 @@ class GcOptions:
             self, "recode_after", count_if_given("recode_after", self.recode_after, least=0)
         )
         if self.deleted and not self.dry_run:
-            raise ValueError("only a dry run takes snapshots for deleted that are not")
+            raise ValueError("only a dry run can treat snapshots as deleted")
 
     def check_allowed(self, store: Repository) -> None:
         """Check that the garbage of a store may be collected.
@@ -313,9 +313,9 @@ class _Collector:
             self._collect()
         if self._lacks_space:
             _log.warning(
-                "%s: no space is left to copy what is needed out of mostly dead packs, so they "
-                "stay; free some space, or wait until the grace of condemned packs is over, and "
-                "run gc again",
+                "%s: no space is left to copy needed chunks out of mostly dead packs, so these "
+                "packs stay; free some space, or wait until the grace of condemned packs is over, "
+                "and run gc again",
                 self._backend.uri,
             )
 

@@ -145,7 +145,7 @@ def _copy(
                 # Another collector has moved the chunks since they were marked, or deleted them. So
                 # this one must mark again.
                 raise
-            _log.warning("some of what a pack holds cannot be copied out of it, so it stays: %s", e)
+            _log.warning("some chunks cannot be copied out of a pack, so the pack stays: %s", e)
         if sizes:
             session.commit(lambda table, seq: {})
         records = session.new_packs.segment().records

@@ -215,7 +215,7 @@ def check_replicated(
     raise StateError(
         f"{path} is named by replicated=, but is not the same on all ranks{more}: on "
         f"{rank_names(others)} it differs from rank 0. Make it equal, leave it out of "
-        "replicated= (what is equal is found out), or have per_rank= name it"
+        "replicated= (casnap finds equal values by itself), or name it in per_rank="
     )
 
 

@@ -371,7 +371,7 @@ def _disjoint_boxes(
     if not cover_once(shape, holders_of):
         held_elements = sum(box.numel for box in holders_of)
         raise StateError(
-            f"{name}: of shape {shape}, the ranks hold {held_elements:,} of {prod(shape):,} "
+            f"{name} of shape {shape}: the ranks hold {held_elements:,} of {prod(shape):,} "
             "elements, not each once; all ranks of its mesh must take part, each with all that it "
             "holds, and shards overlap only if they are the same"
         )
