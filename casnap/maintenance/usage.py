@@ -8,13 +8,16 @@ chunks that two neighbours share are neither read nor counted again.
 from __future__ import annotations
 
 from array import array
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
+from casnap.errors import SnapshotNotFoundError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.entries import Entry
 from casnap.format.names import folder_of
-from casnap.format.records import DeltaPlace, Row, pack_key, segment_key
+from casnap.format.records import DeltaPlace, Root, Row, pack_key, segment_key
 from casnap.runtime.progress import Progress
 from casnap.storage import Contents, Repository
 from casnap.storage.inspecting import (
@@ -53,7 +56,8 @@ def usage(
 ) -> list[Usage]:
     """Return how many bytes each of some snapshots takes up.
 
-    All other snapshots of the store are read too, since they may share chunks.
+    All other snapshots of the store are read too, since they may share chunks. Snapshots that are
+    deleted, replaced or thinned meanwhile, and collected, are left out.
 
     Args:
         snapshots: The snapshots.
@@ -63,8 +67,8 @@ def usage(
     Raises:
         DamagedError: A node is missing or damaged.
     """
-    view = store.view()
-    by_commit = {(c.name, c.row.commit): c for c in _snapshots(store, view)}
+    view, there = store.read_at_newest(partial(_snapshots, store))
+    by_commit = {(c.name, c.row.commit): c for c in there}
     by_commit.update({(c.name, c.row.commit): c for c in snapshots})
     # Neighbours share most, so put the snapshots of one run side by side.
     order = sorted(by_commit.values(), key=lambda c: (folder_of(c.name), c.row.seq))
@@ -72,7 +76,12 @@ def usage(
     for index, contents in enumerate(order):
         if progress is not None:
             progress("reading snapshots", index, len(order))
-        sizes[contents.name, contents.row.commit] = (index, walk.step(contents.row))
+        try:
+            with contents.reading():
+                sizes[contents.name, contents.row.commit] = (index, walk.step(contents.row))
+        except SnapshotNotFoundError:
+            # Some of it may be counted.
+            return usage([c for c in snapshots if c is not contents], store, progress)
     unique = walk.unique(len(order))
     usages = []
     for contents in snapshots:
@@ -111,7 +120,11 @@ class DiskUsage:
 
 def disk_usage(store: Repository) -> DiskUsage:
     """Return how many bytes a store takes up, and for what."""
-    view = store.view()
+    return store.read_at_newest(partial(_disk_usage, store))
+
+
+def _disk_usage(store: Repository, root: Root) -> DiskUsage:
+    view = store.index.view(root)
     files = StoredFiles(store, view.root)
     segments = (segment_key(segment) for segment in view.segments)
     kept = files.size_of([*map(pack_key, view.live), *segments])
@@ -156,25 +169,27 @@ def shared_bytes(
     store = contents.store
     chunks = contents.chunks(path, entry)
     unseen: set[bytes] = {digest for digest, _ in chunks}
-    snapshots = _snapshots(store, store.view())
-    earlier = [c.row for c in snapshots if c.row.seq < contents.row.seq]
-    earlier.sort(key=lambda row: -row.seq)
+    _, snapshots = store.read_at_newest(partial(_snapshots, store))
+    earlier = [c for c in snapshots if c.row.seq < contents.row.seq]
+    earlier.sort(key=lambda c: -c.row.seq)
     visited: set[bytes] = set()
-    for number, row in enumerate(earlier):
+    for number, other in enumerate(earlier):
         if not unseen:
             break
         if progress is not None:
             progress("looking through earlier snapshots", number, len(earlier))
-        for _, children in walk(store, [MANIFEST + row.manifest.digest], visited):
-            unseen.difference_update(children)
-            if not unseen:
-                break
+        # One that is deleted and collected meanwhile shares nothing any more.
+        with suppress(SnapshotNotFoundError), other.reading():
+            for _, children in walk(store, [MANIFEST + other.row.manifest.digest], visited):
+                unseen.difference_update(children)
+                if not unseen:
+                    break
     return sum(nbytes for digest, nbytes in chunks if digest not in unseen)
 
 
-def _snapshots(store: Repository, view: IndexView) -> list[Contents]:
-    table = store.table(view.root)
-    return [Contents(store, name, row) for name, row in table.items_in()]
+def _snapshots(store: Repository, root: Root) -> tuple[IndexView, list[Contents]]:
+    rows = store.table(root).items_in()
+    return store.index.view(root), [Contents(store, name, row) for name, row in rows]
 
 
 class _Walk:

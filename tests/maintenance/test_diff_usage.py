@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from casnap.maintenance.diff import Change, diff
 from casnap.maintenance.usage import Usage, disk_usage, shared_bytes, usage
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.contents import Contents
+from tests.support.faults import in_child
 
 CHUNK = 64 << 10
 
@@ -328,6 +330,40 @@ def test_what_neighbours_share_is_read_once(store: Store, reads: Counter[bytes])
     leaves = {digest for _, digest, _ in tree.children}
     # Once to see what it is, once for what it holds; not once more for each snapshot.
     assert max(reads[leaf] for leaf in leaves) <= 2
+
+
+def test_what_another_host_deletes_and_collects_meanwhile_is_left_out(tmp_path: Path) -> None:
+    """This host has read nothing of it before."""
+
+    def on_another_host(work: Callable[[Store], object]) -> None:
+        def use() -> None:
+            os.environ["CASNAP_CACHE_DIR"] = str(tmp_path / "another_host")
+            work(Store(tmp_path / "store", chunk_size=CHUNK))
+
+        assert in_child(use) == 0
+
+    def take_three(store: Store) -> None:
+        for step in range(3):
+            take(store, f"step_{step}", t=chunks_of_floats(2) + step)
+
+    def delete_and_collect(store: Store) -> None:
+        store.delete("step_1")
+        store.gc(grace=0, repack=1.0)
+
+    on_another_host(take_three)
+    store = Store(tmp_path / "store")
+    told: list[int] = []
+
+    def progress(_phase: str, done: int, _total: int) -> None:
+        if not told:
+            on_another_host(delete_and_collect)
+        told.append(done)
+
+    snapshots = [s.contents for s in store.snapshots()]
+    usages = usage(snapshots, store._view.repository, progress)
+    assert told == [0, 1, 0, 1]
+    assert usages == store.usage()
+    assert [u.name for u in usages] == ["step_0", "step_2"]
 
 
 def test_disk_usage_is_all_that_the_disk_gave(tmp_path: Path) -> None:
