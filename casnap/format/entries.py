@@ -254,7 +254,7 @@ _MOST_NAMED = 20
 
 
 def with_payload(entry: KnownEntry, payload: Payload) -> KnownEntry:
-    """Return the entry with other bytes."""
+    """Return an entry with another payload."""
     return msgspec.structs.replace(entry, payload=payload)
 
 

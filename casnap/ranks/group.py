@@ -169,7 +169,7 @@ class Group(Comm):
         self._link.shared = self._link.memory = None
 
     def _checksums(self, parts: Sequence[Buffer]) -> list[int]:
-        """Return a checksum for each part that goes to another rank or came from one; else 0."""
+        """Return the checksum of each part; 0 for empty parts, and for this rank's to itself."""
         sums, sums_by_id = [0] * self.size, dict[int, int]()
         for rank, part in enumerate(parts):
             if rank == self.rank or not len(part):

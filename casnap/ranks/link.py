@@ -331,7 +331,7 @@ class Link:
         """
         team_size = team_ranks()  # a wrong setting is an error on all ranks that have it
         self.close()
-        # gloo waits as long for the address of a rank, and five times as long for it to connect.
+        # gloo waits for the address of a rank for this patience, and five times that to connect.
         until, patience = time.monotonic() + seconds, min(timeout, PATIENCE / 2)
         self._connecting = 5 * patience + _STORE_SECONDS
 

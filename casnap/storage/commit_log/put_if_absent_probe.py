@@ -26,7 +26,7 @@ _ALONE = (
 )
 # How many seconds a host believes its last probe.
 _BELIEVED = 30 * 86400.0
-# How often threads that wait for a race look whether it takes place, in seconds.
+# Seconds between two looks of a thread that waits for the race: it may be called off.
 _STEP = 0.1
 # Endpoints that this process knows to honour it, each in one state of its bucket's versioning.
 _proven_places: set[str] = set()
@@ -153,7 +153,7 @@ def has_one_winner(backend: Backend, puts: int, threads: int) -> bool:
 
             def attempt() -> None:
                 while not start.wait(_STEP):
-                    # Who starts a crew, and cannot, waits for the threads that have started.
+                    # Another thread could not be started. The starter waits for this one to end.
                     if crew.failed:
                         return
                 mine = [content for content in contents if backend.put_if_absent(key, content)]

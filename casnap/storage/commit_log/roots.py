@@ -114,8 +114,8 @@ def root_and_next(backend: Backend, seq: int) -> tuple[Root, Root | None]:
 def _after(backend: Backend, root: Root) -> Root | None:
     if backend.name_lag:
         # Asked for an absent root by name, a client keeps that it is absent, and hides the root
-        # that another host then puts. A listing leaves no such trace, but sshfs keeps it. So the
-        # server is asked too: that leaves none either.
+        # that another host then puts. A listing leaves no such trace, but sshfs keeps listings. So
+        # the server is asked too, which leaves no trace either.
         seq = _last_seq(backend)
         if seq <= root.seq and backend.is_put(root_key(root.seq + 1)):
             seq = root.seq + 1

@@ -84,7 +84,7 @@ class _Chain:
         except DamagedError as e:
             self.failure = Failure(Reason.CHANGED, str(e))
         else:
-            # Decompressed bytes lie in memory of their own.
+            # Raw bytes lie in the buffer of the read, so copy them. Decompressed ones do not.
             self.raw = bytearray(raw) if place.codec == Codec.RAW else raw
 
     def apply(self, memory: memoryview) -> None:
@@ -200,7 +200,7 @@ class DeltaReader:
                     chain.failure = unread.failure
 
     def _find_bases(self, chains: list[_Chain]) -> None:
-        """Make the base of each chain's last delta its next link."""
+        """Find the next link of each chain: the base of its last delta."""
         bases: dict[_Chain, Digest] = {}
         for chain in chains:
             try:

@@ -51,7 +51,7 @@ class Runs:
         *,
         dry_run: bool = False,
     ) -> PruneReport:
-        """Remove the snapshots of the runs in a folder that no rule keeps, and thin the others.
+        """Remove the snapshots of these runs that no rule keeps, and thin the others.
 
         Args:
             retention: The rules.
@@ -96,7 +96,7 @@ class Runs:
         *,
         dry_run: bool = False,
     ) -> dict[str, tuple[str, ...]]:
-        """Thin the runs in a folder; return the keys that each snapshot lost, by name.
+        """Thin these runs; return the keys that each snapshot lost, by name.
 
         Args:
             rules: The rules.
@@ -104,7 +104,7 @@ class Runs:
             dry_run: Whether to change nothing, and only return what would be lost.
 
         Raises:
-            ValueError: The rules make no sense.
+            ValueError: There is no rule, or one is malformed.
             EntryNotFoundError: No snapshot has, or had, a key that a pattern matches.
         """
         thinned = self._thin(rules, on_release, None, dry_run=dry_run)
