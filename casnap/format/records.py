@@ -192,7 +192,7 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
 
     @property
     def awaited(self) -> list[str]:
-        """The events that the notes of the snapshot wait for, in words for people."""
+        """The texts of the notes that hold the snapshot, for people."""
         return [reason for note, reason in HOLDING_NOTES.items() if self.has_note(note)]
 
     @property

@@ -95,7 +95,7 @@ class Comm(ABC):
         """Note the phase that this rank begins. If this rank dies, other ranks name the phase."""
 
     def resume(self, error: BaseException) -> bool:
-        """Tell the other ranks of an error; go on if every rank's error is of the same type.
+        """Tell the other ranks of an error; go on if all failed ranks have errors of one type.
 
         Args:
             error: The error of this rank, or the one that it got from another rank.

@@ -127,7 +127,7 @@ Rung: TypeAlias = Callable[[Left], Iterator[Step]]
 
 
 class Bases(NamedTuple):
-    """Finds the bases of deltas, for one read: all by the same root.
+    """Finds the bases of deltas for one read, all by the same root.
 
     Attributes:
         find: Returns a place, or None, for each digest. A place of no delta is preferred.

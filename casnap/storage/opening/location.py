@@ -433,7 +433,7 @@ def _is_usable(place: Path, way: Path, use: _Use) -> bool:
 
 
 def _is_passed_over(place: Path) -> bool:
-    """Whether to skip a store that cannot be used: not this user's, where all users may write."""
+    """Whether to skip an unusable store: all users may write there, and it is another's."""
     if not _is_open_to_all(place):
         return False
     try:
