@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from casnap.serving.options import FollowEvent, PullOptions, PullReport
+from casnap.serving.options import FollowerOptions, FollowEvent, PullOptions, PullReport
 from casnap.serving.version import verify
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ __all__ = [
     "FollowEvent",
     "FollowedVersion",
     "Follower",
+    "FollowerOptions",
     "FollowerState",
     "Handshake",
     "PullOptions",

@@ -33,12 +33,11 @@ from casnap.extending import (
     seconds_of,
 )
 from casnap.restore.patching import LivePatch, LiveWeights
-from casnap.restore.renaming import Rename
 from casnap.runtime.nesting import is_within_call
 from casnap.serving.callback import call_plain, check_plain
 from casnap.serving.gate import Gate, Stopped
 from casnap.serving.handshake import Handshake
-from casnap.serving.options import PullOptions
+from casnap.serving.options import FollowerOptions, PullOptions
 from casnap.serving.pull import Source, Wanted
 from casnap.storage import Contents, Location, open_at
 
@@ -92,13 +91,9 @@ class Follower:
     Args:
         uri: The store; or a folder of it, whose snapshots alone count.
         target: The module or state dict. Its tensors must be there, of the right shapes.
-        path: Where the weights are in a snapshot, as for :meth:`casnap.Snapshot.load_into`.
-        tag: Only snapshots with this tag. :meth:`casnap.Store.publish` moves it.
-        match: Only snapshots whose name, below the folder, this glob matches.
-        rename: The names here for those of the snapshot: a mapping, or a function.
-        strict: Whether it is an error if the snapshot or the target has a name that the other one
-            has not.
-        interval: How often to look for another version: seconds, or such as ``"30s"``.
+        options: Which snapshots are followed, and how: a :class:`FollowerOptions`.
+        interval: How often a thread looks for another version: seconds, or such as ``"30s"``. With
+            None there is no thread, and :meth:`update` looks.
         on_version: Called after each version but the first, before the next forward begins, with an
             :class:`AppliedVersion`: to drop caches that the old weights filled. It may run forwards
             itself; those of other threads wait until it has returned. If it fails, that is logged,
@@ -106,13 +101,6 @@ class Follower:
         storage_options: How to reach a remote store.
         cache_bytes: As for :class:`casnap.Store`.
         pg: The process group; by default the world, or this process alone.
-        every: Ranks agree at every so-many-th forward.
-        timeout: Seconds that a rank waits for another; and that a version waits until forwards have
-            ended, while others wait for it. Then these go on, and it is tried again. By default
-            600 and 60.
-        start: Whether a thread looks for other versions. Without it, :meth:`update` does.
-        notes: Whether to note in the store which version is staged and served here, for
-            :meth:`casnap.Store.wait_served`. Of several ranks, one does.
 
     Attributes:
         version: The version that the tensors hold.
@@ -129,26 +117,21 @@ class Follower:
         uri: str | os.PathLike[str] | Backend,
         target: torch.nn.Module | MutableMapping[str, Any],
         *,
-        path: str = "model",
-        tag: str | None = None,
-        match: str | None = None,
-        rename: Rename | None = None,
-        strict: bool = True,
-        interval: Duration = 5.0,
+        options: FollowerOptions | None = None,
+        interval: Duration | None = 5.0,
         on_version: Callable[[AppliedVersion], object] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         cache_bytes: Size | None = None,
         pg: Any = None,
-        every: int = 1,
-        timeout: float | None = None,
-        start: bool = True,
-        notes: bool = True,
     ) -> None:
+        options = options or FollowerOptions()
+        timeout = options.timeout
         check_plain(on_version)
         place = Location.of_store(uri, storage_options, may_take=False)
-        self._weights = LiveWeights(target, path, rename, strict=strict)
-        self._options = PullOptions(tag=tag, match=match)
-        self._interval, self._every = seconds_of("interval", interval), every
+        self._weights = LiveWeights(target, options.path, options.rename, strict=options.strict)
+        self._options = PullOptions(tag=options.tag, match=options.match)
+        self._interval = None if interval is None else seconds_of("interval", interval)
+        self._every = options.every
         self._on_version = on_version
         self._join: Callable[[], Comm] = partial(
             join, pg, timeout, f"the update of {place.backend.uri}"
@@ -171,8 +154,8 @@ class Follower:
             self._source = Source(store, place.name)
             self._is_alone, self._leads = isinstance(comm, SingleProcess), comm.rank == 0
             self._handshake: Handshake | None = None
-            if notes and self._leads:
-                self._handshake = Handshake(store, tag, place.name)
+            if options.notes and self._leads:
+                self._handshake = Handshake(store, options.tag, place.name)
             # What rank 0 knows of the versions that may be applied, by commit.
             self._numbered: dict[bytes, Wanted] = {}
             self._applied_commit = _NONE
@@ -183,10 +166,9 @@ class Follower:
             self._copy(patch)
         # The version that on_version was called for last, and has not failed.
         self._called: AppliedVersion | None = self.version
-        self._has_thread = start
         self._starting = new_lock()
         self._thread = self._new_thread()
-        if start:
+        if self._interval is not None:
             self._start_thread()
         in_child(self._begin_anew)
 
@@ -241,7 +223,7 @@ class Follower:
             yield self._whole_version()
 
     def _begin_forward(self) -> None:
-        if self._has_thread and self._thread.ident is None:
+        if self._interval is not None and self._thread.ident is None:
             self._start_thread()
         if not self._is_alone and not self._gate.is_inside:
             self._forwards += 1
@@ -347,7 +329,7 @@ class Follower:
                 self._looking.release()
 
     def _pause(self) -> float:
-        seconds = max(self._interval, self._looks.delay)
+        seconds = max(self._interval or 0.0, self._looks.delay)
         calls_again = self._is_alone and self._calls.error is not None
         return min(seconds, self._calls.delay) if calls_again else seconds
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -85,6 +85,35 @@ class PullOptions:
         names = ("path", "rename", "dtype", "tied", "max_shard_size")
         values = {name: getattr(self, name) for name in names}
         return {n: list(v) if n in ("rename", "tied") else v for n, v in values.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowerOptions:
+    """Which snapshots a :class:`Follower` follows, and how.
+
+    Args:
+        tag: Only snapshots with this tag. :meth:`casnap.Store.publish` moves it.
+        match: Only snapshots whose name, below the folder, this glob matches.
+        path: Where the weights are in a snapshot, as for :meth:`casnap.Snapshot.load_into`.
+        rename: The names in the target for those of the snapshot: a mapping, or a function.
+        strict: Whether it is an error if the snapshot or the target has a name that the other one
+            has not.
+        every: Ranks agree at every so-many-th forward.
+        timeout: Seconds that a rank waits for another; and that a version waits until forwards have
+            ended, while others wait for it. Then these go on, and it is tried again. By default
+            600 and 60.
+        notes: Whether to note in the store which version is staged and served here, for
+            :meth:`casnap.Store.wait_served`. Of several ranks, one does.
+    """
+
+    tag: str | None = None
+    match: str | None = None
+    path: str = "model"
+    rename: Mapping[str, str] | Callable[[str], str | None] | None = None
+    strict: bool = True
+    every: int = 1
+    timeout: float | None = None
+    notes: bool = True
 
 
 def _substitution(text: str) -> tuple[re.Pattern[str], str, int]:

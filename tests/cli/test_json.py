@@ -83,7 +83,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         "rewind": [document("rewind", two_steps(tmp / "rewound") / "step_0")],
     }
     served = {name: torch.zeros(shape) for name, shape in {"weight": 98304, "bias": 4}.items()}
-    with Follower(f"{store}/run1", served, start=False):
+    with Follower(f"{store}/run1", served, interval=None):
         listed = document("followers", store)
         while not any(each["serving"] for each in listed["followers"]):
             time.sleep(0.01)

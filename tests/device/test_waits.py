@@ -19,7 +19,7 @@ from casnap.format.digest import Digest, digest_of
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from casnap.restore import reuse
 from casnap.runtime.buffers import view_at
-from casnap.serving import Follower
+from casnap.serving import Follower, FollowerOptions
 from casnap.state import device_hash
 from casnap.storage import Want
 from casnap.take import staging
@@ -253,7 +253,7 @@ def follow(path: Path) -> None:
     store.take({"s": StateDict(x=x)}, "1")
     with module.stream(Stream("late")):
         live = torch.zeros_like(x, device="late").add_(7)
-        follower = Follower(place, {"x": live}, path="s", start=False)
+        follower = Follower(place, {"x": live}, options=FollowerOptions(path="s"), interval=None)
         begun = live + 0
     store.take({"s": StateDict(x=x + 1)}, "2")
     assert follower.update()

@@ -226,7 +226,7 @@ def test_a_follower_patches_a_module(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     model, live = (torch.nn.Linear(3000, 2000).cuda().bfloat16() for _ in range(2))
     store.take({"model": model}, "run/0")
-    with Follower(store.uri, live, start=False) as follower:
+    with Follower(store.uri, live, interval=None) as follower:
         for step in range(1, 4):
             with torch.no_grad():
                 model.weight[-100 * step :] += 1

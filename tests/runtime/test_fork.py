@@ -64,7 +64,7 @@ def test_no_lock_that_is_kept_stays_held_in_a_child(tmp_path: Path, bucket: Buck
         kept.append(store)
     weights = {"w": torch.ones(9)}
     Store(tmp_path / "served").take({"model": StateDict(weights)}, "a")
-    kept.append(Follower(tmp_path / "served", weights, start=False))
+    kept.append(Follower(tmp_path / "served", weights, interval=None))
     # Modules among the values of a module are casnap's as well, or of no interest.
     seen = {id(m) for name, m in sys.modules.items() if name.split(".")[0] != "casnap"}
     locks = {

@@ -19,7 +19,7 @@ from casnap.backends import LocalBackend
 from casnap.errors import InvalidNameError, MirrorError, SnapshotNotFoundError
 from casnap.mirror import mirror
 from casnap.mirror.notes import is_unmirrored
-from casnap.serving import Follower
+from casnap.serving import Follower, FollowerOptions
 from casnap.storage import Tags
 from tests.support.cli_calls import document, failure, invoke, process
 from tests.support.copies import await_failure, mirrored, names
@@ -145,7 +145,9 @@ def test_a_follower_of_the_mirror(tmp_path: Path) -> None:
         store.take({"model": StateDict(w=torch.full((3000,), float(step)))}, f"step_{step}")
     send(store, "step_0")
     copy, weights = at_mirror(tmp_path), {"w": torch.zeros(3000)}
-    with Follower(str(tmp_path / "there"), weights, tag="stable", interval=0.01):
+    with Follower(
+        str(tmp_path / "there"), weights, options=FollowerOptions(tag="stable"), interval=0.01
+    ):
         for step in (1, 0):
             send(store, f"step_{step}")
             (follower,) = copy.wait_served("stable", timeout=60)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import casnap.runtime.backoff
 from casnap import StateDict, Store
 from casnap.errors import CasnapError
-from casnap.serving import AppliedVersion, Follower
+from casnap.serving import AppliedVersion, Follower, FollowerOptions
 from casnap.serving.gate import Gate
 from tests.support.faults import in_child, start, wait
 from tests.support.ranks import Worlds
@@ -152,7 +152,7 @@ def test_a_coroutine_that_is_cancelled_while_it_waits(store: Store, served: Serv
         with pytest.raises(asyncio.CancelledError):
             await cancelled
 
-    follower = Follower(store.uri, served, on_version=on_version, start=False)
+    follower = Follower(store.uri, served, on_version=on_version, interval=None)
     take(store, 1)
     asyncio.run(main(follower))
     take(store, 2)
@@ -169,7 +169,7 @@ def stream(follower: Follower, served: Served) -> Iterator[str]:
 
 
 def test_a_generator_that_another_thread_ends(store: Store, served: Served) -> None:
-    follower = Follower(store.uri, served, start=False, timeout=0.01)
+    follower = Follower(store.uri, served, options=FollowerOptions(timeout=0.01), interval=None)
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         tokens = stream(follower, served)
         assert one.submit(next, tokens).result() == "0"
@@ -199,7 +199,9 @@ def test_a_forward_that_waits_for_forwards_of_a_pool(store: Store, served: Serve
     """Nothing tells that these belong to it, so the version lets them go on after a while."""
     with (
         ThreadPoolExecutor(2) as pool,
-        Follower(store.uri, served, interval=0.001, timeout=0.05) as follower,
+        Follower(
+            store.uri, served, options=FollowerOptions(timeout=0.05), interval=0.001
+        ) as follower,
     ):
         with follower.applied():
             take(store, 1)
@@ -233,7 +235,9 @@ def test_a_callback_may_run_forwards(store: Store, served: Served, start: bool) 
         follower.stop()
         seen.append(version.name)
 
-    with Follower(store.uri, served, on_version=warm_up, start=start, interval=0.001) as follower:
+    with Follower(
+        store.uri, served, on_version=warm_up, interval=0.001 if start else None
+    ) as follower:
         take(store, 1)
         assert start or follower.update()
         while not seen:
@@ -252,7 +256,7 @@ def test_a_callback_that_fails_is_called_again(store: Store, served: Served, sta
             raise ConnectionError("the cache cannot be dropped")
 
     with Follower(
-        store.uri, served, on_version=fail_twice, start=start, interval=0.001
+        store.uri, served, on_version=fail_twice, interval=0.001 if start else None
     ) as follower:
         take(store, 1)
         if not start:
@@ -320,7 +324,7 @@ def fail_on_one_rank(path: str) -> tuple[list[str], str]:
         if dist.get_rank() == 1 and len(calls) < 2:
             raise ConnectionError("the cache cannot be dropped")
 
-    with Follower(path, served, start=False, on_version=on_version) as follower:
+    with Follower(path, served, on_version=on_version, interval=None) as follower:
         if dist.get_rank() == 0:
             take(Store(path), 1, pg=alone)
         dist.barrier()
@@ -375,7 +379,7 @@ def test_a_child_that_is_forked_while_a_version_is_applied(store: Store, served:
             assert held(served) == version.name == "1"
 
     follower = Follower(
-        store.uri, served, start=False, on_version=lambda _: ends.append(in_child(enter))
+        store.uri, served, on_version=lambda _: ends.append(in_child(enter)), interval=None
     )
     take(store, 1)
     assert follower.update()
@@ -437,10 +441,10 @@ def test_no_coroutine_function_is_called_for_a_version(
         raise AssertionError
 
     with pytest.raises(TypeError, match="coroutine"):
-        Follower(store.uri, served, on_version=on_version, start=False)
+        Follower(store.uri, served, on_version=on_version, interval=None)
     with pytest.raises(TypeError, match="coroutine"):
         store.follow(tmp_path / "live", on_version=on_version)
-    follower = Follower(store.uri, served, on_version=lambda v: on_version(v), start=False)
+    follower = Follower(store.uri, served, on_version=lambda v: on_version(v), interval=None)
     take(store, 1)
     assert follower.update()
     assert isinstance(follower.error, TypeError)
@@ -481,8 +485,8 @@ from casnap.serving import Follower
 
 store = Store(sys.argv[1])
 served = {"w": torch.zeros(9000)}
-atexit.register(Follower(store.uri, served, start=False).stop)
-kept = Follower(store.uri, served, start=False)
+atexit.register(Follower(store.uri, served, interval=None).stop)
+kept = Follower(store.uri, served, interval=None)
 began = threading.Event()
 
 def on_version(version):

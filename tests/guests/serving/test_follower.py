@@ -29,7 +29,7 @@ from casnap.errors import (
 )
 from casnap.runtime import buffers
 from casnap.runtime.typing import override
-from casnap.serving import AppliedVersion, Follower
+from casnap.serving import AppliedVersion, Follower, FollowerOptions
 from tests.support.bitwise import assert_same
 from tests.support.ranks import Worlds
 from tests.support.remote import RemoteDouble
@@ -71,7 +71,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def following(store: Store, target: Any, **options: Any) -> Follower:
-    return Follower(store.uri, target, **{"start": False, **options})
+    return Follower(store.uri, target, options=FollowerOptions(**options), interval=None)
 
 
 # --- versions -----------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_which_snapshots_count(store: Store) -> None:
     assert net.values() == {0.0}
     take(store, 6, "other/6")
     assert not follower.update()
-    Follower(f"{store.uri}/other", net, start=False)
+    Follower(f"{store.uri}/other", net, interval=None)
     assert net.values() == {6.0}
     with pytest.raises(EntryNotFoundError, match="nothing below 'weights'"):
         following(store, net, path="weights")
@@ -146,7 +146,7 @@ def test_only_chunks_that_changed_are_copied(store: Store) -> None:
     state = {"w": torch.zeros(ROWS, 1000), "v": torch.zeros(50_000), "b": torch.zeros(4)}
     store.take({"model": StateDict(state)}, "state/0")
     live = {name: torch.ones_like(tensor) for name, tensor in state.items()}
-    follower = Follower(f"{store.uri}/state", live, start=False)
+    follower = Follower(f"{store.uri}/state", live, interval=None)
     assert follower.version.copied_bytes == sum(t.nbytes for t in state.values())
     state["w"][17] = 1
     state["w"][33] = 2
@@ -183,7 +183,7 @@ def test_going_back_reads_only_what_differs(tmp_path: Path) -> None:
         store.take({"model": StateDict(w=weights)}, f"run/{step}")
     store.publish("stable", "run/3")
     live = {"w": torch.zeros_like(weights)}
-    follower = Follower(backend, live, tag="stable", start=False)
+    follower = Follower(backend, live, options=FollowerOptions(tag="stable"), interval=None)
     for step, cells in ((2, 1), (0, 2), (3, 3)):
         store.publish("stable", f"run/{step}")
         backend.nbytes = 0
@@ -224,7 +224,7 @@ def test_it_reads_deltas_upon_what_it_holds(tmp_path: Path) -> None:
     send(tmp_path, there, 0)
     backend = Counting(there)
     live = {"w": torch.zeros(1 << 20, dtype=torch.bfloat16)}
-    follower = Follower(backend, live, start=False)
+    follower = Follower(backend, live, interval=None)
     for step in (1, 2, 3):
         sent = send(tmp_path, there, step)
         assert sent < versions[0].nbytes / 10
@@ -241,7 +241,7 @@ def test_it_reads_deltas_upon_what_it_holds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changes", ["all", "a chunk", "nothing"])
 def test_tensors_that_somebody_has_replaced_are_read_whole(store: Store, changes: str) -> None:
     net = Net()
-    with Follower(store.uri, net, start=False) as follower:
+    with Follower(store.uri, net, interval=None) as follower:
         zeros = {name: torch.full_like(t, -2.0) for name, t in net.state_dict().items()}
         net.load_state_dict(zeros, assign=True)
         newest = Net(0)
@@ -330,7 +330,7 @@ def test_it_casts_and_fills_any_layout(store: Store) -> None:
     store.take({"model": StateDict(state)}, "state/0")
     turned = torch.zeros(1000, ROWS, dtype=torch.float64).t()
     live = {"w": turned, "v": torch.zeros(50_000, dtype=torch.bfloat16)}
-    follower = Follower(f"{store.uri}/state", live, start=False)
+    follower = Follower(f"{store.uri}/state", live, interval=None)
     for step in (1, 2):
         assert torch.equal(turned, state["w"].double())
         assert torch.equal(live["v"], state["v"].bfloat16())
@@ -347,16 +347,20 @@ def test_names_are_changed(store: Store) -> None:
     live = {"w": torch.zeros(9)}
     place = f"{store.uri}/state"
     with pytest.raises(MismatchError, match=r"missing.*\n.*w"):
-        Follower(place, live, start=False)
+        Follower(place, live, interval=None)
     Follower(
         place,
         live,
-        rename=lambda name: None if "extra" in name else name.removeprefix("module."),
-        start=False,
+        options=FollowerOptions(
+            rename=lambda name: None if "extra" in name else name.removeprefix("module.")
+        ),
+        interval=None,
     )
     assert live["w"].sum() == 9
     live["w"].zero_()
-    Follower(place, live, rename={"module.w": "w"}, strict=False, start=False)
+    Follower(
+        place, live, options=FollowerOptions(rename={"module.w": "w"}, strict=False), interval=None
+    )
     assert live["w"].sum() == 9
 
 
@@ -578,7 +582,7 @@ def serve_gathered(path: str) -> None:
         Store(path).take({"model": net}, "run/0", pg=alone)
     dist.barrier()
     live = fully_shard(torch.nn.Linear(300, 400), mesh=init_device_mesh("cpu", (2,)))
-    with Follower(path, live, start=False) as follower, torch.no_grad():
+    with Follower(path, live, interval=None) as follower, torch.no_grad():
         for version in range(1, 4):
             torch.nn.init.constant_(net.weight, version)
             torch.nn.init.constant_(net.bias, version)
@@ -600,7 +604,7 @@ def test_weights_that_are_gathered_are_followed(tmp_path: Path, world: Worlds) -
 
 def fail_on_one_rank(path: str) -> None:
     live, alone = parallel(-1), dist.new_group([0])
-    follower = Follower(path, live, start=False)
+    follower = Follower(path, live, interval=None)
     if dist.get_rank() == 0:
         take(Store(path), 1, pg=alone)
     dist.barrier()
@@ -645,7 +649,7 @@ def move_back_what_is_staged(path: str) -> list[str]:
     def staged() -> str:
         return "" if follower._staged is None else follower._staged.contents.name
 
-    with Follower(path, live, tag="stable", interval=0.01) as follower:
+    with Follower(path, live, options=FollowerOptions(tag="stable"), interval=0.01) as follower:
         if leads:
             store.publish("stable", "run/2")
             while staged() != "run/2":

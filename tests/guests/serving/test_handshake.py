@@ -32,7 +32,7 @@ from casnap.errors import (
 )
 from casnap.format.records import CONFIG_KEY
 from casnap.runtime.typing import override
-from casnap.serving import Follower, Handshake, PullOptions
+from casnap.serving import Follower, FollowerOptions, Handshake, PullOptions
 from tests.support.cli_calls import COMMAND, invoke
 from tests.support.faults import start, wait
 from tests.support.remote import RemoteDouble
@@ -68,9 +68,9 @@ def served() -> dict[str, torch.Tensor]:
     return {"w": torch.zeros(3000)}
 
 
-def follower_of(store: Store, **options: Any) -> Follower:
-    options = {"tag": "stable", "interval": 0.01, **options}
-    return Follower(f"{store.uri}/run", served(), **options)
+def follower_of(store: Store, interval: float | None = 0.01, **options: Any) -> Follower:
+    how = FollowerOptions(**{"tag": "stable", **options})
+    return Follower(f"{store.uri}/run", served(), options=how, interval=interval)
 
 
 def notes_in(store: Store) -> list[str]:
@@ -115,7 +115,7 @@ def test_who_publishes_waits_until_it_is_served(store: Store) -> None:
 
 
 def test_who_is_behind_is_named(store: Store) -> None:
-    with follower_of(store), follower_of(store, start=False) as other:
+    with follower_of(store), follower_of(store, interval=None) as other:
         store.wait_served("stable", quorum=2, timeout=60)
         move = store.publish("stable", "run/1")
         first = store.tag_moves("stable")[1].root
@@ -269,7 +269,7 @@ def test_who_may_not_write_follows_all_the_same(
     place = Guarded(str(tmp_path))
     place.error = UnavailableError("this user may not put it", reason="denied")
     tensors = served()
-    with Follower(place, tensors, tag="stable", interval=0.01):
+    with Follower(place, tensors, options=FollowerOptions(tag="stable"), interval=0.01):
         far.publish("stable", "run/1")
         until(lambda: tensors["w"][0] == 1)
         far.publish("stable", "run/0")
@@ -292,7 +292,7 @@ def test_notes_are_tried_again(
 ) -> None:
     place = Guarded(str(tmp_path))
     place.error = error
-    with Follower(place, served(), tag="stable", interval=0.01):
+    with Follower(place, served(), options=FollowerOptions(tag="stable"), interval=0.01):
         until(lambda: place.tries > 2)
         assert far.followers() == []
         place.error = None
@@ -311,7 +311,9 @@ def test_the_requests_are_few(far: Store, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(handshake_module, "_BEAT", 60.0)
     place, looker = RemoteDouble(str(tmp_path)), RemoteDouble(str(tmp_path))
     waiting = Store(looker)
-    with Follower(place, served(), tag="stable", start=False) as follower:
+    with Follower(
+        place, served(), options=FollowerOptions(tag="stable"), interval=None
+    ) as follower:
         waiting.wait_served("stable", timeout=60)
         far.publish("stable", "run/1")
         place.reset()
@@ -371,7 +373,9 @@ def test_a_follower_of_a_store_that_was_made_anew_is_not_counted(
     far: Store, tmp_path: Path
 ) -> None:
     """It writes on to the same place, and its numbers are of the other store."""
-    with Follower(RemoteDouble(str(tmp_path)), served(), tag="stable", interval=60):
+    with Follower(
+        RemoteDouble(str(tmp_path)), served(), options=FollowerOptions(tag="stable"), interval=60
+    ):
         until(lambda: notes_in(far))
         for name in list(RemoteDouble(str(tmp_path))._objects):
             far._view.repository.backend.delete(name)
@@ -479,7 +483,11 @@ def test_a_version_withdrawn_while_it_is_staged_never_serves(
     place, tensors = Withdrawing(str(tmp_path)), served()
     calls: list[str] = []
     with Follower(
-        place, tensors, tag="stable", start=False, on_version=lambda v: calls.append(v.name)
+        place,
+        tensors,
+        options=FollowerOptions(tag="stable"),
+        on_version=lambda v: calls.append(v.name),
+        interval=None,
     ) as follower:
         far.publish("stable", "run/1")
         place.meanwhile = withdraw
@@ -632,7 +640,7 @@ def test_a_follower_ends_quietly_if_another_store_has_come(
 ) -> None:
     uncaught: list[object] = []
     monkeypatch.setattr(threading, "excepthook", uncaught.append)
-    with follower_of(store, start=False):
+    with follower_of(store, interval=None):
         store.wait_served("stable", timeout=60)
         (tmp_path / "store").rename(tmp_path / "moved")
         other = store_with(tmp_path / "store")
