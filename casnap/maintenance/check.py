@@ -162,8 +162,8 @@ def _what_is_read(survey: Survey) -> list[str]:
         return []
     return [
         f"files that root {survey.root.seq} names are missing, as after a copy that was made while "
-        f"the store was written. Reads see root {older.newest().seq}, the newest whole one, and "
-        "nothing can be committed. Copy the store again, or repair it"
+        f"the store was written: each read is as of root {older.newest().seq}, the newest whole "
+        "one, and nothing can be committed. Copy the store again, or repair it"
     ]
 
 

@@ -197,8 +197,8 @@ def _say_left_out(path: str, names: tuple[str, ...]) -> None:
     """Warn once, not at each take, that parts of a state dict are not stored."""
     some = ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
     _log.warning(
-        "%s: beside its items, this state dict has %s, which cannot be stored and is left out; "
-        "other parts, such as the versions of modules, are kept",
+        "%s: beside the items of this state dict, %s cannot be stored and is left out; the rest, "
+        "such as the versions of modules, is kept",
         path,
         some,
     )

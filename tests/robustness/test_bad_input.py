@@ -168,7 +168,7 @@ def change_configuration(store: Path, **changes: Any) -> None:
 NEWER = [
     ({"format": 2}, "update casnap"),
     ({"digest": "sha3"}, "'sha3', which this casnap does not know; update casnap"),
-    ({"digest": ""}, "a casnap before 1.0 made"),
+    ({"digest": ""}, "of a casnap before 1.0"),
 ]
 
 
