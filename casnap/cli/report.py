@@ -70,7 +70,16 @@ def report(store: str | None, prefix: str | None, output: Path, last: int, as_js
         live = collect(repository, GcOptions(grace=0, dry_run=True), progress).live_bytes
         disk = disk_usage(repository)
         space = Space(disk.nbytes, live, disk.saved_bytes)
-        facts = gather(repository, contents, usages, space, diff, last, progress)
+        facts = gather(
+            repository.backend.uri,
+            repository.config.chunk_size,
+            contents,
+            usages,
+            space,
+            diff,
+            last,
+            progress,
+        )
     if as_json:
         emit({**store_fields(place), **_document(repository, facts, disk)}, place)
         return

@@ -73,6 +73,12 @@ class PlacedTensor:
         """The cast as ``from>to``; empty for none."""
         return "" if self.dtype == self.entry.dtype else f"{self.entry.dtype}>{self.dtype}"
 
+    @property
+    def held_bytes(self) -> bytes | None:
+        """The bytes of a small tensor, which its entry holds itself; None if there are chunks."""
+        payload = self.entry.payload
+        return payload.inline if payload.nbytes <= INLINE_BYTES else None
+
     @cached_property
     def cells(self) -> list[PlacedChunk]:
         """Its chunks. A small tensor, which the entry holds itself, has one.

@@ -24,7 +24,6 @@ STORE_FOLDER = "casnap-store"
 
 _MOST_CHARS = 1024
 _FILE_NAME = re.compile(r"\w[\w .,+=@()-]*")
-_NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.=-]")
 # Nearly all names match this. Checking any other name takes twenty times as long.
 _PLAIN = re.compile(r"(?:[\w-][\w.=+-]{0,200}/){0,4}[\w-][\w.=+-]{0,200}", re.ASCII)
 
@@ -111,14 +110,6 @@ def is_file_name(name: str) -> bool:
     digit or ``_``, and has less than 256 bytes.
     """
     return _FILE_NAME.fullmatch(name) is not None and len(name.encode()) < 256
-
-
-def plain_text(name: str) -> str:
-    """Return a name from a store without characters that a shell, JSON, HTML or a URL interprets.
-
-    Each of them becomes ``_``.
-    """
-    return _NOT_PLAIN.sub("_", name)
 
 
 def rank_names(ranks: Sequence[int]) -> str:

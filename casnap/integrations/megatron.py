@@ -60,7 +60,6 @@ from casnap.integrations.trainers import (
     snapshot_at,
     step_in,
 )
-from casnap.state.flatten import containers_of
 from casnap.state.tensors import allocate
 from casnap.state.values import decode_value
 
@@ -208,7 +207,7 @@ def _divided(
     if comm.rank == 0:
         containers = containers_above(paths)
         for key in ("tensors", "objects"):
-            leaves[key] += containers.get(key) or containers_of({}, key)
+            leaves[key] += containers.get(key) or flatten({}, key)
         leaves["common"] += flatten(_common_of(checkpoint_dir), "common")
     with torch.no_grad(), without_torch_modes():
         for object_path, group in shards.items():

@@ -13,7 +13,7 @@ from casnap import Diff, Usage
 from casnap.errors import DamagedError
 from casnap.extending import ContainerEntry, Progress
 from casnap.format.names import folder_of
-from casnap.storage import Contents, Repository
+from casnap.storage import Contents
 
 _MOST_RUNS = 12
 """So many runs, those with the newest snapshots, are shown in full."""
@@ -129,7 +129,8 @@ class Facts:
 
 
 def gather(
-    store: Repository,
+    uri: str,
+    chunk_size: int,
     snapshots: Sequence[Contents],
     usages: Sequence[Usage],
     space: Space,
@@ -140,7 +141,8 @@ def gather(
     """Gather what a report on some snapshots shows.
 
     Args:
-        store: The store.
+        uri: The store.
+        chunk_size: The size of its chunks, in bytes.
         snapshots: The snapshots, in the order of their commits.
         usages: What each of them takes up.
         space: What the whole store takes up.
@@ -160,8 +162,8 @@ def gather(
         _run(folder, by_folder[folder], compare, most, progress) for folder in newest[:_MOST_RUNS]
     ]
     return Facts(
-        uri=store.backend.uri,
-        chunk_size=store.config.chunk_size,
+        uri=uri,
+        chunk_size=chunk_size,
         snapshots=len(snapshots),
         logical_bytes=sum(use.logical_bytes for use in usages),
         space=space,

@@ -26,7 +26,6 @@ from casnap.backends.local.owners import Owners
 from casnap.errors import PLACE_ERRORS, BackendError, CasnapError, DamagedError, FileFormatError
 from casnap.extending import is_link, is_taken, translated
 from casnap.files.export_output import check_local, check_outside
-from casnap.format.names import plain_text
 from casnap.serving.version import (
     CHANGING,
     CHUNKS,
@@ -42,6 +41,8 @@ _MOST_TURN = 9  # characters
 FILE_MODE = 0o644
 """The mode of all files of a pull. Who may write to them could have anything served."""
 _FOLDER_MODE = FILE_MODE | 0o111
+# What a shell, JSON, HTML or a URL may interpret.
+_NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.=-]")
 _PARTIAL, VERSION = re.compile(r"\..*\.partial"), re.compile(r".*@[0-9a-f]{32}(\.[0-9]+)?")
 
 
@@ -58,7 +59,7 @@ def name_of(folder: Path) -> str:
 
 def _name(snapshot: str, commit: str) -> str:
     # A name has at most 255 bytes.
-    return f"{plain_text(snapshot.rpartition('/')[2])[:180]}@{commit}"
+    return f"{_NOT_PLAIN.sub('_', snapshot.rpartition('/')[2])[:180]}@{commit}"
 
 
 class ServedFolder:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import msgspec
@@ -42,7 +42,10 @@ from casnap.errors import (
 from casnap.extending import Backoff, in_child, mapped, new_lock, new_rlock
 from casnap.format.decoding import json_decoder
 from casnap.format.records import CONFIG_KEY, Root
-from casnap.storage import Repository, TagMove, Tags
+from casnap.storage import Repository, Tags
+
+if TYPE_CHECKING:
+    import casnap
 
 _log = logging.getLogger("casnap")
 PHASES = ("published", "fetched", "staged", "paused", "applied")
@@ -576,7 +579,7 @@ def _published(store: Repository, tag: str, number: int | None) -> _Published:
     """
     since = time.monotonic()
 
-    def look(root: Root) -> tuple[int, TagMove | None, str | None]:
+    def look(root: Root) -> tuple[int, casnap.TagMove | None, str | None]:
         found = Tags.row_in(root, store.table(root), tag)
         return root.seq, Tags.move_in(root, tag), None if found is None else found[0]
 

@@ -26,7 +26,7 @@ from casnap.extending import Digest, cached_property, cores, digest_of, is_taken
 from casnap.files.layout import PlacedTensor
 from casnap.files.safetensors_header import itemsize_of
 from casnap.format.decoding import json_decoder
-from casnap.format.digest import DIGEST_SIZE, split_digests
+from casnap.format.digest import split_digests
 from casnap.format.grid import grid_of
 from casnap.runtime.descriptors import Descriptor
 from casnap.storage import Fill
@@ -265,19 +265,17 @@ class Version:
 
     def each_cell(self) -> Iterator[tuple[str, Digest, str, StoredCell]]:
         """Yield the chunks: tensor, digest in the store, cast, and where it is here."""
-        digests = self._chunk_digests()
+        digests = split_digests(self._chunk_digests())
         at = 0
         for name, tensor in self.record.tensors.items():
             itemsize = itemsize_of(tensor.cast_from or tensor.dtype)
             grid = grid_of(tensor.shape, itemsize, self.record.chunk_bytes)
             cast = f"{tensor.cast_from}>{tensor.dtype}" if tensor.cast_from else ""
-            size = grid.count * DIGEST_SIZE
-            sources = split_digests(digests[at : at + size])
-            at += size
-            here = sources
+            sources = here = digests[at : at + grid.count]
+            at += grid.count
             if cast:
-                here = split_digests(digests[at : at + size])
-                at += size
+                here = digests[at : at + grid.count]
+                at += grid.count
             start = tensor.start
             wanted = tensor.cast_digest or tensor.digest
             if digest_of(b"".join(here)).hex() != wanted or len(sources) != grid.count:

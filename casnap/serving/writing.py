@@ -21,7 +21,6 @@ from casnap.errors import PLACE_ERRORS
 from casnap.extending import Digest, Progress, ProgressCounter, bytes_of, cores, digest_of, mapped
 from casnap.files.export_output import ExportOutput
 from casnap.files.layout import FileLayout, PlacedChunk, PlacedTensor, PlannedFile
-from casnap.format.entries import INLINE_BYTES
 from casnap.serving.folder import FILE_MODE, ServedFolder
 from casnap.serving.options import FLOATS, PullOptions, PullReport
 from casnap.serving.patches import PATCHES, Differences, are_alike
@@ -305,8 +304,8 @@ class Writer:
     def _wants(self, fd: int, pieces: list[Piece]) -> Iterator[Want]:
         for piece in pieces:
             _, tensor, _, cell = piece
-            if tensor.entry.payload.nbytes <= INLINE_BYTES:
-                self._put(fd, piece, memoryview(tensor.entry.payload.inline))
+            if (held := tensor.held_bytes) is not None:
+                self._put(fd, piece, memoryview(held))
             else:
                 sink = partial(self._put, fd, piece)
                 put_delta = partial(self._put_delta, fd, piece) if self._takes_deltas else None
