@@ -26,7 +26,7 @@ from casnap.format.names import check_name, name_text
 from casnap.format.records import Root, Row, StoreConfig
 from casnap.runtime.environment import given_path, threads_asked
 from casnap.runtime.units import Size
-from casnap.storage import Location, Repository, Table, in_commit_order, open_at, row_of
+from casnap.storage import Location, Repository, Table, open_at
 
 if TYPE_CHECKING:
     from casnap.mirror.mirror import Mirror
@@ -332,7 +332,7 @@ class View:
                 "first take to it makes one"
             )
         try:
-            return self.read(lambda table: row_of(table, full, self.repository.backend))
+            return self.read(lambda table: Location(self.repository.backend, full).row_in(table))
         except SnapshotNotFoundError:
             self._check_absent(repr(full))
             raise
@@ -349,7 +349,7 @@ class View:
         rows = self.read(lambda table: list(table.items_in(folder)))
         if not rows:
             self._check_absent(f"below {folder!r}")
-        return [(self.local_of(name), row) for name, row in in_commit_order(rows)]
+        return [(self.local_of(name), row) for name, row in Table.in_commit_order(rows)]
 
     def _check_absent(self, what: str) -> None:
         """Check that what was not found is not there: an older root does not tell.

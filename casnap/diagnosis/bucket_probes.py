@@ -11,7 +11,7 @@ from casnap.backends.remote.client import Told
 from casnap.diagnosis.report import DoctorRow, clock_row, time_text
 from casnap.diagnosis.site import Site
 from casnap.errors import UnavailableError
-from casnap.storage import has_one_winner, no_put_if_absent_error
+from casnap.storage import PutIfAbsent
 
 _REQUESTS = 5
 _SLOW_REQUEST = 0.5
@@ -23,10 +23,11 @@ def put_if_absent(site: Site) -> DoctorRow:
     """Race several requests for one key, where the server can be asked at all."""
     name, backend = "put-if-absent", site.backend
     # A race is only for servers that refuse a second put.
-    refuses = backend.can_put_if_absent and has_one_winner(backend, 2, threads=1)
-    if refuses and all(has_one_winner(backend, 8, threads=4) for _ in site.tries(4, _SOME)):
+    puts = PutIfAbsent(backend)
+    refuses = backend.can_put_if_absent and puts.has_one_winner(2, threads=1)
+    if refuses and all(puts.has_one_winner(8, threads=4) for _ in site.tries(4, _SOME)):
         return DoctorRow(name, "a key is put once, also if eight writers try at once")
-    return DoctorRow(name, "is not honoured", "bad", str(no_put_if_absent_error(backend)))
+    return DoctorRow(name, "is not honoured", "bad", str(puts.error()))
 
 
 def rules(site: Site) -> DoctorRow:

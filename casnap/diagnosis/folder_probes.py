@@ -16,7 +16,7 @@ from casnap.diagnosis.site import Site
 from casnap.runtime.buffers import PAGE, Slot, reserve_space
 from casnap.runtime.descriptors import opened
 from casnap.runtime.file_systems import mount_of
-from casnap.storage import has_one_winner
+from casnap.storage import PutIfAbsent
 
 _SYNCS = 8
 _SLOW_SYNC = 0.1
@@ -105,7 +105,7 @@ def hard_links(site: Site) -> DoctorRow:
 def put_if_absent(site: Site) -> DoctorRow:
     """Race several threads for one name."""
     for _ in site.tries(8, _SOME):
-        if not has_one_winner(site.backend, 8, threads=4):
+        if not PutIfAbsent(site.backend).has_one_winner(8, threads=4):
             return DoctorRow(
                 "put-if-absent",
                 "of several threads that make one name, not exactly one succeeded",

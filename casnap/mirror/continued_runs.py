@@ -17,7 +17,7 @@ from casnap.mirror.notes import (
     follows_of,
     life_of,
 )
-from casnap.storage import Repository, Retention, Session, Table, Upkeep, in_commit_order
+from casnap.storage import Repository, Retention, Session, Table, Upkeep
 from casnap.transfer.copy_jobs import Placement, PlacementError
 
 
@@ -71,11 +71,11 @@ class Succession:
         replaced_names = {name for name, row in earlier.items() if row.seq > follows}
         if self.new_name in earlier:
             # What came after the snapshot that is taken anew came from it.
-            names = [name for name, _ in in_commit_order(earlier.items())]
+            names = [name for name, _ in Table.in_commit_order(earlier.items())]
             replaced_names.update(names[names.index(self.new_name) :])
         replaced_names = {n for n in replaced_names if not {*copies[n].tags} - {self.tag}}
         self.replaced = tuple(
-            name for name, _ in in_commit_order((n, copies[n]) for n in replaced_names)
+            name for name, _ in Table.in_commit_order((n, copies[n]) for n in replaced_names)
         )
         if self.new_name in copies:
             replaced_names.add(self.new_name)

@@ -19,15 +19,7 @@ import msgspec
 from casnap.errors import MirrorError, StoreError
 from casnap.format.names import folder_of
 from casnap.format.records import ORIGIN, Root, Row
-from casnap.storage import (
-    Repository,
-    Table,
-    TagMove,
-    Tags,
-    change_settings,
-    change_table,
-    rows_of_run,
-)
+from casnap.storage import Repository, Table, TagMove, Tags, change_settings, change_table
 
 SETTING = "mirror"
 UNMIRRORED = "unmirrored"
@@ -156,7 +148,7 @@ def restored_from(place: MirrorPlace, run: str) -> int:
 
 def copies_in(table: Table, folder: str) -> dict[str, Row]:
     """Return the copies that mirrors have put into the run of a folder, by full name."""
-    rows = rows_of_run(table, folder).items()
+    rows = table.rows_of_run(folder).items()
     return {name: row for name, row in rows if life_of(row) is not None}
 
 

@@ -29,15 +29,12 @@ if TYPE_CHECKING:
     from casnap.storage.collecting.gc import GcOptions as GcOptions
     from casnap.storage.collecting.gc import GcReport as GcReport
     from casnap.storage.collecting.gc import collect as collect
-    from casnap.storage.commit_log.put_if_absent_probe import has_one_winner as has_one_winner
-    from casnap.storage.commit_log.put_if_absent_probe import (
-        no_put_if_absent_error as no_put_if_absent_error,
-    )
+    from casnap.storage.commit_log.put_if_absent_probe import PutIfAbsent as PutIfAbsent
     from casnap.storage.commit_log.settings import CODECS as CODECS
     from casnap.storage.commit_log.settings import new_settings as new_settings
     from casnap.storage.opening.creation import chunk_size_of as chunk_size_of
+    from casnap.storage.opening.foreign_checkpoints import ForeignCheckpoints as ForeignCheckpoints
     from casnap.storage.opening.location import Location as Location
-    from casnap.storage.opening.no_store import ForeignCheckpoints as ForeignCheckpoints
     from casnap.storage.opening.opening import open_at as open_at
     from casnap.storage.packs.chunk_reads import Fill as Fill
     from casnap.storage.packs.chunk_reads import ReadOptions as ReadOptions
@@ -46,6 +43,7 @@ if TYPE_CHECKING:
     from casnap.storage.packs.pack_writer import SelectNew as SelectNew
     from casnap.storage.reading.cached_stores import CachedStore as CachedStore
     from casnap.storage.reading.repository import Repository as Repository
+    from casnap.storage.reading.table import Table as Table
     from casnap.storage.snapshots.cell_pairs import bases_in as bases_in
     from casnap.storage.snapshots.changes import change_settings as change_settings
     from casnap.storage.snapshots.changes import change_table as change_table
@@ -61,12 +59,6 @@ if TYPE_CHECKING:
     from casnap.storage.snapshots.retention import Verdict as Verdict
     from casnap.storage.snapshots.run_changes import Runs as Runs
     from casnap.storage.snapshots.run_upkeep import Upkeep as Upkeep
-    from casnap.storage.snapshots.runs import in_commit_order as in_commit_order
-    from casnap.storage.snapshots.runs import rows_of_run as rows_of_run
-    from casnap.storage.snapshots.table import Table as Table
-    from casnap.storage.snapshots.table import check_free as check_free
-    from casnap.storage.snapshots.table import check_path_is_free as check_path_is_free
-    from casnap.storage.snapshots.table import row_of as row_of
     from casnap.storage.writing.copying import ChunkBuffer as ChunkBuffer
     from casnap.storage.writing.handovers import Handover as Handover
     from casnap.storage.writing.hooks import CommitHooks as CommitHooks
@@ -78,13 +70,13 @@ if TYPE_CHECKING:
 _NAMES = {
     "collecting.automatic": "AutomaticCollector Outlook",
     "collecting.gc": "GcOptions GcReport collect",
-    "commit_log.put_if_absent_probe": "has_one_winner no_put_if_absent_error",
+    "commit_log.put_if_absent_probe": "PutIfAbsent",
     "commit_log.settings": "CODECS new_settings",
     "packs.chunk_reads": "Fill ReadOptions Want",
     "packs.pack_writer": "Raw SelectNew",
     "opening.creation": "chunk_size_of",
     "opening.location": "Location",
-    "opening.no_store": "ForeignCheckpoints",
+    "opening.foreign_checkpoints": "ForeignCheckpoints",
     "reading.cached_stores": "CachedStore",
     "reading.repository": "Repository",
     "snapshots.cell_pairs": "bases_in",
@@ -96,8 +88,7 @@ _NAMES = {
     "snapshots.retention": "Best PruneReport Retention Verdict",
     "snapshots.run_changes": "Runs",
     "snapshots.run_upkeep": "Upkeep",
-    "snapshots.runs": "in_commit_order rows_of_run",
-    "snapshots.table": "Table check_free check_path_is_free row_of",
+    "reading.table": "Table",
     "writing.copying": "ChunkBuffer",
     "writing.handovers": "Handover",
     "writing.hooks": "CommitHooks",

@@ -8,13 +8,7 @@ from typing import Any, NamedTuple
 
 from casnap.errors import StoreError
 from casnap.format.records import Row
-from casnap.storage import (
-    CommitHooks,
-    Session,
-    Table,
-    Upkeep,
-    rows_of_run,
-)
+from casnap.storage import CommitHooks, Session, Table, Upkeep
 
 PART_BYTES = 1 << 30
 PART_SECONDS = 30.0
@@ -77,7 +71,7 @@ class CopyJob(NamedTuple):
         base_name = self.new_name.rpartition("/")[2]
         same = {
             name: row
-            for name, row in rows_of_run(table, self.row.run_of(self.new_name)).items()
+            for name, row in table.rows_of_run(self.row.run_of(self.new_name)).items()
             if row.commit == self.row.commit
             and row.is_rewound != self.row.is_rewound
             and name.rpartition("/")[2] == base_name

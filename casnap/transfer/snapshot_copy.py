@@ -18,16 +18,7 @@ from casnap.format.records import Place, Root, Row
 from casnap.runtime.batches import batches
 from casnap.runtime.fork import cached_property
 from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage import (
-    Contents,
-    Markers,
-    Repository,
-    Session,
-    Table,
-    bases_in,
-    check_free,
-    check_path_is_free,
-)
+from casnap.storage import Contents, Location, Markers, Repository, Session, Table, bases_in
 from casnap.transfer import unfinished
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, Placement
 from casnap.transfer.delta_copies import DeltaCopier
@@ -56,9 +47,8 @@ def placement_in(table: Table, job: CopyJob, backend: Backend, seq: int) -> Plac
     if row is not None and row.commit == job.row.commit:
         return None
     placement = job.placement(table, seq)
-    check_path_is_free(backend, job.new_name)
-    check_free(
-        table,
+    Location(backend, job.new_name).check_path_is_free()
+    table.check_free(
         job.new_name,
         overwrite=job.new_name in placement.replaced,
         uri=backend.uri,

@@ -16,7 +16,7 @@ from casnap.backends import LocalBackend
 from casnap.errors import UnavailableError, UnclearCommitError
 from casnap.runtime.buffers import Pool
 from casnap.runtime.threads import Worker, run_shielded
-from casnap.storage import has_one_winner
+from casnap.storage import PutIfAbsent
 from casnap.take import staging
 from tests.support.faults import (
     CHUNK,
@@ -181,6 +181,6 @@ def test_a_race_for_which_a_thread_cannot_start(tmp_path: Path, k: int) -> None:
         faults(threading.Thread, ["start"], k, no_thread),
         pytest.raises(UnavailableError, match="no more threads"),
     ):
-        has_one_winner(LocalBackend(tmp_path), 4, threads=4)
+        PutIfAbsent(LocalBackend(tmp_path)).has_one_winner(4, threads=4)
     assert_given_back()
-    assert has_one_winner(LocalBackend(tmp_path), 4, threads=4)
+    assert PutIfAbsent(LocalBackend(tmp_path)).has_one_winner(4, threads=4)

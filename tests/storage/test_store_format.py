@@ -20,8 +20,8 @@ from casnap.format.digest import Digest
 from casnap.format.records import Row, encode, pack_key, root_key, seal, unseal
 from casnap.format.tree import Branch
 from casnap.state.stateful import StateDict
+from casnap.storage.reading.table import Table
 from casnap.storage.snapshots.changes import change_table
-from casnap.storage.snapshots.table import Table
 from tests.support.cli_calls import document, invoke
 from tests.support.written import put_next_root
 

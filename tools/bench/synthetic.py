@@ -16,7 +16,7 @@ from casnap.format.entries import Manifest, Payload, TensorEntry
 from casnap.format.records import PackId, Place, Row, Stats, encode, pack_key
 from casnap.format.tree import build
 from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage.snapshots.table import Table
+from casnap.storage.reading.table import Table
 from casnap.storage.writing.session import Session
 
 _CHUNK = 1 << 20

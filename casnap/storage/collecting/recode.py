@@ -21,11 +21,11 @@ from casnap.runtime.progress import Progress
 from casnap.storage.lookup.chains import NewBases
 from casnap.storage.lookup.index import IndexView
 from casnap.storage.reading.repository import Repository
+from casnap.storage.reading.table import Table
 from casnap.storage.snapshots.cell_pairs import CellPair, cell_pairs, snapshot_before
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.references import MANIFEST, is_node, walk
 from casnap.storage.snapshots.runs import folders_of
-from casnap.storage.snapshots.table import Table
 from casnap.storage.writing.chunk_forms import Base, ChunkForms
 from casnap.storage.writing.copying import ChunkBuffer
 from casnap.storage.writing.session import Session

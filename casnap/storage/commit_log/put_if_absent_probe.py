@@ -32,27 +32,73 @@ _STEP = 0.1
 _proven_places: set[str] = set()
 
 
-def no_put_if_absent_error(backend: Backend) -> StoreError:
-    """Return the error for a writer at a place without put-if-absent."""
-    if not backend.can_put_if_absent:
-        scheme = backend.uri.partition("://")[0]
-        return StoreError(
-            f"{backend.uri}: casnap does not know how to put an object only if it is absent on "
-            f"{scheme}:// (it does on s3://, gs:// and az://). So if two writers put at once, one "
-            f"can overwrite the other's commit, and snapshots are lost. Use one of these, {_ALONE}"
+class PutIfAbsent:
+    """What a place does if several writers put one object.
+
+    Args:
+        backend: The place.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def error(self) -> StoreError:
+        """Return the error for a writer at a place without put-if-absent."""
+        uri = self._backend.uri
+        if not self._backend.can_put_if_absent:
+            scheme = uri.partition("://")[0]
+            return StoreError(
+                f"{uri}: casnap does not know how to put an object only if it is absent on "
+                f"{scheme}:// (it does on s3://, gs:// and az://). So if two writers put at once, "
+                "one can overwrite the other's commit, and snapshots are lost. Use one of these, "
+                f"{_ALONE}"
+            )
+        state = self._backend.versioning
+        advice = (
+            f", or a bucket that never kept versions (here versioning is {state}; some servers "
+            "honour it only without)"
+            if state
+            else ""
         )
-    state = backend.versioning
-    advice = (
-        f", or a bucket that never kept versions (here versioning is {state}; some servers honour "
-        "it only without)"
-        if state
-        else ""
-    )
-    return StoreError(
-        f"{backend.uri} lies on a server that does not honour put-if-absent (If-None-Match). So if "
-        "two writers put at once, one can overwrite the other's commit, and snapshots are lost. "
-        f"Use a server that honours it{advice}; {_ALONE}"
-    )
+        return StoreError(
+            f"{uri} lies on a server that does not honour put-if-absent (If-None-Match). So if two "
+            "writers put at once, one can overwrite the other's commit, and snapshots are lost. "
+            f"Use a server that honours it{advice}; {_ALONE}"
+        )
+
+    def has_one_winner(self, puts: int, threads: int) -> bool:
+        """Put one fresh key several times; return whether exactly one put won, and is stored.
+
+        Race only on servers that refuse a second put in turn. On a server where all puts win, a
+        race can confuse the listing of a folder: `rclone serve s3` then lists deleted objects.
+
+        Args:
+            puts: How many times to put the key.
+            threads: How many threads put it at once.
+        """
+        backend, key = self._backend, f"tmp/{os.urandom(12).hex()}"
+        won: list[bytes] = []
+        start = threading.Event()
+        try:
+            with as_exclusive(backend, False), Crew() as crew:
+                contents = SharedItems([os.urandom(16) for _ in range(puts)], crew)
+
+                def attempt() -> None:
+                    while not start.wait(_STEP):
+                        # Another thread could not be started. The starter waits for this one.
+                        if crew.failed:
+                            return
+                    mine = [content for content in contents if backend.put_if_absent(key, content)]
+                    won.extend(mine)
+
+                crew.start(attempt, threads - 1)
+                start.set()
+                attempt()
+            return len(won) == 1 and backend.read(key) == won[0]
+        except FileNotFoundError:
+            return False
+        finally:
+            _delete(backend, key)
 
 
 def check_put_if_absent(backend: Backend, config: StoreConfig) -> None:
@@ -70,7 +116,7 @@ def check_put_if_absent(backend: Backend, config: StoreConfig) -> None:
     if backend.exclusive:
         return
     if not config.put_if_absent or (backend.needs_probe and not honours_put_if_absent(backend)):
-        raise no_put_if_absent_error(backend)
+        raise PutIfAbsent(backend).error()
 
 
 def recheck_put_if_absent(backend: Backend) -> None:
@@ -83,7 +129,7 @@ def recheck_put_if_absent(backend: Backend) -> None:
         StoreError: The place does not honour put-if-absent as it is now.
     """
     if backend.needs_probe and not backend.exclusive and not honours_put_if_absent(backend):
-        raise no_put_if_absent_error(backend)
+        raise PutIfAbsent(backend).error()
 
 
 def put_if_absent_warnings(backend: Backend) -> list[str]:
@@ -116,9 +162,8 @@ def honours_put_if_absent(backend: Backend) -> bool:
     while (place := _place(backend)) and place not in _proven_places:
         note = _note(place)
         if not _is_fresh(note):
-            if not (
-                has_one_winner(backend, 2, threads=1) and has_one_winner(backend, 4, threads=4)
-            ):
+            places = PutIfAbsent(backend)
+            if not (places.has_one_winner(2, threads=1) and places.has_one_winner(4, threads=4)):
                 return False
             _take_note(note)
         # The puts may have shown another state of the bucket, which is then probed too.
@@ -131,42 +176,6 @@ def _place(backend: Backend) -> str:
     endpoint = backend.endpoint
     versioning = backend.versioning if endpoint else ""
     return f"{endpoint} versioning {versioning}" if versioning else endpoint
-
-
-def has_one_winner(backend: Backend, puts: int, threads: int) -> bool:
-    """Put one fresh key several times; return whether exactly one put won, and is stored.
-
-    Race only on servers that refuse a second put in turn. On a server where all puts win, a race
-    can confuse the listing of a folder: `rclone serve s3` then lists deleted objects.
-
-    Args:
-        backend: The place.
-        puts: How many times to put the key.
-        threads: How many threads put it at once.
-    """
-    key = f"tmp/{os.urandom(12).hex()}"
-    won: list[bytes] = []
-    start = threading.Event()
-    try:
-        with as_exclusive(backend, False), Crew() as crew:
-            contents = SharedItems([os.urandom(16) for _ in range(puts)], crew)
-
-            def attempt() -> None:
-                while not start.wait(_STEP):
-                    # Another thread could not be started. The starter waits for this one to end.
-                    if crew.failed:
-                        return
-                mine = [content for content in contents if backend.put_if_absent(key, content)]
-                won.extend(mine)
-
-            crew.start(attempt, threads - 1)
-            start.set()
-            attempt()
-        return len(won) == 1 and backend.read(key) == won[0]
-    except FileNotFoundError:
-        return False
-    finally:
-        _delete(backend, key)
 
 
 def _delete(backend: Backend, key: str) -> None:

@@ -36,10 +36,7 @@ from casnap.storage.commit_log.config import (
     object_error,
     read_config,
 )
-from casnap.storage.commit_log.put_if_absent_probe import (
-    honours_put_if_absent,
-    no_put_if_absent_error,
-)
+from casnap.storage.commit_log.put_if_absent_probe import PutIfAbsent, honours_put_if_absent
 from casnap.storage.commit_log.roots import WRITER, read_root, sealed_root
 from casnap.storage.opening.location import has_object, is_ours
 
@@ -205,7 +202,7 @@ def _put_config(
         raise _foreign_error(backend, others)
     honoured = honours_put_if_absent(backend)
     if not honoured and not backend.exclusive:
-        raise no_put_if_absent_error(backend)
+        raise PutIfAbsent(backend).error()
     config = StoreConfig(
         digest=DIGEST_NAME,
         store_id=os.urandom(16).hex(),

@@ -18,7 +18,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from casnap.backends import Backend, LocalBackend, backend_at
-from casnap.backends.local.local_paths import as_written, exists, is_folder, is_link, status
+from casnap.backends.local.local_paths import (
+    as_written,
+    exists,
+    is_folder,
+    is_link,
+    is_taken,
+    status,
+)
 from casnap.backends.local.owners import Owners
 from casnap.backends.local.system_errors import is_of_the_place
 from casnap.backends.uris import Uri, joined, store_uri
@@ -28,15 +35,19 @@ from casnap.errors import (
     CasnapError,
     InvalidNameError,
     NotAStoreError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
     StoreError,
+    nearest,
 )
 from casnap.format.decoding import json_decoder
 from casnap.format.names import MARKER, STORE_FOLDER, check_name
-from casnap.format.records import CONFIG_KEY, root_key, serves_below
+from casnap.format.records import CONFIG_KEY, Row, root_key, serves_below
 from casnap.runtime.environment import given_path, local_path
 from casnap.storage.commit_log.config import no_config_error
 from casnap.storage.commit_log.roots import newest_root
 from casnap.storage.reading.repository import Repository
+from casnap.storage.reading.table import Table
 
 _log = logging.getLogger("casnap")
 # The most links that the system follows on one path.
@@ -196,6 +207,49 @@ class Location(NamedTuple):
             f"in the store that was at {marker.store!r:.500}. Copy that whole store, or the "
             "snapshot by `casnap cp`"
         )
+
+    def row_in(self, table: Table) -> Row:
+        """Return the row of a snapshot.
+
+        Raises:
+            SnapshotNotFoundError: There is no such snapshot. The message says what may be meant.
+        """
+        backend, name = self.backend, self.name
+        row = table.get(name)
+        if row is None:
+            from casnap.storage.opening.foreign_checkpoints import ForeignCheckpoints
+
+            advice = self.link_advice()
+            if not advice and backend.folder is not None:
+                advice = ForeignCheckpoints(backend.folder / name).advice()
+            advice = advice or nearest(name, (full_name for full_name, _ in table.items_in()))
+            raise SnapshotNotFoundError(f"{backend.uri} holds no snapshot {name!r}{advice}")
+        return row
+
+    def check_path_is_free(self) -> None:
+        """Check that a snapshot can have its folder: no file or other store is on the way to it.
+
+        Raises:
+            SnapshotExistsError: A file or a store is at the path of the snapshot, or above it.
+        """
+        backend, name = self.backend, self.name
+        place = backend.folder
+        for part in name.split("/") if place is not None else ():
+            assert place is not None
+            place /= part
+            if exists(place) and not is_folder(place):
+                raise SnapshotExistsError(
+                    f"{place} is a file, which casnap leaves alone, so {name!r} cannot be a "
+                    f"snapshot of {backend.uri}; choose another name, or move the file away"
+                )
+            if is_link(place):
+                # The target of a link is not in this store.
+                return
+            if is_taken(place / STORE_FOLDER):
+                raise SnapshotExistsError(
+                    f"{place} is a store itself, so {name!r} cannot be a snapshot of "
+                    f"{backend.uri}; take it into that store, or choose another name"
+                )
 
 
 class _Marker(msgspec.Struct):

@@ -28,7 +28,7 @@ from casnap.format.records import (
     StoreConfig,
     decode_row,
 )
-from casnap.format.tree import TABLE_FANOUT, Tree
+from casnap.format.tree import TABLE_FANOUT
 from casnap.runtime.buffers import fill_from
 from casnap.runtime.threads import cores
 from casnap.storage.commit_log.config import read_config
@@ -50,6 +50,7 @@ from casnap.storage.packs.chunk_reads import (
     read_places,
 )
 from casnap.storage.reading.chunk_cache import ChunkCache
+from casnap.storage.reading.table import Table
 
 V = TypeVar("V")
 
@@ -222,7 +223,7 @@ class Repository:
         return self.read_at_newest(self.index.view, lambda: base_root or self.recent())
 
     def read_table(
-        self, look: Callable[[Tree[Row]], V], note: Callable[[Root], object] = lambda _: None
+        self, look: Callable[[Table], V], note: Callable[[Root], object] = lambda _: None
     ) -> V:
         """Call a function with the table of the newest root, and return its result.
 
@@ -368,12 +369,12 @@ class Repository:
         """Cache nodes that another rank has read, for later calls of :meth:`node`."""
         self.index.cache.keep_nodes([(digest_of(node), node) for node in nodes])
 
-    def table(self, root: Root) -> Tree[Row]:
+    def table(self, root: Root) -> Table:
         """Return the table of snapshots that a root has."""
         top = None if root.table is None else Digest(root.table.digest)
         if root.table is not None and top is not None:
             self.node(top, root.table.hint)
-        return Tree(top, self.node, Row, TABLE_FANOUT, is_row_name, decode_row)
+        return Table(top, self.node, Row, TABLE_FANOUT, is_row_name, decode_row)
 
     # --- chunks ---
 

@@ -13,7 +13,7 @@ from casnap.format.records import Root, Row
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage.commit_log.roots import release_reserve, with_advice
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.table import Table
+from casnap.storage.reading.table import Table
 from casnap.storage.writing.session import Session
 from casnap.storage.writing.starting_over import Obstacle, again
 

@@ -14,6 +14,7 @@ from casnap.errors import BackendError, DamagedError
 from casnap.format.records import Row
 from casnap.runtime.typing import override
 from casnap.storage.reading.repository import Repository
+from casnap.storage.reading.table import Table
 from casnap.storage.snapshots.changes import change_table
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.marker_files import unmark
@@ -25,8 +26,6 @@ from casnap.storage.snapshots.retention import (
     judge_runs,
     step_of,
 )
-from casnap.storage.snapshots.runs import in_commit_order
-from casnap.storage.snapshots.table import Table
 
 _log = logging.getLogger("casnap")
 _UNREAD = "its metadata cannot be read"
@@ -157,7 +156,7 @@ class JudgedChange(PruneChange):
     def judge(self, table: Table) -> list[Verdict]:
         """Return the verdicts of the judge, in the order of commits."""
         verdicts = {verdict.name: verdict for verdict in self._judge(table)}
-        rows = in_commit_order((name, verdict.row) for name, verdict in verdicts.items())
+        rows = Table.in_commit_order((name, verdict.row) for name, verdict in verdicts.items())
         return [verdicts[name] for name, _ in rows]
 
 

@@ -25,9 +25,10 @@ from casnap.errors import (
 )
 from casnap.format.records import Root, Row, decode, encode, root_key
 from casnap.storage.commit_log.roots import read_root
+from casnap.storage.opening.location import Location
 from casnap.storage.reading.repository import Repository
+from casnap.storage.reading.table import Table
 from casnap.storage.snapshots.changes import change_table, edit_row
-from casnap.storage.snapshots.table import Table, row_of
 
 _MOST, _MOST_CHARS = 100, 200
 _MOST_TAGS = 100
@@ -223,7 +224,7 @@ class Tags:
         def change(table: Table, seq: int) -> dict[str, Row | None]:
             nonlocal changes, previous
             check(table, seq)
-            row = row_of(table, name, self._store.backend)
+            row = Location(self._store.backend, name).row_in(table)
             if row.commit.hex() != commit_id:
                 raise SnapshotNotFoundError(
                     f"{self._store.backend.uri}: the snapshot {name!r} was replaced in the meantime"

@@ -14,7 +14,8 @@ from typing import Literal, TypeAlias
 
 from casnap.format.records import Row
 from casnap.runtime.units import Duration, count_of, seconds_of
-from casnap.storage.snapshots.runs import Run, in_commit_order, runs_of
+from casnap.storage.reading.table import Table
+from casnap.storage.snapshots.runs import Run, runs_of
 from casnap.storage.snapshots.thinning import check_rules
 
 Best: TypeAlias = tuple[str, int] | tuple[str, int, Literal["min", "max"]]
@@ -276,7 +277,7 @@ def judge_runs(
         now: The time, in seconds since the epoch.
         new_commit: The commit of a snapshot that was just taken, which is kept in any case.
     """
-    ordered = in_commit_order(rows)
+    ordered = Table.in_commit_order(rows)
     reasons = {}
     for run in runs_of(ordered):
         reasons.update(retention.reasons(run, now))

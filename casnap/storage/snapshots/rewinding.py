@@ -16,11 +16,11 @@ from casnap.backends.uris import joined
 from casnap.errors import SnapshotError
 from casnap.format.names import check_name
 from casnap.format.records import REWOUND, Root, Row
+from casnap.storage.opening.location import Location
 from casnap.storage.reading.repository import Repository
+from casnap.storage.reading.table import Table
 from casnap.storage.snapshots.changes import change_table
 from casnap.storage.snapshots.marker_files import mark, unmark
-from casnap.storage.snapshots.runs import in_commit_order, rows_of_run
-from casnap.storage.snapshots.table import Table, check_free, row_of
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ def rewind(
 
     def change(table: Table, seq: int) -> dict[str, Row | None]:
         nonlocal before, after, rewound
-        row = row_of(table, name, backend)
+        row = Location(backend, name).row_in(table)
         run = row.run_of(name)
-        rows = {n: r for n, r in rows_of_run(table, run).items() if n == name or not r.is_rewound}
-        ordered = [each for each, _ in in_commit_order(rows.items())]
+        rows = {n: r for n, r in table.rows_of_run(run).items() if n == name or not r.is_rewound}
+        ordered = [each for each, _ in Table.in_commit_order(rows.items())]
         if row.is_thinned:
             whole = [n for n in ordered[: ordered.index(name)] if not rows[n].is_thinned]
             raise _thinned_error(backend, name, whole)
@@ -76,7 +76,7 @@ def rewind(
         moved = {n: _in(aside, n) for n in ordered[ordered.index(name) + 1 :]}
         renamed = {**moved, name: _in(run, name)} if row.is_rewound else moved
         if row.is_rewound and renamed[name] not in moved:
-            check_free(table, renamed[name], overwrite=False, uri=backend.uri)
+            table.check_free(renamed[name], overwrite=False, uri=backend.uri)
         notes = notes_of_renamed(store.newest())
         before = {n: rows[n] for n in renamed}
         after = {check_name(new): _turned(rows[old], notes) for old, new in renamed.items()}

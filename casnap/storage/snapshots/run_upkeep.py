@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from casnap.format.records import Row
 from casnap.storage.reading.repository import Repository
+from casnap.storage.reading.table import Table
 from casnap.storage.snapshots.pruning import RetentionChange
 from casnap.storage.snapshots.retention import Retention, Verdict, unknown_metrics
-from casnap.storage.snapshots.runs import rows_of_run
-from casnap.storage.snapshots.table import Table
 from casnap.storage.snapshots.thinning import thin_run
 from casnap.storage.writing.session import Session
 
@@ -62,7 +61,7 @@ class Upkeep(NamedTuple):
         rows = {name: row}
         pruned: dict[str, Row] = {}
         try:
-            earlier = rows_of_run(table, run).items()
+            earlier = table.rows_of_run(run).items()
             rows = {n: r for n, r in earlier if n not in replaced and counts(r)} | rows
             judging = RetentionChange(store, retention, run, row.commit)
             verdicts = judging.judge_rows(rows.items())

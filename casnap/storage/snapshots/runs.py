@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from casnap.format.names import folder_of
 from casnap.format.records import Row
-from casnap.storage.snapshots.table import Table
+from casnap.storage.reading.table import Table
 
 
 class Run(NamedTuple):
@@ -30,17 +30,12 @@ class Run(NamedTuple):
         return self.snapshots[: max(0, len(self.snapshots) - count)]
 
 
-def rows_of_run(table: Table, run: str) -> dict[str, Row]:
-    """Return the snapshots of a run by name, even those that a rewind has moved aside."""
-    return {name: row for name, row in table.items_in(run) if row.run_of(name) == run}
-
-
 def runs_of(rows: Iterable[tuple[str, Row]]) -> list[Run]:
     """Return the runs of snapshots, for rules about the last snapshots of a run.
 
     In each run, snapshots that a rewind has moved aside come first: the run goes on without them.
     """
-    ordered = sorted(in_commit_order(rows), key=lambda item: not item[1].is_rewound)
+    ordered = sorted(Table.in_commit_order(rows), key=lambda item: not item[1].is_rewound)
     runs: dict[str, list[tuple[str, Row]]] = {}
     for name, row in ordered:
         runs.setdefault(row.run_of(name), []).append((name, row))
@@ -56,23 +51,3 @@ def folders_of(rows: Iterable[tuple[str, Row]]) -> list[Run]:
     for name, row in rows:
         folders.setdefault(folder_of(name), []).append((name, row))
     return [Run(*folder) for folder in folders.items()]
-
-
-def in_commit_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
-    """Return snapshots in the order of their commits.
-
-    A store may get the copy of an old snapshot late, because it was damaged, or its name was taken.
-    So copies from one store, if a note says their origin, are ordered among themselves: they fill
-    the places that they have together in the order of their commits in that store.
-    """
-    ordered = sorted(rows, key=lambda item: (item[1].seq, item[0]))
-    places: dict[str, list[int]] = {}
-    for at, (_, row) in enumerate(ordered):
-        store_id, seq = row.origin
-        if seq >= 0:
-            places.setdefault(store_id, []).append(at)
-    for at_places in places.values():
-        of_one = sorted((ordered[at] for at in at_places), key=lambda item: item[1].origin[1])
-        for at, item in zip(at_places, of_one, strict=True):
-            ordered[at] = item
-    return ordered

@@ -22,10 +22,10 @@ from casnap.format.names import folder_of, key_of
 from casnap.format.records import THINNED, NodeRef, Row, encode
 from casnap.runtime.units import whole_number
 from casnap.storage.reading.repository import Repository
+from casnap.storage.reading.table import Table
 from casnap.storage.snapshots.changes import Change, commit_change
 from casnap.storage.snapshots.contents import Contents
-from casnap.storage.snapshots.runs import in_commit_order, runs_of
-from casnap.storage.snapshots.table import Table
+from casnap.storage.snapshots.runs import runs_of
 from casnap.storage.writing.session import Session
 
 _log = logging.getLogger("casnap")
@@ -165,7 +165,7 @@ def check_keys(store: Repository, rows: Iterable[tuple[str, Row]], rules: Rules)
         DamagedError: A manifest is missing or damaged.
     """
     unmatched, keys = list(rules), set[str]()
-    for name, row in reversed(in_commit_order(rows)):
+    for name, row in reversed(Table.in_commit_order(rows)):
         if row.unknown_features:
             continue
         contents = Contents(store, name, row)

@@ -39,12 +39,12 @@ from casnap.format.records import (
     serves_below,
     serving_below,
 )
-from casnap.format.tree import Tree
 from casnap.runtime.threads import Crew
 from casnap.storage.commit_log.roots import next_root, put_root
 from casnap.storage.lookup.index import IndexView
 from casnap.storage.packs.pack_writer import Raw, SelectNew
 from casnap.storage.reading.repository import Repository
+from casnap.storage.reading.table import Table
 from casnap.storage.writing.chunk_forms import Base, ChunkForms, Form
 from casnap.storage.writing.copying import Report, copy_verified, one_at_a_time
 from casnap.storage.writing.handovers import MOST_RECORDS, Handover, OtherRanks
@@ -61,7 +61,7 @@ from casnap.storage.writing.starting_over import put_root_after
 # About how many bytes of the table's lists stand in the hints of a commit.
 _UPPER_BYTES = 16 << 10
 
-Change = Callable[[Tree[Row], int], Mapping[str, Row | None] | None]
+Change = Callable[[Table, int], Mapping[str, Row | None] | None]
 """A change of the table. It gets the table and the number of the next root, and returns the rows to
 set, with None for each row to remove. It returns None if no root is to be put, and raises to give
 up."""
@@ -405,7 +405,7 @@ class Session:
             raise FencedError
         return None
 
-    def _write_table(self, table: Tree[Row], changes: Mapping[str, Row | None]) -> Digest | None:
+    def _write_table(self, table: Table, changes: Mapping[str, Row | None]) -> Digest | None:
         """Write the table with changes; return its digest, or None if it has no row left."""
         slim = {name: row and self._slim(row) for name, row in changes.items()}
         return table.edit(slim, self.put_table_node)

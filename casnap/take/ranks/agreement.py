@@ -11,7 +11,7 @@ from casnap.format.codec import Codec
 from casnap.format.names import component_of
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
-from casnap.storage import ForeignCheckpoints, Repository, Table, check_free, check_path_is_free
+from casnap.storage import ForeignCheckpoints, Location, Repository, Table
 from casnap.take.options import TakeOptions, unclear_commits
 
 
@@ -104,12 +104,12 @@ def check_name(table: Table, name: str, options: TakeOptions, uri: str) -> None:
     """
     row = table.get(name)
     is_own = row is not None and row.commit in unclear_commits
-    check_free(table, name, overwrite=options.overwrite or is_own, uri=uri)
+    table.check_free(name, overwrite=options.overwrite or is_own, uri=uri)
 
 
 def _check_name_is_free(store: Repository, name: str, options: TakeOptions) -> Root:
     """Check in the newest root that a take may make a snapshot of this name; return that root."""
-    check_path_is_free(store.backend, name)
+    Location(store.backend, name).check_path_is_free()
     if store.backend.folder is not None:
         ForeignCheckpoints(store.backend.folder / name).check_none()
 

@@ -1,0 +1,176 @@
+"""Checkpoints of other libraries, found where a snapshot was looked for.
+
+A program that has changed libraries finds no snapshot, and would begin its run anew without a word.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from casnap.backends.local.local_paths import exists, is_file, is_folder
+from casnap.backends.local.system_errors import translated
+from casnap.errors import PLACE_ERRORS, SnapshotExistsError
+from casnap.format.names import MARKER, NOTICE_HEAD
+
+_MOST = 1000
+"""The most names of a folder to look at."""
+
+
+class Form(NamedTuple):
+    """A form of checkpoints of another library.
+
+    Attributes:
+        name: The name of the form in messages.
+        telltales: Globs. A checkpoint of this form is a file that one of them matches, or a folder
+            with such a file.
+        is_sure: Whether no other files match the globs.
+        reader: The program that reads the form, if ``casnap import`` does not; else "".
+    """
+
+    name: str
+    telltales: tuple[str, ...]
+    is_sure: bool = True
+    reader: str = ""
+
+    @property
+    def advice(self) -> str:
+        """How to read a checkpoint of the form, in words after "a checkpoint of {name}, which"."""
+        return f"{self.reader} loads" if self.reader else "`casnap import` imports as a snapshot"
+
+
+_SAFETENSORS = Form("safetensors", ("*.safetensors",), is_sure=False)
+_FILES = (
+    _SAFETENSORS,
+    Form("torch.save", ("*.pt", "*.pth", "*.ckpt", "*.bin"), is_sure=False),
+)
+_FOLDERS = (
+    Form("torch.distributed.checkpoint", (".metadata",)),
+    Form("TorchSnapshot", (".snapshot_metadata",)),
+    Form("DeepSpeed", ("*mp_rank_*_states.pt",), reader="DeepSpeed's own load_checkpoint"),
+    Form("Accelerate", ("random_states_0.pkl",), reader="Accelerate's own load_state"),
+    _SAFETENSORS,
+    Form("torch_checkpointing", ("metadata.pkl", "*_0.pt"), is_sure=False),
+)
+"""The forms of folders. The first one that matches counts."""
+_LATEST = "latest"
+"""DeepSpeed writes the name of its last checkpoint into this file, beside the checkpoint."""
+
+
+def form_of(path: Path) -> Form | None:
+    """Return the form of another library's checkpoint, judged by names; None if it is none."""
+    try:
+        if is_file(path):
+            return next((form for form in _FILES if _matches(form, path.name)), None)
+        if not is_folder(path) or exists(path / MARKER):
+            return None
+        return _folder_form(path, _FOLDERS)
+    except (OSError, *PLACE_ERRORS):
+        # The form only serves for advice.
+        return None
+
+
+class ForeignCheckpoints:
+    """Finds checkpoints of other libraries, by their names.
+
+    Args:
+        path: The file or folder that may be a checkpoint, or a folder that may hold some.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def advice(self) -> str:
+        """Return advice for an error if the path is a checkpoint of another library; else ""."""
+        form = form_of(self._path)
+        return (
+            "" if form is None else f". There is a checkpoint of {form.name}, which {form.advice}"
+        )
+
+    def advice_within(self) -> str:
+        """Return a message about other libraries' checkpoints in the folder; "" if it has none."""
+        folder = self._path
+        try:
+            entries = sorted(
+                entries_of(folder), key=lambda entry: entry.stat(follow_symlinks=False).st_mtime
+            )
+        except OSError:
+            return ""
+        checkpoints = [
+            (path, form) for path in map(Path, entries) if (form := form_of(path)) is not None
+        ]
+        if not checkpoints:
+            return ""
+        path, form = checkpoints[-1]
+        more = f", and {len(checkpoints) - 1} more" if len(checkpoints) > 1 else ""
+        importing = f"`casnap import {path} {folder}/NAME` imports it as a snapshot"
+        return (
+            f"{folder} holds no snapshot, but {path.name}, a checkpoint of {form.name}{more}: "
+            f"{f'{form.reader} loads it' if form.reader else importing}"
+        )
+
+    def check_none(self, saver: str = "") -> None:
+        """Check that the folder of a new snapshot holds no checkpoint of another library.
+
+        Args:
+            saver: The name of the form of the library that saves. A checkpoint of this form counts
+                even if its names are not sure.
+
+        Raises:
+            SnapshotExistsError: The folder holds one. A search by the name could find either of
+                them.
+            PlaceError: The folder cannot be looked at.
+        """
+        folder = self._path
+        form = _folder_form(
+            folder, [form for form in _FOLDERS if form.is_sure or form.name == saver]
+        )
+        if form is not None:
+            importing = f"`casnap import {folder} NAME` imports it as a snapshot"
+            raise SnapshotExistsError(
+                f"{folder} holds a checkpoint of {form.name}, and one name is not for two states: "
+                "take under another name, or remove that one. "
+                + (f"{form.reader} loads it" if form.reader else importing)
+            )
+
+
+def _folder_form(folder: Path, forms: Sequence[Form]) -> Form | None:
+    """Return the first form that a folder matches, or its last checkpoint of DeepSpeed does."""
+    folders = [folder]
+    if is_file(latest := folder / _LATEST):
+        with translated(str(latest)), latest.open(errors="replace") as file:
+            tag = file.read(256).strip()
+        if tag == Path(tag).name:
+            folders.append(folder / tag)
+    return next((form for form in forms if any(_has(each, form) for each in folders)), None)
+
+
+def _has(folder: Path, form: Form) -> bool:
+    """Whether a folder has a file that a telltale of a form matches."""
+    # Ask for a plain name directly: the folder may have too many names to look at.
+    names = [glob for glob in form.telltales if "*" not in glob]
+    if len(names) < len(form.telltales) and is_folder(folder):
+        with translated(str(folder)):
+            entries = entries_of(folder)
+        names += [entry.name for entry in entries if _matches(form, entry.name)]
+    return any(is_file(folder / name) and not _is_ours(folder / name) for name in names)
+
+
+def _matches(form: Form, name: str) -> bool:
+    return any(fnmatchcase(name, glob) for glob in form.telltales)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file is a notice, which casnap put for other programs (integrations/notices.py)."""
+    with translated(str(path)), path.open("rb") as file:
+        return file.read(len(NOTICE_HEAD)) == NOTICE_HEAD
+
+
+def entries_of(folder: Path) -> list[os.DirEntry[str]]:
+    """Return the entries of a folder, at most a thousand."""
+    with os.scandir(folder) as entries:
+        return list(islice(entries, _MOST))
