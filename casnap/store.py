@@ -1000,7 +1000,7 @@ class Store:
             ValueError: There is no such codec, or ``mirror`` or ``gc`` is something else.
         """
         from casnap.mirror.notes import detach_mirror
-        from casnap.storage import change_settings, new_settings
+        from casnap.storage import Changes, new_settings
 
         if mirror not in (None, "none"):
             raise ValueError(f"mirror can only be 'none', which forgets it; got {mirror!r:.80}")
@@ -1008,8 +1008,8 @@ class Store:
         self.make()
         changed = False
         if changes:
-            changed = change_settings(
-                self._view.repository, lambda settings: {**settings, **changes}
+            changed = Changes(self._view.repository).edit_settings(
+                lambda settings: {**settings, **changes}
             )
         if mirror is not None:
             changed |= detach_mirror(self._view.repository)

@@ -34,7 +34,7 @@ from casnap.maintenance.damage import Damage, root_damages
 from casnap.maintenance.pack_checks import bad_records, can_lie_at, is_known
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
-from casnap.storage import Location, ReadOptions, Repository, Want, change_table
+from casnap.storage import Changes, Location, ReadOptions, Repository, Want
 from casnap.storage.inspecting import Mending, Reason, StoredFiles, read_footer
 
 # One reader: packs are filled from one thread, out of the other buffers of the pool.
@@ -178,7 +178,7 @@ class _Repair:
     def _drop_rows(self) -> bool:
         """Remove the rows of the table whose names cannot be names of snapshots."""
         names = self._survey.snapshots.rejected
-        return bool(names) and change_table(self._store, lambda *_: dict.fromkeys(names))
+        return bool(names) and Changes(self._store).commit(lambda *_: dict.fromkeys(names))
 
     def _refuse_unreadable(self) -> None:
         """Refuse to go on if an object cannot be read now: it may be whole."""

@@ -19,7 +19,7 @@ import msgspec
 from casnap.errors import MirrorError, StoreError
 from casnap.format.names import folder_of
 from casnap.format.records import ORIGIN, Root, Row
-from casnap.storage import Repository, Table, TagMove, Tags, change_settings, change_table
+from casnap.storage import Changes, Repository, Table, TagMove, Tags
 
 SETTING = "mirror"
 UNMIRRORED = "unmirrored"
@@ -237,7 +237,7 @@ def mark_mirrored(
         settings = {**root.settings, SETTING: {**root.settings[SETTING], "moved": moved}}
         return msgspec.structs.replace(root, settings=settings)
 
-    change_table(store, change, update_root)
+    Changes(store).commit(change, update_root)
 
 
 def lacking_again(root: Root, move: TagMove, tag: str) -> Root:
@@ -320,7 +320,7 @@ def attach_mirror(store: Repository, place: MirrorPlace) -> None:
     attached = mirror_place(store.newest(), uri)
     if attached is None:
         note = _note_none if place.tag else _note_all
-        change_settings(store, lambda s: {SETTING: place.setting, **s}, note)
+        Changes(store).edit_settings(lambda s: {SETTING: place.setting, **s}, note)
         attached = mirror_place(store.newest(), uri)
     check_same_mirror(store, attached, place)
 
@@ -403,4 +403,4 @@ def detach_mirror(store: Repository) -> bool:
     def without(settings: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in settings.items() if key != SETTING}
 
-    return change_settings(store, without, _note_none)
+    return Changes(store).edit_settings(without, _note_none)

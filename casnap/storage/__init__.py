@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from casnap.storage.reading.repository import Repository as Repository
     from casnap.storage.reading.table import Table as Table
     from casnap.storage.snapshots.cell_pairs import bases_in as bases_in
-    from casnap.storage.snapshots.changes import change_settings as change_settings
-    from casnap.storage.snapshots.changes import change_table as change_table
+    from casnap.storage.snapshots.changes import Changes as Changes
     from casnap.storage.snapshots.contents import Contents as Contents
     from casnap.storage.snapshots.contents import Entries as Entries
     from casnap.storage.snapshots.contents import Listed as Listed
@@ -80,7 +79,7 @@ _NAMES = {
     "reading.cached_stores": "CachedStore",
     "reading.repository": "Repository",
     "snapshots.cell_pairs": "bases_in",
-    "snapshots.changes": "change_settings change_table",
+    "snapshots.changes": "Changes",
     "snapshots.contents": "Contents Entries Listed",
     "snapshots.marker_files": "Markers",
     "opening.opening": "open_at",

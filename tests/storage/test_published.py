@@ -10,7 +10,7 @@ import pytest
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import InvalidNameError, SnapshotError, SnapshotNotFoundError
-from casnap.storage.snapshots.changes import change_settings
+from casnap.storage.snapshots.changes import Changes
 from casnap.storage.snapshots.published import Tags
 from tests.support.cli_calls import document, failure, invoke
 from tests.support.faults import elsewhere, faults, files, take
@@ -156,7 +156,9 @@ def test_a_store_has_at_most_a_hundred(store: Store) -> None:
 @pytest.mark.parametrize("setting", [7, {"stable": 7}, {"stable": {"name": "step_1"}}])
 def test_a_setting_that_makes_no_sense_counts_as_none(store: Store, setting: object) -> None:
     store.tag("step_0", "stable")
-    change_settings(store._view.repository, lambda settings: {**settings, Tags.SETTING: setting})
+    Changes(store._view.repository).edit_settings(
+        lambda settings: {**settings, Tags.SETTING: setting}
+    )
     assert store.tagged("stable").name == "step_0"
     assert store.tag_moves("stable") == []
     store.publish("stable", "step_1")
@@ -167,8 +169,8 @@ def test_moves_that_lead_in_circles_end(store: Store) -> None:
     store.publish("stable", "step_0")
     (move,) = store.tag_moves("stable")
     forged = {**msgspec.structs.asdict(move), "root": 10**6}
-    change_settings(
-        store._view.repository, lambda settings: {**settings, Tags.SETTING: {"stable": forged}}
+    Changes(store._view.repository).edit_settings(
+        lambda settings: {**settings, Tags.SETTING: {"stable": forged}}
     )
     assert store.tag_moves("stable") == []
 

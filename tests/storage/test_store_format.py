@@ -21,7 +21,7 @@ from casnap.format.records import Row, encode, pack_key, root_key, seal, unseal
 from casnap.format.tree import Branch
 from casnap.state.stateful import StateDict
 from casnap.storage.reading.table import Table
-from casnap.storage.snapshots.changes import change_table
+from casnap.storage.snapshots.changes import Changes
 from tests.support.cli_calls import document, invoke
 from tests.support.written import put_next_root
 
@@ -56,7 +56,7 @@ def assert_restores(store: Store, name: str, n: int) -> None:
 def test_a_take_beside_20000_snapshots_writes_little(tmp_path: Path) -> None:
     store = Store(tmp_path / "s").make()
     row = store.take({"s": StateDict(step=0)}, "first").row
-    change_table(store._view.repository, lambda *_: {f"run/step_{i}": row for i in range(20_000)})
+    Changes(store._view.repository).commit(lambda *_: {f"run/step_{i}": row for i in range(20_000)})
     assert len(store.snapshots()) == 20_001
     table = store._view.repository.table(store._view.repository.newest())
     assert any(isinstance(table.node(Digest(d)), Branch) for _, d, _ in table.children)
@@ -213,7 +213,7 @@ def test_notes_are_kept(tmp_path: Path) -> None:
     def forge(table: Table, _seq: int) -> dict[str, Row | None]:
         return {name: row.with_notes(LATER) for name, row in table.items_in()}
 
-    assert change_table(store._view.repository, forge)
+    assert Changes(store._view.repository).commit(forge)
     store.tag("run/step_0", "best")
     store.untag("run/step_0", "best")
     store.publish("stable", "run/step_2")

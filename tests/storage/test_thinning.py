@@ -23,7 +23,7 @@ from casnap.errors import (
 from casnap.format.digest import Digest
 from casnap.format.records import NodeRef
 from casnap.integrations.trainers import check_whole, load_own
-from casnap.storage.snapshots.changes import change_table
+from casnap.storage.snapshots.changes import Changes
 from tests.support.cli_calls import document, failure, invoke
 from tests.support.faults import elsewhere, faults, files
 from tests.support.remote import RemoteDouble
@@ -105,11 +105,11 @@ def test_a_prune_that_thins_is_one_commit(store: Store) -> None:
     root = store._view.repository.newest()
     row = store._view.row_of("run/002")
     broken = msgspec.structs.replace(row, manifest=NodeRef(bytes(32), None))
-    change_table(store._view.repository, lambda *_: {"run/002": broken})
+    Changes(store._view.repository).commit(lambda *_: {"run/002": broken})
     with pytest.raises(DamagedError):
         store.prune(rules)
     assert len(store.snapshots()) == 5
-    change_table(store._view.repository, lambda *_: {"run/002": row})
+    Changes(store._view.repository).commit(lambda *_: {"run/002": row})
     would, report = store.prune(rules, dry_run=True), store.prune(rules)
     assert store._view.repository.newest().seq == root.seq + 3
     assert [v.name for v in report.deleted] == ["run/000", "run/001"]

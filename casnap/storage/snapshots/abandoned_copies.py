@@ -8,7 +8,7 @@ import msgspec
 
 from casnap.format.records import Root
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.changes import change_table
+from casnap.storage.snapshots.changes import Changes
 
 _AFTER = 7 * 86400.0
 
@@ -28,4 +28,4 @@ def drop_abandoned(store: Repository) -> None:
     """Drop the copies that no process has continued for a week, in one commit, if there are any."""
     root = store.recent()
     if without_abandoned(root) is not root:
-        change_table(store, lambda *_: {}, without_abandoned)
+        Changes(store).commit(lambda *_: {}, without_abandoned)

@@ -22,103 +22,106 @@ _TRIES = 3
 Change = Callable[[Table, int], dict[str, "Row | None"]]
 
 
-def edit_row(
-    store: Repository, name: str, commit_id: str, edit: Callable[[Row], Row | None]
-) -> None:
-    """Edit the row of a snapshot, or remove it, in one commit.
+class Changes:
+    """Commits to a store that add no snapshot.
 
     Args:
         store: The store.
-        name: The full name of the snapshot.
-        commit_id: The commit id that it must have.
-        edit: Gets the row, and returns the new one; None removes it.
-
-    Raises:
-        SnapshotNotFoundError: There is no snapshot of this name and commit id.
     """
 
-    def change(table: Table, _seq: int) -> dict[str, Row | None]:
-        row = table.get(name)
-        if row is None or row.commit.hex() != commit_id:
-            raise SnapshotNotFoundError(
-                f"{store.backend.uri}: the snapshot {name!r} was deleted or replaced in the "
-                "meantime"
-            )
-        edited = edit(row)
-        return {} if edited == row else {name: edited}
+    def __init__(self, store: Repository) -> None:
+        self._store = store
 
-    change_table(store, change)
+    def commit(
+        self, change: Change, update_root: Callable[[Root], Root] = lambda root: root
+    ) -> bool:
+        """Commit a change of the table; return False, and put no root, if it changes nothing.
 
+        Args:
+            change: Gets the table and the number of the next root. Returns the rows to set, with
+                None for each row to remove.
+            update_root: Returns the last root with other fields changed for the next root.
+        """
+        return self.commit_with(lambda _: change, update_root)
 
-def change_table(
-    store: Repository, change: Change, update_root: Callable[[Root], Root] = lambda root: root
-) -> bool:
-    """Commit a change of the table; return False, and put no root, if it changes nothing.
+    def edit_row(self, name: str, commit_id: str, edit: Callable[[Row], Row | None]) -> None:
+        """Edit the row of a snapshot, or remove it, in one commit.
 
-    Args:
-        store: The store.
-        change: Gets the table and the number of the next root. Returns the rows to set, with None
-            for each row to remove.
-        update_root: Returns the last root with other fields changed for the next root.
-    """
-    return commit_change(store, lambda _: change, update_root)
+        Args:
+            name: The full name of the snapshot.
+            commit_id: The commit id that it must have.
+            edit: Gets the row, and returns the new one; None removes it.
 
+        Raises:
+            SnapshotNotFoundError: There is no snapshot of this name and commit id.
+        """
 
-def change_settings(
-    store: Repository,
-    edit: Callable[[dict[str, Any]], dict[str, Any]],
-    edit_rows: Callable[[Iterable[tuple[str, Row]]], dict[str, Row | None]] = lambda _: {},
-) -> bool:
-    """Change settings of a store, in one commit; return False if nothing changed.
+        def change(table: Table, _seq: int) -> dict[str, Row | None]:
+            row = table.get(name)
+            if row is None or row.commit.hex() != commit_id:
+                raise SnapshotNotFoundError(
+                    f"{self._store.backend.uri}: the snapshot {name!r} was deleted or replaced in "
+                    "the meantime"
+                )
+            edited = edit(row)
+            return {} if edited == row else {name: edited}
 
-    Args:
-        store: The store.
-        edit: Gets the settings, and returns the new ones.
-        edit_rows: Gets the snapshots, and returns the rows to change too if the settings change.
-    """
+        self.commit(change)
 
-    def update_root(root: Root) -> Root:
-        before = store.settings(root).values
-        after = edit(dict(before))
-        if after == before:
-            return root
-        return msgspec.structs.replace(root, settings=after)
+    def edit_settings(
+        self,
+        edit: Callable[[dict[str, Any]], dict[str, Any]],
+        edit_rows: Callable[[Iterable[tuple[str, Row]]], dict[str, Row | None]] = lambda _: {},
+    ) -> bool:
+        """Change settings of the store, in one commit; return False if nothing changed.
 
-    def change(table: Table, seq: int) -> dict[str, Row | None]:
-        before = store.newest()
-        stays = before.seq == seq - 1 and update_root(before) is before
-        return {} if stays else edit_rows(table.items_in())
+        Args:
+            edit: Gets the settings, and returns the new ones.
+            edit_rows: Gets the snapshots, and returns the rows to change too if the settings
+                change.
+        """
 
-    return change_table(store, change, update_root)
+        def update_root(root: Root) -> Root:
+            before = self._store.settings(root).values
+            after = edit(dict(before))
+            if after == before:
+                return root
+            return msgspec.structs.replace(root, settings=after)
 
+        def change(table: Table, seq: int) -> dict[str, Row | None]:
+            before = self._store.newest()
+            stays = before.seq == seq - 1 and update_root(before) is before
+            return {} if stays else edit_rows(table.items_in())
 
-def commit_change(
-    store: Repository,
-    change_in: Callable[[Session], Change],
-    update_root: Callable[[Root], Root] = lambda root: root,
-) -> bool:
-    """Commit as :func:`change_table` does, for a change that stores nodes in the session."""
+        return self.commit(change, update_root)
 
-    def some(change: Change, table: Table, seq: int) -> dict[str, Row | None] | None:
-        changes = change(table, seq)
-        newest = store.newest()
-        return changes if changes or update_root(newest) != newest else None
+    def commit_with(
+        self,
+        change_in: Callable[[Session], Change],
+        update_root: Callable[[Root], Root] = lambda root: root,
+    ) -> bool:
+        """Commit as :meth:`commit` does, for a change that stores nodes in the session."""
 
-    def commit(crew: Crew) -> bool:
-        with Session(store, crew) as session:
-            change = partial(some, change_in(session))
-            return session.commit(change, update_root=update_root) is not None
+        def some(change: Change, table: Table, seq: int) -> dict[str, Row | None] | None:
+            changes = change(table, seq)
+            newest = self._store.newest()
+            return changes if changes or update_root(newest) != newest else None
 
-    def give_up(error: Obstacle) -> NoReturn:
-        if isinstance(error, StorageFullError):
-            raise with_advice(error, store.recent()) from error
-        raise error
+        def commit(crew: Crew) -> bool:
+            with Session(self._store, crew) as session:
+                change = partial(some, change_in(session))
+                return session.commit(change, update_root=update_root) is not None
 
-    return again(
-        store,
-        lambda: run_shielded(commit),
-        f"{store.backend.uri}: a change",
-        tries=_TRIES,
-        on_full=lambda _: release_reserve(store.backend),
-        give_up=give_up,
-    )
+        def give_up(error: Obstacle) -> NoReturn:
+            if isinstance(error, StorageFullError):
+                raise with_advice(error, self._store.recent()) from error
+            raise error
+
+        return again(
+            self._store,
+            lambda: run_shielded(commit),
+            f"{self._store.backend.uri}: a change",
+            tries=_TRIES,
+            on_full=lambda _: release_reserve(self._store.backend),
+            give_up=give_up,
+        )

@@ -15,7 +15,7 @@ from casnap.format.records import Row
 from casnap.runtime.typing import override
 from casnap.storage.reading.repository import Repository
 from casnap.storage.reading.table import Table
-from casnap.storage.snapshots.changes import change_table
+from casnap.storage.snapshots.changes import Changes
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.marker_files import unmark
 from casnap.storage.snapshots.retention import (
@@ -136,7 +136,7 @@ def prune(store: Repository, change: PruneChange, *, dry_run: bool = False) -> P
     """Remove the snapshots that are not kept, in one commit; a dry run only reports them."""
     if dry_run:
         store.read_at_newest(lambda root: change(store.table(root), 0))
-    elif change_table(store, change):
+    elif Changes(store).commit(change):
         unmark_pruned(store, change)
     return PruneReport(change.verdicts, dry_run)
 

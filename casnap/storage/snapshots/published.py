@@ -28,7 +28,7 @@ from casnap.storage.commit_log.roots import read_root
 from casnap.storage.opening.location import Location
 from casnap.storage.reading.repository import Repository
 from casnap.storage.reading.table import Table
-from casnap.storage.snapshots.changes import change_table, edit_row
+from casnap.storage.snapshots.changes import Changes
 
 _MOST, _MOST_CHARS = 100, 200
 _MOST_TAGS = 100
@@ -178,7 +178,7 @@ class Tags:
             _check_movable(root, self._store.table(root), name, tags, self._store.backend.uri)
 
         self._store.read_at_newest(check)
-        edit_row(self._store, name, commit_id, lambda row: with_tags(row, tags))
+        Changes(self._store).edit_row(name, commit_id, lambda row: with_tags(row, tags))
 
     def remove(self, name: str, commit_id: str, tags: tuple[str, ...]) -> None:
         """Remove tags from a snapshot. Tags that it does not have are ignored.
@@ -192,7 +192,7 @@ class Tags:
             SnapshotNotFoundError: There is no such snapshot any more.
             InvalidNameError: A tag is no str.
         """
-        edit_row(self._store, name, commit_id, lambda row: without_tags(row, tags))
+        Changes(self._store).edit_row(name, commit_id, lambda row: without_tags(row, tags))
 
     def publish(
         self,
@@ -259,7 +259,7 @@ class Tags:
             moves[tag] = msgspec.structs.asdict(move)
             return msgspec.structs.replace(root, settings={**root.settings, Tags.SETTING: moves})
 
-        change_table(self._store, change, update_root)
+        Changes(self._store).commit(change, update_root)
         assert move is not None
         return move
 

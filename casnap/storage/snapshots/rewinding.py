@@ -19,7 +19,7 @@ from casnap.format.records import REWOUND, Root, Row
 from casnap.storage.opening.location import Location
 from casnap.storage.reading.repository import Repository
 from casnap.storage.reading.table import Table
-from casnap.storage.snapshots.changes import change_table
+from casnap.storage.snapshots.changes import Changes
 from casnap.storage.snapshots.marker_files import mark, unmark
 
 
@@ -84,7 +84,7 @@ def rewind(
         rewound = Rewound(now, after.get(now, row), moved)
         return {**dict.fromkeys(before), **after}
 
-    if change_table(store, change):
+    if Changes(store).commit(change):
         unmark(store, {n: row.commit for n, row in before.items()})
         for new_name, row in after.items():
             mark(store, new_name, row)

@@ -7,7 +7,7 @@ from typing import Any
 
 from casnap.format.records import Root
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.changes import edit_row
+from casnap.storage.snapshots.changes import Changes
 from casnap.storage.snapshots.marker_files import unmark
 from casnap.storage.snapshots.pruning import (
     Judge,
@@ -133,7 +133,7 @@ class Runs:
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name and commit id.
         """
-        edit_row(self._store, name, commit_id, lambda _: None)
+        Changes(self._store).edit_row(name, commit_id, lambda _: None)
         unmark(self._store, {name: bytes.fromhex(commit_id)})
 
     def rewind(

@@ -23,7 +23,7 @@ from casnap.format.records import THINNED, NodeRef, Row, encode
 from casnap.runtime.units import whole_number
 from casnap.storage.reading.repository import Repository
 from casnap.storage.reading.table import Table
-from casnap.storage.snapshots.changes import Change, commit_change
+from casnap.storage.snapshots.changes import Change, Changes
 from casnap.storage.snapshots.contents import Contents
 from casnap.storage.snapshots.runs import runs_of
 from casnap.storage.writing.session import Session
@@ -262,5 +262,5 @@ def thin(
         look = partial(change_with, lambda _: NodeRef(b"", None))
         store.read_at_newest(lambda root: look(store.table(root), root.seq + 1))
     else:
-        commit_change(store, lambda session: partial(change_with, putting_in(session)))
+        Changes(store).commit_with(lambda session: partial(change_with, putting_in(session)))
     return thinned
