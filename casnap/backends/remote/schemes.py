@@ -88,5 +88,5 @@ def _client(uri: str, options: Mapping[str, Any], retries: Retries) -> Client:
         needs = known_implementations.get(scheme, {}).get("err") or e
         raise BackendError(
             f"{uri}: fsspec, by which casnap reaches {scheme}://, lacks a package: {needs}. "
-            "Install it. casnap itself supports s3:// and gs://"
+            "Install it; s3:// and gs:// are what casnap supports by itself"
         ) from e
