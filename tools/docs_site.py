@@ -15,11 +15,14 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from casnap import extending
+
 ROOT = Path(__file__).resolve().parent.parent
 APIS = {
     "casnap": "Snapshot, Store and all else of `import casnap`",
     "casnap.errors": "errors",
     "casnap.backends": "backends",
+    "casnap.extending": "what a trainer of your own stands on",
     "casnap.serving": "followers",
     "casnap.integrations.dcp": "torch.distributed.checkpoint",
     **{
@@ -79,6 +82,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         pages[f"examples/{name}.md"] = f"# {name}.py\n\n```python\n{code}```\n"
     for name, what in APIS.items():
         pages[f"api/{name}.md"] = f"# {name}\n\n{what[0].upper()}{what[1:]}.\n\n::: {name}\n"
+    # Its names are known only when it is imported.
+    pages[f"api/{extending.__name__}.md"] += (
+        f"    options:\n      members: [{', '.join(extending.__all__)}]\n"
+    )
     for path, content in pages.items():
         files.append(File.generated(config, path, content=content))
     return files
