@@ -56,8 +56,8 @@ def usage(
 ) -> list[Usage]:
     """Return how many bytes each of some snapshots takes up.
 
-    All other snapshots of the store are read too, since they may share chunks. Snapshots that are
-    deleted, replaced or thinned meanwhile, and collected, are left out.
+    All other snapshots of the store are read too, since they may share chunks. A snapshot is left
+    out if it is deleted, replaced or thinned and then collected while this reads.
 
     Args:
         snapshots: The snapshots.
@@ -80,7 +80,7 @@ def usage(
             with contents.reading():
                 sizes[contents.name, contents.row.commit] = (index, walk.step(contents.row))
         except SnapshotNotFoundError:
-            # Some of it may be counted.
+            # A part of the snapshot may be counted, so count all again without it.
             return usage([c for c in snapshots if c is not contents], store, progress)
     unique = walk.unique(len(order))
     usages = []
@@ -178,7 +178,7 @@ def shared_bytes(
             break
         if progress is not None:
             progress("looking through earlier snapshots", number, len(earlier))
-        # One that is deleted and collected meanwhile shares nothing any more.
+        # A snapshot that is deleted and collected while this reads shares nothing any more.
         with suppress(SnapshotNotFoundError), other.reading():
             for _, children in walk(store, [MANIFEST + other.row.manifest.digest], visited):
                 unseen.difference_update(children)

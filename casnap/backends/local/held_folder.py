@@ -1,4 +1,4 @@
-"""A folder of this machine that is held open, and what is done to names in it."""
+"""A folder of this machine that is held open, and the changes of names in it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from casnap.runtime.fork import locked_file
 class HeldFolder:
     """A folder that is held open; names in it are reached by its handle.
 
-    Another user may put a link or another folder in the place of any folder of the path. Whatever
-    is done here happens in this very folder. Methods raise the errors of the system.
+    Another user may put a link or another folder in the place of any folder of the path. All
+    methods still work in this very folder. They raise the errors of the system.
 
     Args:
-        path: Its real path.
+        path: The real path of the folder.
         within: A held folder above it, to begin there.
 
     Attributes:
-        path: The path that led to it.
+        path: The path that led to the folder.
 
     Raises:
         BackendError: A part of the path is a link.
-        OSError: It cannot be opened.
+        OSError: The folder cannot be opened.
     """
 
     def __init__(self, path: str, within: HeldFolder | None = None) -> None:
@@ -39,11 +39,11 @@ class HeldFolder:
 
     @property
     def fd(self) -> int:
-        """Its number, for ``dir_fd=``; negative once it is closed."""
+        """The descriptor of the folder, for ``dir_fd=``; negative once the folder is closed."""
         return self._opened.fd
 
     def close(self) -> None:
-        """Close it; a second call does nothing."""
+        """Close the folder; a second call does nothing."""
         self._opened.close()
 
     def __enter__(self) -> HeldFolder:
@@ -55,11 +55,11 @@ class HeldFolder:
     # --- names in it ---
 
     def names(self, matches: Callable[[str], object] | None = None) -> list[str]:
-        """Return the names in it that match, in no order; all by default."""
+        """Return the names in the folder that match, in no order; all by default."""
         return [name for name in os.listdir(self.fd) if matches is None or matches(name)]
 
     def status(self, name: str | None = None) -> os.stat_result:
-        """Return what a name is, also a link; by default what the folder itself is."""
+        """Return the status of a name, without following a link; by default of the folder."""
         if name is None:
             return os.fstat(self.fd)
         return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
@@ -69,7 +69,7 @@ class HeldFolder:
         return create_file(name, self.fd, mode)
 
     def put(self, name: str, content: bytes, mode: int) -> None:
-        """Put a file that appears whole under its name, or not at all; durable afterwards."""
+        """Put a file that appears whole under its name, or not at all; it is durable then."""
         partial = f"{name}.partial"
         self.unlink(partial)
         try:
@@ -83,7 +83,7 @@ class HeldFolder:
         self.sync()
 
     def rename(self, name: str, to: str) -> None:
-        """Give what a name is another name here; what had that is replaced."""
+        """Rename a file or folder; a file that has the new name is replaced."""
         os.rename(name, to, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def unlink(self, name: str) -> None:
@@ -91,30 +91,30 @@ class HeldFolder:
         unlink_at(name, self.fd)
 
     def sync(self) -> None:
-        """Make the names in it durable."""
+        """Make the names in the folder durable."""
         os.fsync(self.fd)
 
     # --- whose it is, and who has it alone ---
 
     def owners(self) -> Owners:
-        """Return who counts as this user here; a new file tells, which is removed."""
+        """Return who counts as this user here, by a new file that is made and removed."""
         return Owners.by(new_file_in(self.fd, f".{os.urandom(6).hex()}.partial"))
 
     @contextmanager
     def file_to_lock(self, name: str, mode: int) -> Iterator[int]:
         """Open a regular file for a ``with`` block, at whose end its lock is free again.
 
-        A child that is forked in the block closes it at once.
+        A child that is forked in the block closes the file at once.
 
         Args:
-            name: Its name. It is made if it is not there.
-            mode: The mode of a new one.
+            name: The name of the file, which is made if it is not there.
+            mode: The mode of a new file.
 
         Yields:
             The open file, which :meth:`lock` locks.
 
         Raises:
-            BackendError: It is something else.
+            BackendError: The name is no regular file.
         """
         file = open_to_lock(name, self.fd, mode)
         with locked_file(file):

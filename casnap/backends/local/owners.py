@@ -1,4 +1,4 @@
-"""Whose a file is: the one rule for what counts as this user's, and for who else may change it."""
+"""The owner of a file: the one rule for whose it counts as, and for who else may change it."""
 
 from __future__ import annotations
 

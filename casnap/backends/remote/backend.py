@@ -236,7 +236,7 @@ class RemoteBackend(Backend):
         return self._run(self._request("get", f"look at {key}", lambda client: client.size(key)))
 
     def told_of(self, key: str) -> Told:
-        """Return what the server tells of an object besides its bytes."""
+        """Return the facts that the server tells about an object, besides its bytes."""
         key = _inside(key)
         return self._run(self._request("get", f"look at {key}", lambda client: client.told_of(key)))
 

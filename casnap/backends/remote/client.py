@@ -130,13 +130,13 @@ class Page:
 
 @dataclass(frozen=True)
 class Told:
-    """What a server tells of an object besides its bytes.
+    """The facts that a server tells about an object, besides its bytes.
 
     Attributes:
-        put_at: When it was put, by the server's clock, in seconds since the epoch; None if that is
-            not told.
-        encryption: How the server encrypts it, in words: empty for not at all; None if that is not
-            told.
+        put_at: When the object was put, by the server's clock, in seconds since the epoch; None if
+            the server does not tell.
+        encryption: How the server encrypts the object, in words; empty if it does not; None if the
+            server does not tell.
     """
 
     put_at: float | None = None
@@ -191,7 +191,7 @@ class Client(ABC):
         """Return the length of an object in bytes."""
 
     async def told_of(self, key: str) -> Told:
-        """Return what the server tells of an object besides its bytes."""
+        """Return the facts that the server tells about an object, besides its bytes."""
         return Told()
 
     @abstractmethod

@@ -248,7 +248,7 @@ class GcsClient(Client):
             parameters={"fields": "updated,kmsKeyName"},
         )
         at, own_key = _moment(reply.get("updated")), reply.get("kmsKeyName")
-        # There is no object that it does not encrypt.
+        # Google encrypts every object.
         encryption = f"by the key {own_key}" if own_key else "by keys of Google"
         return Told(None if at is None else at.timestamp(), encryption)
 

@@ -141,7 +141,7 @@ class S3Client(Client):
 
     @override
     async def told_of(self, key: str) -> Told:
-        # A HEAD would be no answer, as for the size.
+        # Not by a HEAD, as in size().
         answer = await self._call(
             "get_object", f"{self._uri}/{key}", Key=self._prefix + key, Range="bytes=0-0"
         )
