@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from casnap.backends.remote.backend import RemoteBackend
-from casnap.backends.remote.client import Told
+from casnap.backends.remote.client import ObjectFacts
 from casnap.diagnosis.report import DoctorRow, clock_row, time_text
 from casnap.diagnosis.site import Site
 from casnap.errors import UnavailableError
@@ -82,12 +82,12 @@ def encryption(site: Site) -> DoctorRow | None:
     )
 
 
-def _told(site: Site, name: str) -> Told:
+def _told(site: Site, name: str) -> ObjectFacts:
     """Put an object; return what the server tells of it."""
     if not isinstance(site.backend, RemoteBackend):
-        return Told()
+        return ObjectFacts()
     site.backend.write(key := f"{site.key}/{name}", b"1")
-    return site.backend.told_of(key)
+    return site.backend.facts_of(key)
 
 
 PROBES: list[tuple[str, Callable[[Site], DoctorRow | None]]] = [

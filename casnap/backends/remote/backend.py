@@ -23,11 +23,11 @@ from casnap.backends.base import (
 )
 from casnap.backends.remote.client import (
     Client,
+    ObjectFacts,
     Page,
     Sink,
     Source,
     TakenError,
-    Told,
     Transfer,
     TransientError,
 )
@@ -235,10 +235,12 @@ class RemoteBackend(Backend):
         key = _inside(key)
         return self._run(self._request("get", f"look at {key}", lambda client: client.size(key)))
 
-    def told_of(self, key: str) -> Told:
+    def facts_of(self, key: str) -> ObjectFacts:
         """Return the facts that the server tells about an object, besides its bytes."""
         key = _inside(key)
-        return self._run(self._request("get", f"look at {key}", lambda client: client.told_of(key)))
+        return self._run(
+            self._request("get", f"look at {key}", lambda client: client.facts_of(key))
+        )
 
     @override
     def names(self, folder: str) -> list[str]:

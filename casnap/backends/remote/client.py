@@ -129,7 +129,7 @@ class Page:
 
 
 @dataclass(frozen=True)
-class Told:
+class ObjectFacts:
     """The facts that a server tells about an object, besides its bytes.
 
     Attributes:
@@ -190,9 +190,9 @@ class Client(ABC):
     async def size(self, key: str) -> int:
         """Return the length of an object in bytes."""
 
-    async def told_of(self, key: str) -> Told:
+    async def facts_of(self, key: str) -> ObjectFacts:
         """Return the facts that the server tells about an object, besides its bytes."""
-        return Told()
+        return ObjectFacts()
 
     @abstractmethod
     async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:

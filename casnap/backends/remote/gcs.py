@@ -26,10 +26,10 @@ from casnap.backends.remote.bucket_rules import gcs_warnings
 from casnap.backends.remote.client import (
     BehindItsEndError,
     Client,
+    ObjectFacts,
     Page,
     Sink,
     Source,
-    Told,
     TransientError,
     tls_problem,
     valid_options,
@@ -240,7 +240,7 @@ class GcsClient(Client):
         return int(reply["size"])
 
     @override
-    async def told_of(self, key: str) -> Told:
+    async def facts_of(self, key: str) -> ObjectFacts:
         reply = await self._ask(
             "GET",
             self._object(key),
@@ -250,7 +250,7 @@ class GcsClient(Client):
         at, own_key = _moment(reply.get("updated")), reply.get("kmsKeyName")
         # Google encrypts every object.
         encryption = f"by the key {own_key}" if own_key else "by keys of Google"
-        return Told(None if at is None else at.timestamp(), encryption)
+        return ObjectFacts(None if at is None else at.timestamp(), encryption)
 
     @override
     async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:

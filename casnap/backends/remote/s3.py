@@ -22,10 +22,10 @@ from casnap.backends.remote.bucket_rules import s3_warnings
 from casnap.backends.remote.client import (
     BehindItsEndError,
     Client,
+    ObjectFacts,
     Page,
     Sink,
     Source,
-    Told,
     TransientError,
     valid_options,
 )
@@ -140,7 +140,7 @@ class S3Client(Client):
         return await self.get(key, (0, 1), Sink()) or 0
 
     @override
-    async def told_of(self, key: str) -> Told:
+    async def facts_of(self, key: str) -> ObjectFacts:
         # Not by a HEAD, as in size().
         answer = await self._call(
             "get_object", f"{self._uri}/{key}", Key=self._prefix + key, Range="bytes=0-0"
@@ -149,7 +149,7 @@ class S3Client(Client):
         by = ("ServerSideEncryption", "SSECustomerAlgorithm", "SSEKMSKeyId")
         words = [str(answer[name]) for name in by if answer.get(name)]
         at = answer.get("LastModified")
-        return Told(None if at is None else at.timestamp(), ", ".join(words))
+        return ObjectFacts(None if at is None else at.timestamp(), ", ".join(words))
 
     @override
     async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:
