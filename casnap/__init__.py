@@ -8,7 +8,7 @@ from casnap import errors
 from casnap.errors import CasnapError
 from casnap.runtime.later import imported_later as _imported_later
 from casnap.snapshot import EntriesByPath, Snapshot, SnapshotMetadata, TakeStats
-from casnap.store import Store
+from casnap.store import NewStore, Store
 from casnap.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ __all__ = [
     "Mirror",
     "MirrorOptions",
     "MirrorStatus",
+    "NewStore",
     "PendingSnapshot",
     "PendingTry",
     "Preemption",

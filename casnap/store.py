@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -51,6 +52,31 @@ else:
 _log = logging.getLogger("casnap")
 
 
+@dataclass(frozen=True, kw_only=True)
+class NewStore:
+    """The nature of a store that :class:`Store` makes where there is none.
+
+    Args:
+        chunk_size: A power of two from 64 KiB to 64 MiB, such as ``"4MiB"``. It cannot be changed.
+        codec: How chunks are stored. With "auto", the default, takes store them as they are. On a
+            disk, :meth:`Store.gc` makes deltas of older ones; mirrors, and copies into a bucket,
+            get deltas. With "zstd", takes compress, and :meth:`Store.gc` and copies make deltas
+            anywhere. With "raw", nothing is compressed. :meth:`Store.configure` changes it.
+
+    Raises:
+        ValueError: There is no such codec, or the size is none.
+    """
+
+    chunk_size: Size = DEFAULT_CHUNK_SIZE
+    codec: str | None = None
+
+    def __post_init__(self) -> None:
+        from casnap.storage import chunk_size_of, new_settings
+
+        object.__setattr__(self, "chunk_size", chunk_size_of(self.chunk_size))
+        new_settings(self.codec)
+
+
 class Store:
     """Many snapshots at one place. Each chunk is stored once.
 
@@ -60,14 +86,10 @@ class Store:
             store opens a view of that store, and so does ``s3://bucket/ckpts//run1``. The full
             names of all snapshots in the view begin with the rest of the path.
         create: If there is no store, make one with the first take, import or copy to it, or with
-            :meth:`make`. Reading makes none: where there is no store, there is no snapshot. With
-            ``mirror``, the store is made at once. ``Snapshot.take`` of a path below finds the store
-            only once it is made: call :meth:`make` before, or pass ``store=``.
-        chunk_size: For a new store: a power of two from 64 KiB to 64 MiB, such as ``"4MiB"``.
-        codec: For a new store: how chunks are stored. With "auto", the default, takes store them as
-            they are. On a disk, :meth:`gc` makes deltas of older ones; mirrors, and copies into a
-            bucket, get deltas. With "zstd", takes compress, and :meth:`gc` and copies make deltas
-            anywhere. With "raw", nothing is compressed. :meth:`configure` changes it.
+            :meth:`make`. A :class:`NewStore` says what it is like. Reading makes none: where there
+            is no store, there is no snapshot. With ``mirror``, the store is made at once.
+            ``Snapshot.take`` of a path below finds the store only once it is made: call
+            :meth:`make` before, or pass ``store=``.
         storage_options: How to reach a remote store: what s3fs, gcsfs or another file system of
             fsspec takes, such as ``{"endpoint_url": ...}``. It is neither stored nor shown.
         exclusive: You make sure that no other process writes to this store. This is asked
@@ -91,8 +113,7 @@ class Store:
         UnsupportedFormatError: A newer casnap made the store.
         StoreError: A store cannot be made at this place, or cannot be reached; or the folder of the
             cache is another user's, or on a network file system.
-        ValueError: ``storage_options`` or ``cache_bytes`` were given for a store on this machine;
-            or the codec is unknown.
+        ValueError: ``storage_options`` or ``cache_bytes`` were given for a store on this machine.
         MirrorError: The mirror is the wrong store, or the store has another one.
     """
 
@@ -100,9 +121,7 @@ class Store:
         self,
         uri: str | os.PathLike[str] | Backend,
         *,
-        create: bool = True,
-        chunk_size: Size = DEFAULT_CHUNK_SIZE,
-        codec: str | None = None,
+        create: bool | NewStore = True,
         storage_options: Mapping[str, Any] | None = None,
         exclusive: bool = False,
         markers: bool = True,
@@ -110,16 +129,17 @@ class Store:
         cache_bytes: Size | None = None,
         threads: int | None = None,
     ) -> None:
-        from casnap.storage import chunk_size_of, new_settings
+        from casnap.storage import new_settings
 
+        new = create if isinstance(create, NewStore) else NewStore()
         self._view = View.at(
             uri,
-            create=create,
+            create=create is not False,
             storage_options=storage_options,
             threads=count_if_given("threads", threads),
             mirror_options=_mirror_options(mirror),
-            chunk_size=chunk_size_of(chunk_size),
-            settings=new_settings(codec),
+            chunk_size=new.chunk_size,
+            settings=new_settings(new.codec),
             exclusive=exclusive,
             cache_bytes=bytes_if_given("cache_bytes", cache_bytes, least=0),
             markers=markers,
@@ -737,7 +757,8 @@ class Store:
                 raise ValueError(f"{to.uri} is open already; give storage_options to Store(...)")
         else:
             size = self.chunk_size
-            to = Store(to, chunk_size=size, storage_options=storage_options, exclusive=exclusive)
+            new = NewStore(chunk_size=size)
+            to = Store(to, create=new, storage_options=storage_options, exclusive=exclusive)
         new_name = None if rename is None else to._view.local_name(rename)
         # A read finds out whether the newest root is whole.
         self._view.read(lambda _: None)
@@ -989,7 +1010,7 @@ class Store:
         Takes that begin after that obey them, in all processes. What is stored stays as it is.
 
         Args:
-            codec: How chunks are stored: "auto", "raw" or "zstd"; see :class:`Store`.
+            codec: How chunks are stored: "auto", "raw" or "zstd"; see :class:`NewStore`.
             mirror: "none" forgets which store is the mirror, and which snapshots it lacks. The next
                 ``Store(..., mirror=)`` may name another one. Without that, one mirror is the only.
             gc: "auto", the default, has each process that lets snapshots go collect their garbage

@@ -17,7 +17,7 @@ from weakref import WeakSet
 import pytest
 from hypothesis import HealthCheck, settings
 
-from casnap import Store
+from casnap import NewStore, Store
 from casnap.backends import LocalBackend
 from casnap.mirror.mirror import Mirror
 from tests.support import servers, warm
@@ -89,7 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     """Return a store of small chunks, so that a few hundred kilobytes are several of them."""
-    return Store(tmp_path / "store", chunk_size=64 << 10).make()
+    return Store(tmp_path / "store", create=NewStore(chunk_size=64 << 10)).make()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 
 _KEPT = 3
 _VOCABULARY, _WIDTH, _LENGTH = 4096, 256, 64
@@ -98,7 +98,7 @@ def measure_fine_tune(folder: Path, steps: int) -> list[str]:
     for _ in _train(model, torch.optim.AdamW(model.parameters(), lr=3e-4), 200, 31):
         pass
     store = Store(folder / "run").make()
-    copy = Store(folder / "copy", codec="zstd").make()
+    copy = Store(folder / "copy", create=NewStore(codec="zstd")).make()
     store.take(_bf16(model), "models/base/1")
     nbytes = _pack_bytes(store)
     for _ in _train(model, torch.optim.AdamW(model.parameters(), lr=3e-5), steps, 17):
@@ -137,7 +137,7 @@ def measure(run: Callable[[int], Iterator[dict[str, Any]]], steps: int, folder: 
     """Take, copy and recode one run; return the cells of its row."""
     store = Store(folder / "run").make()
     store.configure(gc="off")
-    copy = Store(folder / "copy", codec="zstd").make()
+    copy = Store(folder / "copy", create=NewStore(codec="zstd")).make()
     sent: list[int] = []
     copying = 0.0
     for step, state in enumerate(run(steps)):

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from casnap import MirrorOptions, Store
+from casnap import MirrorOptions, NewStore, Store
 from tests.support.servers import shared
 from tools.economy import moving
 
@@ -118,7 +118,7 @@ def main() -> None:
             medians = []
             for codec in ("raw", "auto"):
                 uri = f"{bucket.uri}/{number}-{codec}"
-                Store(uri, storage_options=there, codec=codec).make()
+                Store(uri, storage_options=there, create=NewStore(codec=codec)).make()
                 place = folder / f"{number}-{codec}"
                 medians.append(statistics.median(measure(share, options.steps, place, uri, there)))
             whole, deltas = medians

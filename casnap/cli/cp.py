@@ -34,7 +34,7 @@ from casnap.cli.shell_command import EndingSignals
 from casnap.errors import NotAStoreError
 from casnap.format.names import check_name
 from casnap.storage import Location
-from casnap.store import Store
+from casnap.store import NewStore, Store
 from casnap.transfer.continuous import ContinuousCopier, Pair
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
 from casnap.transfer.copy_selection import check_pair, choose
@@ -194,7 +194,7 @@ def _destination(
     backends.append(backend)
     # By its backend, so that the requests by which a store is made are counted.
     to = place if backend.folder is not None else backend
-    return Store(to, chunk_size=chunk_size, exclusive=is_exclusive()), rename, True
+    return Store(to, create=NewStore(chunk_size=chunk_size), exclusive=is_exclusive()), rename, True
 
 
 def _new_destination(uri: str, name: str | None) -> tuple[str, str | None]:

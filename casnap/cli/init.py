@@ -8,6 +8,7 @@ from casnap.cli.arguments import open_store, options_for, writing_options
 from casnap.cli.output import CommandError, emit, quote, say
 from casnap.format.records import DEFAULT_CHUNK_SIZE, serving_below
 from casnap.storage import CODECS, Changes, Location, chunk_size_of
+from casnap.store import NewStore
 from casnap.view import repository_of, view_of
 
 
@@ -51,7 +52,7 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
             "there is nothing to make"
         )
     size = chunk_size or DEFAULT_CHUNK_SIZE
-    place = open_store(store, create=True, chunk_size=size, codec=codec).make()
+    place = open_store(store, create=NewStore(chunk_size=size, codec=codec)).make()
     Changes(repository_of(place)).edit_settings(serving_below)
     stored_codec = place.settings["codec"]
     if chunk_size not in (None, place.chunk_size):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from casnap import Store
+from casnap import NewStore, Store
 from casnap.backends import LocalBackend
 from casnap.errors import PLACE_ERRORS, BackendError
 from tests.support.faults import CHUNK, assert_store, files, in_child, system_faults, take
@@ -35,14 +35,14 @@ def test_folders_that_another_process_has_made_anew_are_synced(tmp_path: Path) -
     for child in folder.iterdir():
         shutil.rmtree(child) if child.is_dir() else child.unlink()
     with Disk(folder).used() as disk:
-        assert in_child(lambda: Store(folder, chunk_size=CHUNK)) == 0
+        assert in_child(lambda: Store(folder, create=NewStore(chunk_size=CHUNK))) == 0
         take(folder, 1)
         assert_store(disk.after_a_crash(tmp_path / "crashed"), {1})
 
 
 def test_a_collector_does_not_believe_in_a_root_that_may_be_lost(tmp_path: Path) -> None:
     """It deletes what the root before names, so it makes the doubtful one anew."""
-    store = Store(tmp_path / "store", chunk_size=CHUNK).make()
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK)).make()
     for step in range(3):
         take(store, step)
     store.delete("step_0")
@@ -100,7 +100,7 @@ KNOWN = re.compile(
 
 def test_a_cut_after_a_failed_sync_leaves_no_unknown_file(tmp_path: Path) -> None:
     """What the sync after it makes lies in `tmp/`, where a collection finds what is left."""
-    Store(tmp_path / "store", chunk_size=CHUNK).make()
+    Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK)).make()
     fail_to_sync(tmp_path / "store")
     journal = Journal(tmp_path / "store")
     with journal.kept():
@@ -117,7 +117,7 @@ def test_a_failed_sync_says_nothing_of_a_later_store_at_that_path(
     tmp_path: Path, store_is: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "store"
-    Store(folder, chunk_size=CHUNK).make()
+    Store(folder, create=NewStore(chunk_size=CHUNK)).make()
     fail_to_sync(folder)
     if store_is == "another":
         shutil.rmtree(folder)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.errors import BackendError, DamagedError
 from casnap.storage.collecting.gc import GcOptions
 from tests.support.cli_calls import document, failure, invoke, process
@@ -202,7 +202,7 @@ def test_an_interrupt_while_it_is_imported(tmp_path: Path) -> None:
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """Return a store of four snapshots that share a part."""
-    store = Store(tmp_path / "runs", chunk_size=CHUNK)
+    store = Store(tmp_path / "runs", create=NewStore(chunk_size=CHUNK))
     for step in range(4):
         take(store, step)
     return tmp_path / "runs"
@@ -215,7 +215,7 @@ PRUNE = ["--keep-last", 1, "--gc", "--grace", 0]
 def test_a_dry_run_collects_what_would_be_forgotten(tmp_path: Path, prefix: str) -> None:
     path = tmp_path / "store"
     for step in range(4):
-        take(Store(path / prefix if step else path, chunk_size=CHUNK), step)
+        take(Store(path / prefix if step else path, create=NewStore(chunk_size=CHUNK)), step)
     # That this root has no garbage is noted, and beside the point.
     invoke("gc", path, "--grace", 0)
     before = files(path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from casnap import Store
+from casnap import NewStore, Store
 from tests.support.cli_calls import document, invoke
 from tests.support.faults import CHUNK, take
 from tests.support.faulty import FaultyProxy
@@ -28,11 +28,11 @@ def proxy(
 
 
 def test_what_the_docs_say_of_making_a_store(bucket: Bucket, proxy: FaultyProxy) -> None:
-    store = Store(f"{bucket.uri}/run1", chunk_size=CHUNK).make()
+    store = Store(f"{bucket.uri}/run1", create=NewStore(chunk_size=CHUNK)).make()
     probes = sum("/run1/casnap-store/tmp/" in path for _, path in proxy.log)
     assert len(proxy.log) == sum(store.requests.values()) <= 30
     proxy.log.clear()
-    Store(f"{bucket.uri}/run2", chunk_size=CHUNK).make()
+    Store(f"{bucket.uri}/run2", create=NewStore(chunk_size=CHUNK)).make()
     assert len(proxy.log) <= 30 - probes
     take(store, 0)
     proxy.log.clear()

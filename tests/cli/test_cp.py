@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from casnap import Store
+from casnap import NewStore, Store
 from tests.support.cli_calls import CHUNK, document, failure, fill, invoke
 
 
@@ -73,7 +73,7 @@ def test_what_is_refused(source: Path, tmp_path: Path) -> None:
         "cp", source, tmp_path / "copy", "--endpoint-url", "http://x", status=2
     )
     assert not (tmp_path / "copy").exists()
-    Store(tmp_path / "large", chunk_size=2 * CHUNK).make()
+    Store(tmp_path / "large", create=NewStore(chunk_size=2 * CHUNK)).make()
     assert "--chunk-size 64K" in failure("cp", source, tmp_path / "large")
 
 
@@ -104,7 +104,7 @@ def test_it_says_that_a_store_is_made(source: Path, tmp_path: Path) -> None:
 def test_into_a_store_whose_making_was_cut_off(source: Path, tmp_path: Path) -> None:
     """It is finished, as a take does, and not refused for ever."""
     there = tmp_path / "there"
-    whole = Store(there, chunk_size=CHUNK).make()
+    whole = Store(there, create=NewStore(chunk_size=CHUNK)).make()
     for path in (there / "casnap-store").iterdir():
         if path.name != "casnap.json":
             shutil.rmtree(path)

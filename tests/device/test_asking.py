@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
-from casnap import PendingSnapshot, Retention, StateDict, Store
+from casnap import NewStore, PendingSnapshot, Retention, StateDict, Store
 from casnap.errors import DeviceError, FencedError
 from casnap.integrations.dcp import CasnapWriter
 from casnap.state import device_hash
@@ -50,7 +50,7 @@ def hashing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     """Return a store that is not empty: in an empty one nothing is asked."""
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     store.take({"s": StateDict(n=torch.zeros(CHUNK))}, "first")
     return store
 
@@ -219,7 +219,10 @@ def test_what_is_always_new_is_asked_in_one_of_eight_takes(store: Store) -> None
 
 def test_an_empty_store_is_not_asked(tmp_path: Path) -> None:
     live = to_device(weights(1))
-    assert take(Store(tmp_path / "new", chunk_size=CHUNK), live, "a") == live["w1"].nbytes
+    assert (
+        take(Store(tmp_path / "new", create=NewStore(chunk_size=CHUNK)), live, "a")
+        == live["w1"].nbytes
+    )
 
 
 def test_nobody_waits_for_the_compiler(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +312,7 @@ def test_on_a_disk_collectors_wait_for_what_stayed_on_the_device(
 def test_in_a_bucket_the_call_announces_the_take_at_once(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    store = Store(RemoteDouble(request.node.name), chunk_size=CHUNK)
+    store = Store(RemoteDouble(request.node.name), create=NewStore(chunk_size=CHUNK))
     live = to_device(weights(1))
     pending = store.async_take({"s": StateDict(**live)}, "a")
     assert pending.wait().stats.new_bytes > live["w1"].nbytes

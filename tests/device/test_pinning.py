@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from casnap import Snapshot, StateDict, Store, release_memory
+from casnap import NewStore, Snapshot, StateDict, Store, release_memory
 from casnap.errors import CasnapError
 from casnap.runtime import buffers
 from casnap.state import devices
@@ -71,7 +71,7 @@ def test_the_slots_of_large_chunks(tmp_path: Path) -> None:
     Store(tmp_path / "small").take(state(), "step")
     assert max(nbytes for nbytes, _ in RUNTIME.registered.values()) == 8 * MIB
     live = state()
-    snapshot = Store(tmp_path / "large", chunk_size=16 * MIB).take(live, "step")
+    snapshot = Store(tmp_path / "large", create=NewStore(chunk_size=16 * MIB)).take(live, "step")
     assert torch.equal(snapshot.read_object("s/turned"), live["s"]["turned"].cpu())
 
 

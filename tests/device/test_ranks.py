@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import FencedError
 from casnap.take.take import _Steps
@@ -109,7 +109,7 @@ def test_what_the_store_has_stays_on_the_devices_of_the_ranks(
 ) -> None:
     """But for the parts of cells that shard edges cut: no device has the whole."""
     path = str(tmp_path / "run")
-    Store(path, chunk_size=64 << 10).make()
+    Store(path, create=NewStore(chunk_size=64 << 10)).make()
     first, again, changed = zip(*world(2).run(take_again, path, how), strict=True)
     for rank in range(2):
         assert first[rank] > 5_000_000
@@ -154,7 +154,7 @@ def take_fenced(path: str) -> None:
 
 def test_all_ranks_end_if_what_stayed_on_a_device_is_gone(tmp_path: Path, world: Worlds) -> None:
     path = str(tmp_path / "run")
-    Store(path, chunk_size=64 << 10).make()
+    Store(path, create=NewStore(chunk_size=64 << 10)).make()
     outcomes = world(2).run(take_fenced, path, expect_errors=True)
     assert all(isinstance(outcome, FencedError) for outcome in outcomes), outcomes
     assert "stayed on the device" in str(outcomes[0])

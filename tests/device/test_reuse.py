@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import casnap.state
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.errors import DeviceError
 from casnap.state import device_hash
 from casnap.state.device_hash import Batch
@@ -32,7 +32,7 @@ def expected() -> torch.Tensor:
 
 @pytest.fixture
 def snapshot(tmp_path: Path) -> Snapshot:
-    store = Store(tmp_path / "run", chunk_size=CELL + 1536)
+    store = Store(tmp_path / "run", create=NewStore(chunk_size=CELL + 1536))
     return store.take({"s": StateDict(x=expected())}, "step")
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import casnap.state
-from casnap import Snapshot, StateDict, Store, release_memory
+from casnap import NewStore, Snapshot, StateDict, Store, release_memory
 from casnap.errors import DeviceError
 from casnap.format.digest import Digest, digest_of
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
@@ -106,7 +106,9 @@ def kept(fill: Callable[[Path, torch.Tensor], object], path: Path) -> None:
     It is hashed on a stream that follows none of the caller's.
     """
     x = expected()
-    snapshot = Store(path / "run", chunk_size="64K").take({"s": StateDict(x=x)}, "step")
+    snapshot = Store(path / "run", create=NewStore(chunk_size="64K")).take(
+        {"s": StateDict(x=x)}, "step"
+    )
     out = x.to("late")
     module.synchronize("late")
 
@@ -160,7 +162,7 @@ class Unknown:
 def restore_what_another_key_fills(path: Path) -> None:
     """Two keys are of one memory: the first one keeps what is there, the second one fills it."""
     x = expected()
-    store = Store(path / "run", chunk_size="64K")
+    store = Store(path / "run", create=NewStore(chunk_size="64K"))
     snapshot = store.take({"a": StateDict(x=x), "b": StateDict(x=x + 7)}, "step")
     with pytest.MonkeyPatch.context() as patch:
         hashing_device.install(patch, "late:0")

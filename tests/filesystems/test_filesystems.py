@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 import casnap
-from casnap import Store
+from casnap import NewStore, Store
 from casnap.backends import LocalBackend
 from casnap.errors import StorageFullError
 from casnap.testing.backend_suite import Opener, SharedBackendSuite
@@ -79,7 +79,7 @@ class TestBackend(SharedBackendSuite):
 def test_two_hosts_write_and_collect_and_one_reads(
     stores: list[tuple[str, Path]], tmp_path: Path
 ) -> None:
-    Store(stores[0][1], chunk_size=64 << 10)
+    Store(stores[0][1], create=NewStore(chunk_size=64 << 10))
     hosts = [started(write, host, place, tmp_path) for host, place in stores]
     reader, line = started(read, "reader", stores[-1][1], tmp_path)
     said = [line.recv() for _, line in hosts]
@@ -99,7 +99,7 @@ def test_a_host_goes_on_where_another_one_was_killed(
     stores: list[tuple[str, Path]], tmp_path: Path
 ) -> None:
     (first, place), (second, other_place) = stores[:2]
-    Store(place, chunk_size=64 << 10)
+    Store(place, create=NewStore(chunk_size=64 << 10))
     for takes in (1, 2, 3):
         process, line = started(write_for_ever, first, place, tmp_path)
         assert [line.recv() for _ in range(takes)] == [""] * takes

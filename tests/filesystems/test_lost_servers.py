@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from casnap import Store
+from casnap import NewStore, Store
 from casnap.errors import PLACE_ERRORS, UnavailableError
 from tests.support.cli_calls import COMMAND
 from tests.support.faults import CHUNK, app_state, assert_holds, take
@@ -48,7 +48,7 @@ def work() -> Iterator[Path]:
 
 
 def made(place: Path) -> Store:
-    store = Store(place / "store", chunk_size=CHUNK)
+    store = Store(place / "store", create=NewStore(chunk_size=CHUNK))
     for step in range(2):
         take(store, step)
     return store

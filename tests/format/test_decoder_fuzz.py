@@ -21,7 +21,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.backends import MemoryBackend
 from casnap.cli.option_types import duration, share
 from casnap.errors import CasnapError
@@ -238,7 +238,7 @@ def leaf_bytes(leaf: Leaf) -> bytes:
 
 
 def decoders(folder: Path) -> dict[str, Decoder]:
-    store = Store(folder, chunk_size=CHUNK)
+    store = Store(folder, create=NewStore(chunk_size=CHUNK))
     for step in range(3):
         frozen = torch.arange(80_000)
         store.take(

@@ -49,9 +49,9 @@ KEPT = """
 import gc, os, sys, types
 import casnap.format.records as records
 import torch
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 
-store = Store(sys.argv[1], chunk_size=1 << 16).make()
+store = Store(sys.argv[1], create=NewStore(chunk_size=1 << 16)).make()
 store.take({"s": StateDict(x=torch.arange(9.0))}, "a")
 here = os.path.dirname(records.__file__)
 inner, target = set(), None

@@ -13,7 +13,7 @@ import pytest
 import torch
 from blake3 import blake3
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from tests.support.golden import CHUNK, kinds
 
 # Newer versions of torch say that some dtypes go; stores that hold them stay.
@@ -29,7 +29,7 @@ ROW = ["commit", "manifest", "seq", "time", "world_size", "stats", "metadata", "
 
 
 def taken(folder: Path, state: dict[str, Any], **options: Any) -> Store:
-    store = Store(folder, chunk_size=CHUNK).make()
+    store = Store(folder, create=NewStore(chunk_size=CHUNK)).make()
     store.take(state, "run/1", **options)
     return store
 

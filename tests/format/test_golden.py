@@ -10,7 +10,7 @@ import pytest
 import torch
 from blake3 import blake3
 
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.errors import UnsupportedFormatError
 from casnap.format.names import STORE_FOLDER, component_of
 from tests.support.golden import GOLDEN, UNSUPPORTED, described, unpack
@@ -135,7 +135,7 @@ def test_it_is_read_in_a_bucket(golden: tuple[Store, dict[str, Any]], tmp_path: 
 
 def test_it_is_copied(golden: tuple[Store, dict[str, Any]], tmp_path: Path) -> None:
     store, document = golden
-    copy = Store(tmp_path / "copy", chunk_size=store.chunk_size).make()
+    copy = Store(tmp_path / "copy", create=NewStore(chunk_size=store.chunk_size)).make()
     for name, expected in list(document["snapshots"].items()):
         if UNSUPPORTED in json.dumps(expected):
             with pytest.raises(UnsupportedFormatError, match="update casnap"):

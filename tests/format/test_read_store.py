@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from tests.support.faults import CHUNK
 from tests.support.later import LATER, forged, leaf_with
 from tests.support.mutations import Parts
@@ -24,7 +24,7 @@ NEEDED = {"blake3", "msgpack", "numpy", "zstandard"}
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    store = Store(tmp_path / "store", chunk_size=CHUNK).make()
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK)).make()
     state = StateDict(
         w=torch.arange(30_000, dtype=torch.float32), half=torch.ones(3).bfloat16(), text="words"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import BackendError
 from casnap.format.codec import Codec
@@ -84,7 +84,7 @@ def test_a_whole_store(store: Path) -> None:
 
 
 def test_compressed_chunks(tmp_path: Path) -> None:
-    store = Store(tmp_path, chunk_size=CHUNK, codec="zstd").make()
+    store = Store(tmp_path, create=NewStore(chunk_size=CHUNK, codec="zstd")).make()
     store.take({"s": StateDict(x=torch.zeros(100_000))}, "zeros")
     assert store.check(data=True).ok
     _, place = damage_chunk(tmp_path, torch.zeros(CHUNK // 4))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.errors import SnapshotNotFoundError
 from casnap.format.records import pack_key
 from casnap.storage.collecting.gc import GcOptions, collect
@@ -139,7 +139,7 @@ def test_one_snapshot_alone(store: Path) -> None:
 
 
 def test_much_damage_is_little_output(tmp_path: Path) -> None:
-    store = Store(tmp_path, chunk_size=CHUNK).make()
+    store = Store(tmp_path, create=NewStore(chunk_size=CHUNK)).make()
     state = {f"x{i}": torch.full((100,), i, dtype=torch.int32) for i in range(200)}
     store.take({"s": StateDict(state)}, "one")
     _, place = record_of(tmp_path, state["x7"])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.errors import EntryNotFoundError, StoreError
 from casnap.format.digest import Digest, digest_of, split_digests
 from casnap.format.entries import Payload, TensorEntry
@@ -30,7 +30,7 @@ CHUNK = 64 << 10
 
 @pytest.fixture
 def store() -> Store:
-    return Store(f"memory://{uuid.uuid4().hex}", chunk_size=CHUNK).make()
+    return Store(f"memory://{uuid.uuid4().hex}", create=NewStore(chunk_size=CHUNK)).make()
 
 
 @pytest.fixture
@@ -212,13 +212,13 @@ def test_lists_of_chunks_are_read_where_entries_differ(store: Store, reads: Coun
 
 
 def test_stores_of_different_chunks_cannot_be_compared(store: Store) -> None:
-    other = Store(f"memory://{uuid.uuid4().hex}", chunk_size=2 * CHUNK).make()
+    other = Store(f"memory://{uuid.uuid4().hex}", create=NewStore(chunk_size=2 * CHUNK)).make()
     with pytest.raises(StoreError, match="one store"):
         diff(take(store, "a", x=1), take(other, "a", x=2))
 
 
 def test_stores_of_equal_chunks_can(store: Store) -> None:
-    other = Store(f"memory://{uuid.uuid4().hex}", chunk_size=CHUNK).make()
+    other = Store(f"memory://{uuid.uuid4().hex}", create=NewStore(chunk_size=CHUNK)).make()
     t = chunks_of_floats(3)
     assert not diff(take(store, "a", t=t), take(other, "a", t=t))
 
@@ -338,7 +338,7 @@ def test_what_another_host_deletes_and_collects_meanwhile_is_left_out(tmp_path: 
     def on_another_host(work: Callable[[Store], object]) -> None:
         def use() -> None:
             os.environ["CASNAP_CACHE_DIR"] = str(tmp_path / "another_host")
-            work(Store(tmp_path / "store", chunk_size=CHUNK))
+            work(Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK)))
 
         assert in_child(use) == 0
 

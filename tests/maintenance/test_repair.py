@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import BackendError, DamagedError
 from casnap.format.digest import digest_of
@@ -148,7 +148,7 @@ def _take_anew(store: Path) -> None:
 
 
 def test_in_memory() -> None:
-    store = Store("memory://to-repair", chunk_size=CHUNK).make()
+    store = Store("memory://to-repair", create=NewStore(chunk_size=CHUNK)).make()
     store.take({"s": StateDict(x=torch.arange(100_000))}, "one")
     backend = store._view.repository.backend
     backend.delete(f"index/{backend.names('index')[0]}")

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import PackId, pack_key
@@ -157,7 +157,7 @@ def _bytes(file: Path) -> bytes:
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a store with segments to merge and a damaged chunk; do not change it."""
     path = tmp_path_factory.mktemp("damaged") / "store"
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, create=NewStore(chunk_size=CHUNK))
     for step in range(4):
         take(store, step)
     place = record_of(path, content_at(3)["weight"][: CHUNK // 4])[1]

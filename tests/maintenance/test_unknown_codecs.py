@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.errors import UnsupportedFormatError
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.format.records import (
@@ -68,7 +68,7 @@ def store_of_a_later_version(tmp_path: Path, cache_dir: Path) -> Path:
 
     The pack of that chunk holds more, of which one snapshot alone needs most.
     """
-    store = Store(tmp_path / "store", chunk_size=CHUNK).make()
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK)).make()
     more = torch.arange(4 * CHUNK, dtype=torch.float64)
     store.take({"m": StateDict(x=NEW, y=BOTH, more=more)}, "first")
     store.take({"m": StateDict(x=NEW, y=BOTH)}, "later")

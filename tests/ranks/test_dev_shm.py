@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.backends.base import Target
 from casnap.errors import RankError
@@ -67,7 +67,7 @@ def test_ranks_share_memory_all_the_same(
 ) -> None:
     needs_root()
     monkeypatch.setenv("CASNAP_CACHE_DIR", str(disk_path / "cache"))
-    Store(disk_path / "store", chunk_size=CHUNK).make()
+    Store(disk_path / "store", create=NewStore(chunk_size=CHUNK)).make()
 
     def work() -> None:
         have_little(*LITTLE[how])
@@ -128,7 +128,7 @@ def killed_while_others_read(path: str, folder: str, killed: tuple[int, ...]) ->
 def test_killed_ranks_leave_nothing(world: Worlds, tmp_path: Path, killed: tuple[int, ...]) -> None:
     path, yard = tmp_path / "store", tmp_path / "yard"
     yard.mkdir()
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, create=NewStore(chunk_size=CHUNK))
     store.take({"m": many()}, "step")
     before = _names()
     outcomes = world(3).run(

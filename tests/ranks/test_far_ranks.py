@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.backends.base import Target
 from casnap.backends.remote.scatter import runs
 from casnap.errors import CasnapError
@@ -49,7 +49,7 @@ def take_and_restore(path: str, caches: str) -> list[list[tuple[str, str]]]:
     """Take twice and restore on this rank; return its requests of each."""
     if caches:
         os.environ["CASNAP_CACHE_DIR"] = f"{caches}/{dist.get_rank()}"
-    store = Store(FarFolder(path), chunk_size=64 << 10).make()
+    store = Store(FarFolder(path), create=NewStore(chunk_size=64 << 10)).make()
     dist.barrier()
     seen = [requests(store)]
     for step in (1, 2):
@@ -144,7 +144,7 @@ def test_trees_that_are_gone(world: Worlds, tmp_path: Path) -> None:
 
 
 def take_only(path: str) -> None:
-    Store(FarFolder(path), chunk_size=64 << 10).take(state(1), "step_1")
+    Store(FarFolder(path), create=NewStore(chunk_size=64 << 10)).take(state(1), "step_1")
 
 
 def take_by_path(path: str, options: dict[str, Any], caches: str) -> dict[str, int]:

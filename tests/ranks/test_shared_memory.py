@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from casnap import StateDict, Store, release_memory
+from casnap import NewStore, StateDict, Store, release_memory
 from casnap.ranks import processes
 from casnap.ranks.shared_memory import Address, OwnMemory, Ring, mapped
 from casnap.take.ranks import exchange
@@ -144,7 +144,7 @@ def take_and_restore(path: str, case: str) -> list[bool]:
 
 def test_ranks_share_memory_where_they_can(world: Worlds, tmp_path: Path) -> None:
     """Whatever ranks can share, the chunks are those of a take by one process."""
-    store = Store(tmp_path, chunk_size=CHUNK)
+    store = Store(tmp_path, create=NewStore(chunk_size=CHUNK))
     alone = store.take({"m": StateDict({f"w{i}": number(i) for i in range(3)})}, "alone")
     digests = {path: entry.payload for path, entry in alone.get_manifest().items() if "w" in path}
     ranks = range(4)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.errors import DamagedError
 from casnap.ranks import gloo
 from casnap.ranks.joining import join
@@ -283,7 +283,7 @@ def take_and_restore(path: str) -> tuple[Traffic, Traffic]:
 
 
 def taken_and_restored(path: str) -> tuple[Traffic, Traffic]:
-    store = Store(path, chunk_size=64 << 10)
+    store = Store(path, create=NewStore(chunk_size=64 << 10))
     store.take(sharded(1), "step_1")
     changed, unchanged = sharded(2), sharded(2)
     store.take(changed, "step_2")

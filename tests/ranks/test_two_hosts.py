@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from casnap import RNGState, StateDict, Stateful, Store
+from casnap import NewStore, RNGState, StateDict, Stateful, Store
 from casnap.errors import RankError
 from tests.support.faults import CHUNK, assert_no_orphans
 from tests.support.hosts import two_hosts, yard_of
@@ -92,7 +92,7 @@ def assert_store(path: Path, steps: set[int]) -> None:
 
 def take_and_restore(path: str) -> tuple[str, int, list[str]]:
     """Take twice, restore in all ways; return this host, what it shares, what it keeps."""
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, create=NewStore(chunk_size=CHUNK))
     store.take(app_state(1), "step_1")
     shared = Path("/proc/self/maps").read_text().count("/memfd:casnap-")
     assert store.async_take(app_state(2), "step_2").wait().name == "step_2"
@@ -138,7 +138,7 @@ def do(verb: str, store: Store, step: int, timeout: float, progress: Any = None)
 
 def suffer(path: str, folder: str, verb: str, timeout: float, striking: int) -> Seen:
     """Do something, in the middle of which a rank has the test strike."""
-    store, yard = Store(path, chunk_size=CHUNK), yard_of(folder)
+    store, yard = Store(path, create=NewStore(chunk_size=CHUNK)), yard_of(folder)
     store.take(app_state(1), "step_1")
 
     def strike(what: str, done: int, total: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.backends.base import Target
 from casnap.errors import DamagedError
@@ -51,7 +51,7 @@ def backend(tmp_path: Path) -> Watched:
 
 @pytest.fixture
 def store(backend: Watched) -> Store:
-    return Store(backend, chunk_size=CHUNK)
+    return Store(backend, create=NewStore(chunk_size=CHUNK))
 
 
 def taken(store: Store, x: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ def test_memory_that_is_written_to_meanwhile_is_no_damage(store, backend):
 
 def test_damage_is_named_wherever_it_is_among_many_chunks(tmp_path):
     # More chunks than are looked for before reading begins.
-    store = Store(tmp_path / "store", chunk_size=64 << 10)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=64 << 10))
     x, y = torch.randn(300 << 14), torch.randn(20 << 14)
     store.take({"s": StateDict(x=x, y=y)}, "a")
     for tensor in (x, y):
@@ -187,7 +187,7 @@ def test_a_pack_that_is_harmed_while_it_is_read(store, backend, tmp_path, how, v
 def test_small_chunks_are_read_beside_large_ones(tmp_path):
     """From a server, they would take a round trip more after them."""
     backend = RemoteDouble(str(tmp_path))
-    store = Store(backend, chunk_size=CHUNK)
+    store = Store(backend, create=NewStore(chunk_size=CHUNK))
     state = {"large": torch.randn(20_000), "small": torch.randn(500)}
     store.take({"s": StateDict(**state)}, "a")
     target = StateDict(**{name: torch.zeros_like(tensor) for name, tensor in state.items()})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from casnap import RNGState, StateDict, Store
+from casnap import NewStore, RNGState, StateDict, Store
 from casnap.errors import EntryNotFoundError, MismatchError
 from tests.support.bitwise import assert_same
 from tests.support.reads import counted
@@ -27,7 +27,9 @@ def blocks() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    return Store(tmp_path_factory.mktemp("lazy") / "store", chunk_size=CHUNK).make()
+    return Store(
+        tmp_path_factory.mktemp("lazy") / "store", create=NewStore(chunk_size=CHUNK)
+    ).make()
 
 
 @pytest.fixture(scope="module")

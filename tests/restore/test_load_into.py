@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.errors import DamagedError, EntryNotFoundError, MismatchError
 from tests.support.bitwise import assert_same
 from tests.support.written import write
@@ -36,7 +36,7 @@ def net(seed: int, **how) -> Net:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    return Store(tmp_path_factory.mktemp("load") / "store", chunk_size=64 << 10)
+    return Store(tmp_path_factory.mktemp("load") / "store", create=NewStore(chunk_size=64 << 10))
 
 
 @pytest.fixture(scope="module")

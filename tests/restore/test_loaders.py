@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.optim.swa_utils import AveragedModel
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.errors import MismatchError, UnsupportedTypeError
 from tests.support.bitwise import assert_same
 from tests.support.versioned import Head, of_first_version, versioned
@@ -25,7 +25,7 @@ from tests.support.versioned import Head, of_first_version, versioned
 
 @pytest.fixture
 def store(request: pytest.FixtureRequest) -> Store:
-    return Store(f"memory://{request.node.nodeid}", chunk_size=64 << 10)
+    return Store(f"memory://{request.node.nodeid}", create=NewStore(chunk_size=64 << 10))
 
 
 # --- loaders that are not known -----------------------------------------------------------------

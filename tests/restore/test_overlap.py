@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.errors import MismatchError
 from tests.support.bitwise import assert_same, raw
 
@@ -14,7 +14,7 @@ N = 70_000  # several chunks, so several threads fill at once
 
 @pytest.fixture
 def store(request):
-    return Store(f"memory://{request.node.nodeid}", chunk_size=64 << 10)
+    return Store(f"memory://{request.node.nodeid}", create=NewStore(chunk_size=64 << 10))
 
 
 OVERLAPPING = {

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.errors import EntryNotFoundError, MismatchError
 from casnap.format.region import Region
 from casnap.restore.loading import Loading
@@ -24,12 +24,12 @@ _numbers = count()
 
 @pytest.fixture(scope="module")
 def store():
-    return Store("memory://parts", chunk_size=CHUNK).make()
+    return Store("memory://parts", create=NewStore(chunk_size=CHUNK)).make()
 
 
 @pytest.fixture
 def disk(tmp_path, cache_dir):
-    return Store(tmp_path / "store", chunk_size=CHUNK).make()
+    return Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK)).make()
 
 
 # --- parts ------------------------------------------------------------------------------------

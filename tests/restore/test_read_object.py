@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.errors import EntryNotFoundError, MismatchError
 from casnap.state.tensors import TENSOR_DTYPES
 from tests.support.bitwise import assert_same, noise, raw
@@ -30,7 +30,7 @@ TENSORS = {str(i): torch.randint(-99, 99, s, dtype=torch.int32) for i, s in enum
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    return Store(tmp_path_factory.mktemp("read") / "store", chunk_size=CHUNK)
+    return Store(tmp_path_factory.mktemp("read") / "store", create=NewStore(chunk_size=CHUNK))
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.errors import StateError, UnsupportedTypeError
 from casnap.format.region import Region
 from casnap.state.flatten import flatten
@@ -73,7 +73,7 @@ def save(folder: str, layouts: tuple[str, ...]) -> None:
 def saved(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a store of one training state that was saved in each layout."""
     folder = str(tmp_path_factory.mktemp("resharding") / "store")
-    Store(folder, chunk_size=CHUNK).make()
+    Store(folder, create=NewStore(chunk_size=CHUNK)).make()
     save(folder, ("plain",))
     for size, layouts in WORLDS.items():
         world(size).run(save, folder, layouts)
@@ -238,7 +238,7 @@ def check_any(world: Worlds, store: Path, before: int, after: int, examples: int
 @pytest.fixture(scope="module")
 def any_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("any") / "store"
-    Store(folder, chunk_size=CHUNK).make()
+    Store(folder, create=NewStore(chunk_size=CHUNK)).make()
     return folder
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from casnap import RNGState, StateDict, Store
+from casnap import NewStore, RNGState, StateDict, Store
 from casnap.errors import MismatchError, StoreError
 from casnap.integrations.trainers import Value
 from tests.support.bitwise import assert_same, raw
@@ -17,7 +17,7 @@ from tests.support.versioned import versioned
 
 @pytest.fixture
 def store(request):
-    return Store(f"memory://{request.node.nodeid}", chunk_size=64 << 10)
+    return Store(f"memory://{request.node.nodeid}", create=NewStore(chunk_size=64 << 10))
 
 
 class Net(nn.Module):

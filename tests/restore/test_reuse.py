@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.errors import DamagedError
 from casnap.integrations.dcp import CasnapReader
 from casnap.storage.reading import repository
@@ -99,7 +99,7 @@ def test_a_load_by_dcp_reads_only_what_differs(store: Store) -> None:
 
 def test_on_a_bucket_a_rollback_needs_requests_for_the_adapter_alone(tmp_path: Path) -> None:
     model, there = Tuned(), RemoteDouble(str(tmp_path / "bucket"))
-    Store(there, chunk_size=CHUNK).take({"model": model}, "step")
+    Store(there, create=NewStore(chunk_size=CHUNK)).take({"model": model}, "step")
     counts = []
     for options in ({}, {"reuse": True}):
         model.step()
@@ -295,7 +295,7 @@ def test_an_optimizer_and_its_moments(store: Store) -> None:
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_random_states(tmp_path: Path, codec: str) -> None:
     """Any elements of any tensors differ, or none."""
-    store = Store(tmp_path / "store", chunk_size=CHUNK).make()
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK)).make()
     store.configure(codec=codec)
     drawn = random.Random(0)
     dtypes = [torch.float32, torch.bfloat16, torch.uint8, torch.float64]
@@ -377,5 +377,5 @@ def restore_on_ranks(path: str, read_once: bool | None) -> None:
 def test_a_rank_that_has_all_reads_together_with_others(
     world: Worlds, tmp_path: Path, read_once: bool | None
 ) -> None:
-    Store(tmp_path / "run", chunk_size=CHUNK).make()
+    Store(tmp_path / "run", create=NewStore(chunk_size=CHUNK)).make()
     world(3).run(restore_on_ranks, str(tmp_path / "run" / "step"), read_once)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from casnap import Store
+from casnap import NewStore, Store
 from casnap.backends import Backend, LocalBackend, MemoryBackend
 from casnap.errors import DamagedError, RankError
 from casnap.format.codec import Codec
@@ -122,7 +122,7 @@ class Chunks:
 
     def __init__(self, backend: Backend, codec: Codec = Codec.RAW) -> None:
         self.backend = CountingBackend(backend)
-        store = Store(self.backend, chunk_size=CHUNK).make()
+        store = Store(self.backend, create=NewStore(chunk_size=CHUNK)).make()
         sizes = [CHUNK, 100, CHUNK, 65, 4000, CHUNK // 2, CHUNK, CHUNK, 777, CHUNK] * 3
         # Half of each can be compressed.
         self.raws = [os.urandom(n // 2).ljust(n, b"\1") for n in sizes]

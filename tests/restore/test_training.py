@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler as sched
 from torch.optim.swa_utils import SWALR
 
-from casnap import RNGState, StateDict, Store
+from casnap import NewStore, RNGState, StateDict, Store
 from casnap.errors import MismatchError
 from tests.support.bitwise import assert_same
 
@@ -23,7 +23,9 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    return Store(tmp_path_factory.mktemp("training") / "store", chunk_size=64 << 10)
+    return Store(
+        tmp_path_factory.mktemp("training") / "store", create=NewStore(chunk_size=64 << 10)
+    )
 
 
 class Net(nn.Module):
@@ -244,7 +246,7 @@ def test_every_scheduler_has_a_case():
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers(name):
-    memory = Store("memory://schedulers", chunk_size=64 << 10)
+    memory = Store("memory://schedulers", create=NewStore(chunk_size=64 << 10))
 
     def sgd(model):
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.errors import MismatchError
 from tests.support.faults import in_child
 
@@ -52,7 +52,7 @@ TARGETS: dict[str, Callable[[Path, int], torch.Tensor]] = {
 
 @pytest.fixture
 def snapshot(tmp_path: Path) -> Snapshot:
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     taken = {f"x{n}": torch.arange(float(n)) for n in SIZES}
     return store.take({"s": StateDict({**taken, "y": torch.ones(3)})}, "step")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from casnap import Retention, StateDict, Store
+from casnap import NewStore, Retention, StateDict, Store
 from casnap.backends.costs import REMOTE
 from casnap.backends.remote.backend import RemoteBackend
 from casnap.errors import SnapshotNotFoundError
@@ -110,7 +110,7 @@ def collect(bucket: Bucket, until: float, report: Path) -> None:
 @pytest.mark.servers
 @pytest.mark.timeout(SECONDS * 2 + 300)
 def test_runs_in_a_bucket(bucket: Bucket, tmp_path: Path) -> None:
-    store_in(bucket, chunk_size=1 << 20).configure(gc=GRACE)
+    store_in(bucket, create=NewStore(chunk_size=1 << 20)).configure(gc=GRACE)
     until = time.time() + SECONDS
     roles: dict[str, Callable[[Path], None]] = {
         "run0": partial(train, bucket, 0, until),

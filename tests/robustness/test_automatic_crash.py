@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from casnap import Retention, Store
+from casnap import NewStore, Retention, Store
 from casnap.errors import SnapshotNotFoundError
 from casnap.runtime.threads import works_in_background
 from casnap.storage.collecting import automatic
@@ -64,7 +64,7 @@ def steps_of(path: Path, run: str) -> list[int]:
 
 
 def take_some(path: Path, run: str, count: int) -> None:
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, create=NewStore(chunk_size=CHUNK))
     first = max(steps_of(path, run), default=-1) + 1
     for step in range(first, first + count):
         of_step = (app_state(step), f"{run}/{step}")

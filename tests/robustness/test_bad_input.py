@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from casnap import Retention, Snapshot, StateDict, Store
+from casnap import NewStore, Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import (
     BackendError,
@@ -43,7 +43,7 @@ TINY = {"s": StateDict(x=1)}
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    store = Store(tmp_path_factory.mktemp("made") / "base", chunk_size=CHUNK)
+    store = Store(tmp_path_factory.mktemp("made") / "base", create=NewStore(chunk_size=CHUNK))
     take(store, 0)
     take(store, 1)
     return Path(store.uri)
@@ -446,7 +446,7 @@ def test_a_path_that_is_not_there(base: Path) -> None:
 @pytest.mark.parametrize("size", [0, -1, 1, 1 << 15, (1 << 20) + 1, 3 << 20, 1 << 27])
 def test_chunk_sizes_that_are_none(tmp_path: Path, size: int) -> None:
     with pytest.raises(ValueError, match=f"from 64 KiB to 64 MiB, such as .*; got {size}"):
-        Store(tmp_path / "store", chunk_size=size).make()
+        Store(tmp_path / "store", create=NewStore(chunk_size=size)).make()
     assert not (tmp_path / "store").exists()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from casnap import Store
+from casnap import NewStore, Store
 from casnap.errors import CasnapError, SnapshotExistsError
 from casnap.storage.commit_log.roots import COPIES
 from tests.support.faults import (
@@ -103,7 +103,7 @@ def test_processes_that_overwrite_one_name(tmp_path: Path) -> None:
     def overwrite(step: int) -> Callable[[], None]:
         def work() -> None:
             for _ in range(5):
-                store = Store(path, chunk_size=CHUNK)
+                store = Store(path, create=NewStore(chunk_size=CHUNK))
                 store.take(app_state(step), "latest", metadata={"step": step}, overwrite=True)
 
         return work
@@ -137,7 +137,7 @@ def test_processes_that_take_delete_and_read(tmp_path: Path) -> None:
 
 
 def test_threads_that_take_through_one_store(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
 
     def work(step: int) -> Callable[[], None]:
         def async_then_sync() -> None:
@@ -154,7 +154,7 @@ def test_threads_that_take_through_one_store(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("collected_by_hand")
 def test_a_failed_take_does_not_disturb_others(tmp_path: Path) -> None:
     """A thread that fails gives all back: its packs, its memory, its turn."""
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     take(store, 0)
     before = files(store.uri)
 
@@ -179,7 +179,7 @@ def test_a_failed_take_does_not_disturb_others(tmp_path: Path) -> None:
 
 def test_segments_stay_few(tmp_path: Path, cache_dir: Path) -> None:
     """Small segments are merged as they come, and every snapshot can still be read."""
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     most = 0
     for step in range(50):
         take(store, step)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.runtime.threads import Worker, python_gc_paused
 from tests.support.faults import (
     CHUNK,
@@ -33,7 +33,7 @@ from tests.support.faults import (
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     """Return a store of two snapshots."""
-    store = Store(tmp_path / "base", chunk_size=CHUNK).make()
+    store = Store(tmp_path / "base", create=NewStore(chunk_size=CHUNK)).make()
     take(store, 0)
     take(store, 1)
     return tmp_path / "base"
@@ -180,7 +180,7 @@ def interrupted_at(moment: str) -> type[Worker]:
 def test_an_async_take_whose_thread_begins(
     tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store(tmp_path / "store", chunk_size=64 << 10)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=64 << 10))
     state = {"s": StateDict(x=torch.randn(100_000))}
     monkeypatch.setattr("casnap.take.pending.Worker", interrupted_at(moment))
     with pytest.raises(KeyboardInterrupt):

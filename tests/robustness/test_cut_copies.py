@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import DamagedError
 from casnap.format.digest import digest_of
@@ -64,7 +64,7 @@ class Source(NamedTuple):
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     """Two takes, a collection of the first one, and another take: four times."""
     base = tmp_path_factory.mktemp("cut")
-    store = Store(base / "store", chunk_size=CHUNK).make()
+    store = Store(base / "store", create=NewStore(chunk_size=CHUNK)).make()
     found = Source([], {0: []})
 
     def note() -> None:
@@ -288,7 +288,7 @@ def test_dcp_reads_as_of_the_whole_root_too(tmp_path: Path) -> None:
 def test_a_copy_with_gaps(tmp_path: Path, keep: float) -> None:
     """A pack that is cut off, and a root that is lost: its number is not taken."""
     for step in (1, 2, 3):
-        take(Store(tmp_path / "store", chunk_size=CHUNK), step)
+        take(Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK)), step)
     path = Path(shutil.copytree(tmp_path / "store", tmp_path / "copy"))
     gap = path / "casnap-store/roots/0/2"
     lose_table(path, keep=keep)
@@ -309,7 +309,7 @@ def test_a_copy_with_gaps(tmp_path: Path, keep: float) -> None:
 def test_whole_chunks_stay_listed(tmp_path: Path) -> None:
     """The chunks of the snapshots that are lost: a later take of the same weights finds them."""
     for step in (1, 2, 3):
-        take(Store(tmp_path / "store", chunk_size=CHUNK), step)
+        take(Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK)), step)
     path = Path(shutil.copytree(tmp_path / "store", tmp_path / "copy"))
     lose_table(path)
     report = Store(path).repair()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.errors import CasnapError, DamagedError
 from casnap.format.digest import Digest
 from casnap.format.records import Place, pack_key
@@ -325,7 +325,9 @@ def test_one_damage_to_a_small_chunk_hurts_no_snapshot(
     tmp_path: Path, cache_dir: Path, later: str
 ) -> None:
     """Such as the settings of an optimizer, without which no snapshot can be resumed."""
-    store = Store(tmp_path / "own", codec="zstd" if later == "compressed" else "auto")
+    store = Store(
+        tmp_path / "own", create=NewStore(codec="zstd" if later == "compressed" else "auto")
+    )
     settings = {f"setting number {i} of an optimizer": i for i in range(12)}
     for step in range(3):
         state = {"w": torch.full((100_000,), float(step)), "param_groups": [settings]}
@@ -408,7 +410,7 @@ def test_the_record_of_another_store(store: Path, tmp_path: Path, chunk_size: in
 
     Check says so, and what to do.
     """
-    Store(tmp_path / "other", chunk_size=chunk_size).make()
+    Store(tmp_path / "other", create=NewStore(chunk_size=chunk_size)).make()
     record = store / "casnap-store/casnap.json"
     other, own = (tmp_path / "other" / "casnap-store/casnap.json").read_bytes(), record.read_bytes()
     with damaged(record, lambda _: other):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.backends.base import Target
 from casnap.backends.local.backend import LocalBackend
 from casnap.errors import RankError
@@ -92,7 +92,7 @@ def restore_damaged(folder: str, shared: bool) -> bool:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_only_what_is_proven_is_passed_on(world: Worlds, tmp_path: Path, shared: bool) -> None:
-    store = Store(tmp_path, chunk_size=CHUNK)
+    store = Store(tmp_path, create=NewStore(chunk_size=CHUNK))
     store.take({"m": StateDict({f"w{i}": numbers(i, 100_000) for i in range(4)})}, "s")
     assert any(world(3).run(restore_damaged, str(tmp_path), shared))
 
@@ -110,7 +110,7 @@ def take_damaged(folder: str, at_least: int, most: int) -> None:
 def test_a_take_believes_no_damaged_message(
     world: Worlds, tmp_path: Path, at_least: int, most: int
 ) -> None:
-    Store(tmp_path, chunk_size=CHUNK).make()
+    Store(tmp_path, create=NewStore(chunk_size=CHUNK)).make()
     outcomes = world(3).run(take_damaged, str(tmp_path), at_least, most, expect_errors=True)
     assert all(isinstance(outcome, RankError) for outcome in outcomes), outcomes
     assert all(" sent came damaged to rank " in str(outcome) for outcome in outcomes)

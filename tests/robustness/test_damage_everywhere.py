@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import casnap.storage.lookup.index
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.errors import CasnapError
 from casnap.format.digest import DIGEST_SIZE
 from casnap.format.names import MARKER
@@ -67,7 +67,7 @@ def state_of(step: int) -> dict[str, StateDict]:
 
 def make(folder: Path) -> None:
     """Make a store of raw and compressed chunks, with condemned packs and files of no root."""
-    store = Store(folder, chunk_size=CHUNK)
+    store = Store(folder, create=NewStore(chunk_size=CHUNK))
     for name, step in {"a": 2, "old_0": 0, "old_1": 1}.items():
         store.take(state_of(step), name, metadata={"step": step})
     store.configure(codec="zstd")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from casnap import Retention, Snapshot, StateDict, Store
+from casnap import NewStore, Retention, Snapshot, StateDict, Store
 from casnap.errors import DamagedError, StorageFullError
 from tests.support.faults import (
     CHUNK,
@@ -85,7 +85,7 @@ def storage_full() -> None:
 
 
 def test_a_failed_take_does_not_forget_what_was_found_damaged(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     take(store, 0)
     before = files(tmp_path / "store")
     snapshot = store.take({"s": StateDict(x=torch.arange(99_999))}, "x")
@@ -117,7 +117,7 @@ def large(step: int) -> dict[str, StateDict]:
 
 def garbage(disk: Path) -> Path:
     """Return a store with half a megabyte of garbage, and as much to become some."""
-    store = Store(disk / "store", chunk_size=CHUNK)
+    store = Store(disk / "store", create=NewStore(chunk_size=CHUNK))
     take(store, 0)
     for step in range(3):
         store.take(large(step), f"large_{step}")
@@ -148,7 +148,7 @@ def test_a_full_disk_can_be_emptied(tmp_path: Path) -> None:
 
 def test_garbage_is_freed_though_copies_do_not_fit(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "disk", "6m") as disk:
-        store = Store(disk / "store", chunk_size=CHUNK)
+        store = Store(disk / "store", create=NewStore(chunk_size=CHUNK))
         kept = values(10, 1 << 17)
         store.take({"s": StateDict(kept=kept, gone=values(11, 1 << 18))}, "both")
         store.take({"s": StateDict(kept=kept)}, "kept")
@@ -243,7 +243,7 @@ def test_an_announcement_that_finds_no_space_leaves_no_file(
     def find_no_space(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    store = Store(tmp_path, chunk_size=CHUNK)
+    store = Store(tmp_path, create=NewStore(chunk_size=CHUNK))
     take(store, 0)
     # So the mode of each new file is set.
     tmp_path.joinpath("casnap-store").chmod(0o770)

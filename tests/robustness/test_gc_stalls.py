@@ -18,7 +18,7 @@ from tempfile import mkdtemp
 
 import pytest
 
-from casnap import Store
+from casnap import NewStore, Store
 from casnap.errors import CasnapError, DamagedError, FencedError, SnapshotNotFoundError
 from tests.support.faults import (
     CHUNK,
@@ -61,7 +61,7 @@ def memory() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def pair(memory: Path) -> Path:
     """Return a store of two snapshots."""
-    store = Store(memory / "pair", chunk_size=CHUNK)
+    store = Store(memory / "pair", create=NewStore(chunk_size=CHUNK))
     take(store, 0)
     take(store, 1)
     return memory / "pair"
@@ -304,7 +304,9 @@ def undercut(path: Path) -> None:
     store.delete("run/1")
     store.gc(grace=0, recode_after=0, repack=1.0)
     store.take(run_state(0), "run/again-0", metadata={"step": 0})
-    Store(path).copy("run/5", to=Store(path.with_name("there"), chunk_size=CHUNK).make())
+    Store(path).copy(
+        "run/5", to=Store(path.with_name("there"), create=NewStore(chunk_size=CHUNK)).make()
+    )
 
 
 @pytest.mark.parametrize(

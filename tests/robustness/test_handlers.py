@@ -14,7 +14,7 @@ from types import FrameType
 import pytest
 import torch
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.runtime import descriptors, threads
 from casnap.runtime.threads import Worker
 from casnap.storage.packs import chunk_reads
@@ -106,7 +106,7 @@ def test_while_a_thread_is_started(
     """It is not taken for a system that starts no more threads, and no thread works on after it."""
     for module in (threads, chunk_reads):
         monkeypatch.setattr(module, "cores", lambda: 4)
-    store = Store(tmp_path / "store", chunk_size=CHUNK, codec=codec)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK, codec=codec))
     store.take({"s": StateDict(x=numbers())}, "step")
     starts = Starts(moment)
     with monkeypatch.context() as patch:
@@ -149,7 +149,9 @@ def test_an_alarm_in_a_call_of_the_system(
     """A handler's TimeoutError is no error of the file system: nothing is tried again."""
     # What opens files at once is no function of os.
     monkeypatch.setattr("casnap.backends.local.safe_paths.has_openat2", lambda: False)
-    Store(tmp_path, chunk_size=CHUNK, codec=codec).take({"s": StateDict(x=numbers())}, "step")
+    Store(tmp_path, create=NewStore(chunk_size=CHUNK, codec=codec)).take(
+        {"s": StateDict(x=numbers())}, "step"
+    )
     with system_faults(names=SYSTEM) as counter:
         call(Store(tmp_path))
     assert counter.count > 10
@@ -210,7 +212,9 @@ def test_an_interrupt_as_a_file_is_opened(
 ) -> None:
     """It does not stay open: a run that is interrupted often would end at the limit."""
     monkeypatch.setattr("casnap.backends.local.safe_paths.has_openat2", lambda: False)
-    Store(tmp_path, chunk_size=CHUNK).take({"s": StateDict(x=torch.arange(9.0))}, "step")
+    Store(tmp_path, create=NewStore(chunk_size=CHUNK)).take(
+        {"s": StateDict(x=torch.arange(9.0))}, "step"
+    )
 
     def open_files() -> int:
         gc.collect()

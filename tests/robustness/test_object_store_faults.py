@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from casnap import Snapshot, Store
+from casnap import NewStore, Snapshot, Store
 from casnap.errors import CasnapError, StoreError, UnavailableError
 from tests.support.faults import CHUNK, app_state, assert_holds, take
 from tests.support.faulty import (
@@ -66,7 +66,7 @@ def copy_in(store: Store, case: Path) -> None:
 def copy_out(store: Store, case: Path) -> None:
     """Copy all snapshots of the bucket; what an earlier call has copied stays."""
     try:
-        store.copy(to=Store(case / "there", chunk_size=CHUNK))
+        store.copy(to=Store(case / "there", create=NewStore(chunk_size=CHUNK)))
     finally:
         there = whole(case / "there")
     assert LITTERED.items() <= there.items()
@@ -273,7 +273,7 @@ def test_an_outage(
     uri = f"{bucket.uri}/run"
     with FaultyProxy(bucket.server.endpoint) as proxy:
         options = {**bucket.storage_options, "endpoint_url": proxy.url, "casnap": patience}
-        store = Store(uri, storage_options=options, chunk_size=CHUNK)
+        store = Store(uri, storage_options=options, create=NewStore(chunk_size=CHUNK))
         take(store, 3)
         with away(proxy, kind, seconds):
             if work == "direct_take":

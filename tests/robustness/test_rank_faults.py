@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import casnap.storage.writing.session
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from tests.support.faults import CHUNK, assert_no_orphans, memory_folder
 from tests.support.faulty import Call, Fault, FaultyBackend, fail
@@ -166,7 +166,7 @@ def assert_taken(snapshot: Snapshot, step: int) -> None:
 def fail_in_the_background(path: str) -> list[Seen]:
     """Have one rank's disk fail behind a first async take; the next call raises that everywhere."""
     backend = FaultyBackend(LocalBackend(Path(path)))
-    store = Store(backend, chunk_size=CHUNK)
+    store = Store(backend, create=NewStore(chunk_size=CHUNK))
     if dist.get_rank() == 1:
         backend.faults.append(Fault(fail(), "write", "packs/*"))
     first = store.async_take(state(1), "same")
@@ -182,7 +182,7 @@ def fail_in_the_background(path: str) -> list[Seen]:
 
 
 def test_a_failure_behind_reaches_all_who_wait(world: Worlds, tmp_path: Path) -> None:
-    Store(tmp_path / "s", chunk_size=CHUNK).make()
+    Store(tmp_path / "s", create=NewStore(chunk_size=CHUNK)).make()
     for rank, (call, first, once_more, *others) in enumerate(
         world(3).run(fail_in_the_background, str(tmp_path / "s"))
     ):
@@ -280,7 +280,7 @@ def collect(yard: Yard, store: Store, backend: FaultyBackend, how: str) -> Seen:
 def test_a_collector_goes_past_what_was_handed_over(
     world: Worlds, tmp_path: Path, verb: str, how: str, handed_over: int
 ) -> None:
-    store = Store(tmp_path / "s", chunk_size=CHUNK)
+    store = Store(tmp_path / "s", create=NewStore(chunk_size=CHUNK))
     store.take({"old": StateDict(x=torch.randn(50_000))}, "old")
     outcomes = world(4).run(
         take_while_collected, str(tmp_path / "s"), str(tmp_path / "yard"), verb, how, handed_over
@@ -316,7 +316,7 @@ def hand_over_late(path: str, folder: str) -> Seen:
 
 
 def test_a_rank_that_all_gave_up_on_commits_nothing(world: Worlds, tmp_path: Path) -> None:
-    store = Store(tmp_path / "s", chunk_size=CHUNK)
+    store = Store(tmp_path / "s", create=NewStore(chunk_size=CHUNK))
     outcomes = world(3).run(hand_over_late, str(tmp_path / "s"), str(tmp_path / "yard"))
     for seen in outcomes:
         assert seen.error == "RankError"

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import StateError, StoreError
 from casnap.format.records import pack_key
@@ -128,7 +128,7 @@ def of_rank(rank: int) -> torch.Tensor:
 def lose_a_pack(path: str, hurt: int, background: bool) -> None:
     """Take what is there already, while a rank's pack is deleted, before it looks at it."""
     rank = dist.get_rank()
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, create=NewStore(chunk_size=CHUNK))
     state = {"a": StateDict(x=of_rank(rank))}
     store.take(state, "base")
     if rank == hurt:

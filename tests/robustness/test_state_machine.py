@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 )
 
 import casnap.storage.lookup.index_cache
-from casnap import Retention, Snapshot, Store
+from casnap import NewStore, Retention, Snapshot, Store
 from casnap.backends import LocalBackend
 from casnap.errors import (
     FencedError,
@@ -161,7 +161,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _open(self) -> None:
         self.backend = FaultyBackend(LocalBackend(self.path))
-        self.store = Store(self.backend, chunk_size=CHUNK)
+        self.store = Store(self.backend, create=NewStore(chunk_size=CHUNK))
 
     def _reader(self) -> Store:
         return Store(self.path, create=False)

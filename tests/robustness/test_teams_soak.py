@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.ranks.group import Group
 from tests.support.faults import CHUNK, assert_no_orphans, kill
 from tests.support.ranks import RankDied, World
@@ -60,7 +60,7 @@ def go_through(path: str, verb: str, step: int, of: int, dim: int, dying: dict[i
         assert torch.equal(state["model"]["w"].to_local(), expected["w"].to_local())
         assert torch.equal(state["model"]["same"], expected["same"])
 
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, create=NewStore(chunk_size=CHUNK))
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Group, "_exchange", die_in_time)

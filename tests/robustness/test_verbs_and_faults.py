@@ -23,7 +23,7 @@ import pytest
 
 import casnap.mirror.mirror
 import casnap.runtime.backoff
-from casnap import Store
+from casnap import NewStore, Store
 from casnap.backends import LocalBackend
 from casnap.backends.local import store_folder
 from casnap.errors import (
@@ -287,7 +287,9 @@ class Case:
         return FaultyBackend(LocalBackend(self.path))
 
     def do(self, place: FaultyBackend | Store) -> None:
-        store = place if isinstance(place, Store) else Store(place, chunk_size=CHUNK)
+        store = (
+            place if isinstance(place, Store) else Store(place, create=NewStore(chunk_size=CHUNK))
+        )
         self.verb.do(store, self.folder)
 
     def assert_goes_on(self, store: Store | Path, present: States, *, alters: bool = False) -> None:
@@ -349,7 +351,7 @@ class Cell(Case):
         """Do it, with that call failing; check what comes of it."""
         backend = self.fresh()
         there = files(self.path)
-        store = None if self._failure.dies else Store(backend, chunk_size=CHUNK)
+        store = None if self._failure.dies else Store(backend, create=NewStore(chunk_size=CHUNK))
         error = self._die(k, backend) if store is None else self._try(k, store, backend)
         present = whole(self.path)
         # A repair believes what it reads: only the next one finds that it was no damage.
@@ -500,13 +502,13 @@ def test_a_sync_fails_once(bases: Bases, number: int, verb: str) -> None:
     with system_faults(names=["fsync"]) as syncs:
         case.do(case.fresh())
     for k in spread(syncs.count, number, most=4 if verb == "make" else 2):
-        store = Store(case.fresh(), chunk_size=CHUNK)
+        store = Store(case.fresh(), create=NewStore(chunk_size=CHUNK))
         with Disk(case.folder, fail_at=k).used() as disk:
             try:
                 case.do(store)
             except PLACE_ERRORS:
                 if k % 2:
-                    store = Store(case.path, chunk_size=CHUNK)
+                    store = Store(case.path, create=NewStore(chunk_size=CHUNK))
                 if whole(case.path) != case.stages[-1] or case.stages[0] == case.stages[-1]:
                     case.do(store)
                 else:
@@ -528,7 +530,7 @@ SHARES = (0, 0.5, 1)
 def test_the_power_fails(bases: Bases, number: int, verb: str) -> None:
     """Of what was not synced, any part may be lost."""
     case = Case(bases, verb)
-    store = Store(case.fresh(), chunk_size=CHUNK)
+    store = Store(case.fresh(), create=NewStore(chunk_size=CHUNK))
     # What another process has synced is not known to this one.
     store_folder._durable.clear()
     journal = Journal(case.folder)
@@ -580,7 +582,7 @@ def test_a_process_that_may_open_no_more_files(bases: Bases, verb: str) -> None:
     case = Case(bases, verb)
     # What is imported at its first use cannot be where no file may be opened.
     case.do(case.fresh())
-    store = Store(case.fresh(), chunk_size=CHUNK)
+    store = Store(case.fresh(), create=NewStore(chunk_size=CHUNK))
 
     def work() -> None:
         assert whole(case.path) == case.stages[0]
@@ -599,7 +601,7 @@ def test_a_process_that_may_open_no_more_files(bases: Bases, verb: str) -> None:
 def test_listings_are_stale(tmp_path: Path) -> None:
     """The newest root is found all the same, and takes go on from there."""
     backend = FaultyBackend(LocalBackend(tmp_path / "store"))
-    take(Store(backend, chunk_size=CHUNK), 0)
+    take(Store(backend, create=NewStore(chunk_size=CHUNK)), 0)
     with backend.during(Fault(stale(), "names", times=None)) as (fault,):
         assert whole(tmp_path / "store") == {"step_0": 0}
         for step in range(1, 6):
@@ -617,7 +619,7 @@ def test_faults_at_random(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     path = tmp_path / "store"
     backend = FaultyBackend(LocalBackend(path))
-    store = Store(backend, chunk_size=CHUNK)
+    store = Store(backend, create=NewStore(chunk_size=CHUNK))
     acts: list[tuple[Act, tuple[str, ...], str]] = [
         *((act, COMMITTING, "*") for act in (fail(), lose_answer(), repeat())),
         *((act, MOVING, "*") for act in (short(50), flip_in_transit(77))),

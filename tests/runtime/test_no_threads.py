@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 import torch
 
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import UnavailableError, UnclearCommitError
 from casnap.runtime.buffers import Pool
@@ -41,7 +41,7 @@ def async_take(store: Store, step: int) -> Snapshot:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store(tmp_path / "store", chunk_size=CHUNK).make()
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK)).make()
     take(store, 1)
     yield store
     assert_given_back()

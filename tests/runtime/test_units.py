@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from casnap import Retention, StateDict, Store, on_preemption
+from casnap import NewStore, Retention, StateDict, Store, on_preemption
 from casnap.runtime.units import bytes_of, seconds_of
 from casnap.serving import PullOptions
 from tests.support.cli_calls import document
@@ -67,9 +67,9 @@ def test_what_is_no_time(time: object, error: type[Exception]) -> None:
 
 
 def test_a_store_takes_sizes_and_times_in_words(store: Store, tmp_path: Path) -> None:
-    assert Store(tmp_path / "a", chunk_size="64KiB").make().chunk_size == 64 << 10
+    assert Store(tmp_path / "a", create=NewStore(chunk_size="64KiB")).make().chunk_size == 64 << 10
     # It is a power of two, so there is one meaning.
-    assert Store(tmp_path / "b", chunk_size="64k").make().chunk_size == 64 << 10
+    assert Store(tmp_path / "b", create=NewStore(chunk_size="64k")).make().chunk_size == 64 << 10
     assert store.async_take(STATE, "step_2", max_staging_bytes="1GB").wait().name == "step_2"
     assert Retention(keep_within="7d") == Retention(keep_within=timedelta(days=7))
     assert store.prune(Retention(keep_within="1.5h")).deleted == []
@@ -92,7 +92,7 @@ def test_a_store_takes_sizes_and_times_in_words(store: Store, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("option", "call"),
     [
-        ("chunk_size", lambda store, bad: Store(f"{store.uri}-2", chunk_size=bad)),
+        ("chunk_size", lambda store, bad: Store(f"{store.uri}-2", create=NewStore(chunk_size=bad))),
         ("cache_bytes", lambda store, bad: Store(store.uri, cache_bytes=bad)),
         ("max_staging_bytes", lambda s, bad: s.async_take(STATE, "x", max_staging_bytes=bad)),
         ("max_shard_size", lambda s, bad: s["step_1"].export("/none", max_shard_size=bad)),
@@ -132,7 +132,10 @@ def test_numbers_of_numpy(store: Store, tmp_path: Path) -> None:
     assert seconds_of("grace", second) == 1.5
     assert bytes_of("most", two) == 2
     size: Any = np.int64(1 << 16)
-    assert Store(tmp_path / "small", chunk_size=size, threads=two).make().chunk_size == 1 << 16  # type: ignore[arg-type]
+    assert (
+        Store(tmp_path / "small", create=NewStore(chunk_size=size), threads=two).make().chunk_size
+        == 1 << 16
+    )  # type: ignore[arg-type]
     taken = store.async_take(STATE, "step_2", metadata={"step": np.int64(2)}, **options).wait()
     assert taken.metadata.user == {"step": 2}
     assert taken.read_object("model/w", index=two) == 2.0  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.errors import UnsupportedTypeError
 from casnap.state.tensors import TENSOR_DTYPES
 from tests.support.bitwise import assert_same, noise, raw
@@ -374,7 +374,7 @@ def test_values(store):
 @settings(max_examples=FEW)
 @given(st.dictionaries(keys, states, max_size=5))
 def test_any_nesting_with_any_keys(state):
-    store = Store("memory://any-nesting", chunk_size=64 << 10)
+    store = Store("memory://any-nesting", create=NewStore(chunk_size=64 << 10))
     snapshot = store.take({"s": StateDict(a=state)}, "step", overwrite=True)
     assert_same(snapshot.get_state_dict_for_key("s"), {"a": state})
     live = StateDict(a=state)

@@ -18,7 +18,7 @@ from weakref import ref
 import lmdb
 import pytest
 
-from casnap import Retention, StateDict, Store
+from casnap import NewStore, Retention, StateDict, Store
 from casnap.runtime.environment import boot_id
 from casnap.runtime.host_locks import locked
 from casnap.storage.lookup import lmdb_files
@@ -43,7 +43,10 @@ def use(path: Path, step: int) -> None:
     """Open a store as a new process does, take, and read everything."""
 
     def work() -> None:
-        steps = {s.metadata.user["step"] for s in Store(path, chunk_size=CHUNK).snapshots()}
+        steps = {
+            s.metadata.user["step"]
+            for s in Store(path, create=NewStore(chunk_size=CHUNK)).snapshots()
+        }
         stats = take(path, step).stats
         if steps:
             # What never changes is still known to be there.
@@ -516,7 +519,7 @@ def test_a_child_of_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
 
 def test_one_process_of_a_host_learns_what_is_new(tmp_path: Path) -> None:
     """The others wait, and then find it in the cache."""
-    Store(FarFolder(tmp_path / "store"), chunk_size=CHUNK).make()
+    Store(FarFolder(tmp_path / "store"), create=NewStore(chunk_size=CHUNK)).make()
     take(Store(FarFolder(tmp_path / "store")), 1)
 
     def look() -> None:

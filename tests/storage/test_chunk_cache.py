@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.errors import DamagedError, StoreError
 from casnap.format.records import Place, pack_key
 from tests.support.cached import (
@@ -67,7 +67,7 @@ def test_a_part_of_a_tensor(far: Path) -> None:
 def test_deltas_and_what_they_stand_on(tmp_path: Path, cache_dir: Path) -> None:
     """They are proven by the chunk that comes of them: wrong ones are read from the store."""
     folder = tmp_path / "far"
-    store = Store(folder, chunk_size=CHUNK)
+    store = Store(folder, create=NewStore(chunk_size=CHUNK))
     states = [torch.randn(16 * CHUNK // 4)]
     for step in range(9):
         states.append(states[-1].clone())

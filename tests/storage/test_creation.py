@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, StoreError
 from casnap.view import find_view
 from tests.support.cli_calls import invoke
@@ -61,7 +61,7 @@ def test_another_process_makes_the_store_at_any_moment(
 
 
 def made_on_purpose(folder: Path) -> None:
-    Store(folder, chunk_size=1 << 16, codec="zstd").make()
+    Store(folder, create=NewStore(chunk_size=1 << 16, codec="zstd")).make()
 
 
 def made_unasked(folder: Path) -> None:
@@ -73,7 +73,7 @@ def taken_below(folder: Path) -> None:
 
 
 def taken_in_view(folder: Path) -> None:
-    Store(folder / "run", chunk_size=1 << 17).take(TINY, "step_2")
+    Store(folder / "run", create=NewStore(chunk_size=1 << 17)).take(TINY, "step_2")
 
 
 @pytest.mark.sweep
@@ -256,7 +256,7 @@ def test_a_remote_store_that_is_not_made_yet_is_asked_once(tmp_path: Path) -> No
 
 def test_what_is_written_first_makes_the_store(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(3)}, tmp_path / "w.pt")
-    source = Store(tmp_path / "source", chunk_size=1 << 16)
+    source = Store(tmp_path / "source", create=NewStore(chunk_size=1 << 16))
     source.take(TINY, "step_1")
     for number, write in enumerate(
         (
@@ -267,7 +267,7 @@ def test_what_is_written_first_makes_the_store(tmp_path: Path) -> None:
             lambda store: store.make(),
         )
     ):
-        store = Store(tmp_path / str(number), chunk_size=1 << 16)
+        store = Store(tmp_path / str(number), create=NewStore(chunk_size=1 << 16))
         assert not (tmp_path / str(number)).exists()
         write(store)
         assert Store(tmp_path / str(number), create=False).chunk_size == 1 << 16

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest
 from casnap.format.records import (
@@ -166,7 +166,7 @@ def test_chunks_of_a_tensor_are_looked_for_where_one_of_them_is(
     name = str(tmp_path)
     backend = RemoteDouble(name)
     state = {"m": StateDict(a=torch.randn(2_000_000))}
-    Store(backend, chunk_size=256 << 10).take(state, "first")
+    Store(backend, create=NewStore(chunk_size=256 << 10)).take(state, "first")
     mixed_in(backend)
     root = newest_root(backend)
     more = [put_segment(backend, records_at_random(20_000, seed=n)) for n in range(1, 7)]

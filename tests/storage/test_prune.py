@@ -13,7 +13,7 @@ from typing import Any
 import click
 import pytest
 
-from casnap import Retention, Snapshot, StateDict, Store
+from casnap import NewStore, Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.cli.option_types import duration, duration_or_none
 from casnap.errors import FencedError, SnapshotNotFoundError
@@ -387,7 +387,7 @@ def test_durations() -> None:
 
 
 def test_within_goes_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path / "store", chunk_size=CHUNK).make()
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK)).make()
     store.take(TINY, "old")
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 3600)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import (
     BackendError,
@@ -66,7 +66,7 @@ def state(**more: torch.Tensor) -> dict[str, StateDict]:
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a store in which a chunk is needed, in a pack that is mostly not."""
     path = tmp_path_factory.mktemp("base") / "store"
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, create=NewStore(chunk_size=CHUNK))
     store.take(state(rest=torch.randn(9 * CHUNK // 4)), "full")
     store.take(state(), "kept")
     return path

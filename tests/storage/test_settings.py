@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from casnap import Retention, Snapshot, StateDict, Store
+from casnap import NewStore, Retention, Snapshot, StateDict, Store
 from casnap.errors import UnsupportedFormatError
 from casnap.format.codec import Codec
 from tests.support.cli_calls import document, failure, invoke
@@ -55,14 +55,14 @@ def take_from_a_view(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("take", [take_with_snapshot, take_async, take_from_a_view])
 def test_every_writer_obeys_the_codec_of_the_store(tmp_path: Path, take: Any) -> None:
-    store = Store(tmp_path / "s", chunk_size=CHUNK, codec="zstd").make()
+    store = Store(tmp_path / "s", create=NewStore(chunk_size=CHUNK, codec="zstd")).make()
     assert store.settings == {"codec": "zstd", "gc": "auto"}
     take(tmp_path / "s", "run/a")
     assert codecs(store, "run/a") == {Codec.PLANES}
 
 
 def test_configure(tmp_path: Path) -> None:
-    store = Store(tmp_path / "s", chunk_size=CHUNK).make()
+    store = Store(tmp_path / "s", create=NewStore(chunk_size=CHUNK)).make()
     assert store.settings == {"codec": "auto", "gc": "auto"}
     store.take(state(1), "a")
     other = Store(tmp_path / "s").make()
@@ -88,17 +88,17 @@ def test_configure(tmp_path: Path) -> None:
 
 def test_the_codec_of_an_existing_store_stays(tmp_path: Path) -> None:
     """Like its chunk size."""
-    Store(tmp_path / "s", codec="zstd", chunk_size=CHUNK).make()
-    again = Store(tmp_path / "s", codec="raw", chunk_size=1 << 20).make()
+    Store(tmp_path / "s", create=NewStore(codec="zstd", chunk_size=CHUNK)).make()
+    again = Store(tmp_path / "s", create=NewStore(codec="raw", chunk_size=1 << 20)).make()
     assert (again.settings["codec"], again.chunk_size) == ("zstd", CHUNK)
     with pytest.raises(ValueError, match="got 'lz4'"):
-        Store(tmp_path / "other", codec="lz4").make()
+        Store(tmp_path / "other", create=NewStore(codec="lz4")).make()
     assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("codec", ["from-the-future", 7, ["zstd"], None, "ZSTD"])
 def test_an_unknown_codec_stops_takes_alone(tmp_path: Path, codec: object) -> None:
-    store = Store(tmp_path / "s", chunk_size=CHUNK).make()
+    store = Store(tmp_path / "s", create=NewStore(chunk_size=CHUNK)).make()
     store.take(state(1), "a")
     store.take(state(2), "b")
     put_setting(store, codec)
@@ -141,7 +141,7 @@ def test_the_command(tmp_path: Path) -> None:
 def test_the_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was condemned waits as long as the store is set to, unless a collection is told."""
     folder = tmp_path / "s"
-    store = Store(folder, chunk_size=CHUNK).make()
+    store = Store(folder, create=NewStore(chunk_size=CHUNK)).make()
     assert invoke("config", folder, "gc=12h").stdout == "codec=auto\ngc=43200s\n"
     assert document("config", folder)["settings"]["gc"] == 43200
     assert invoke("config", folder, "gc=43200s").stdout == "codec=auto\ngc=43200s\n"
@@ -183,7 +183,7 @@ def test_collections_by_themselves_obey_the_grace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CASNAP_GC", "auto")
-    store = Store(tmp_path / "s", chunk_size=CHUNK)
+    store = Store(tmp_path / "s", create=NewStore(chunk_size=CHUNK))
     store.configure(gc=86400)
     for n in range(4):
         store.take(state(n), "a", overwrite=True)

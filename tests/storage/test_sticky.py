@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from casnap import Store
+from casnap import NewStore, Store
 from casnap.cli import cli
 from tests.support.faults import CHUNK, assert_store, files, in_child, take
 from tests.support.mounts import NOBODY, let_others_in, needs_root
@@ -49,7 +49,7 @@ def test_what_is_of_others_stays_and_is_told(
     sticky: Path, as_user: Callable[[int, Callable[[], object]], None]
 ) -> None:
     def make() -> None:
-        store = Store(sticky, chunk_size=CHUNK)
+        store = Store(sticky, create=NewStore(chunk_size=CHUNK))
         for step in range(3):
             take(store, step)
 

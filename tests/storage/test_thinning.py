@@ -11,7 +11,15 @@ import msgspec
 import pytest
 import torch
 
-from casnap import MirrorOptions, Retention, RNGState, Snapshot, StateDict, Store
+from casnap import (
+    MirrorOptions,
+    NewStore,
+    Retention,
+    RNGState,
+    Snapshot,
+    StateDict,
+    Store,
+)
 from casnap.backends import LocalBackend
 from casnap.errors import (
     DamagedError,
@@ -55,7 +63,7 @@ def fill(store: Store, count: int, run: str = "run", **options: Any) -> Store:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store", chunk_size=CHUNK)
+    return Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
 
 
 def assert_weights(snapshot: Snapshot) -> None:
@@ -431,7 +439,7 @@ def test_an_overwrite_meanwhile_is_not_thinned(store: Store) -> None:
 def requests_to_thin(tmp_path: Path, count: int) -> tuple[int, int]:
     """Return how many requests it takes to thin a run, and to look at it again."""
     name = str(tmp_path / str(count))
-    fill(Store(RemoteDouble(name), chunk_size=CHUNK), count)
+    fill(Store(RemoteDouble(name), create=NewStore(chunk_size=CHUNK)), count)
     backend = RemoteDouble(name)
     store = Store(backend, create=False)
     backend.reset()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.runtime.environment import cache_folder
 from casnap.storage.reading.chunk_cache import FOLDER, cached_packs
 from tests.support.far import FarFolder
@@ -32,7 +32,7 @@ def state(step: int = 0, chunks: int = 24, *, small: int = 20) -> dict[str, Stat
 
 def far_store(folder: Path, *steps: int, chunks: int = 24) -> Path:
     """Make a store of these steps, each of chunks of its own."""
-    store = Store(FarFolder(folder), chunk_size=CHUNK)
+    store = Store(FarFolder(folder), create=NewStore(chunk_size=CHUNK))
     for step in steps:
         store.take(state(step, chunks), f"step_{step}")
     return folder

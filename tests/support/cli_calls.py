@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from click.testing import CliRunner, Result
 
-from casnap import RNGState, StateDict, Stateful, Store
+from casnap import NewStore, RNGState, StateDict, Stateful, Store
 from casnap.cli import cli
 
 CHUNK = 64 << 10
@@ -26,7 +26,7 @@ COMMAND = [sys.executable, "-m", "casnap.cli"]
 
 def fill(folder: Path) -> Path:
     """Make a store of three snapshots of one run and one of another."""
-    store = Store(folder, chunk_size=CHUNK)
+    store = Store(folder, create=NewStore(chunk_size=CHUNK))
     weight = torch.arange(6 * CHUNK // 4, dtype=torch.float32)
     for step in range(3):
         weight[0] += 1

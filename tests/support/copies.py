@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from casnap import MirrorOptions, Store
+from casnap import MirrorOptions, NewStore, Store
 from casnap.backends import Backend
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport
@@ -18,7 +18,11 @@ Place = Store | str | Path | Backend
 
 
 def opened(place: Place) -> Store:
-    return place if isinstance(place, Store) else Store(place, chunk_size=CHUNK).make()
+    return (
+        place
+        if isinstance(place, Store)
+        else Store(place, create=NewStore(chunk_size=CHUNK)).make()
+    )
 
 
 def filled(place: Place, steps: int = 3) -> Store:
@@ -93,7 +97,7 @@ def assert_copied(source: Place, destination: Place, names: set[str] | None = No
 
 def mirrored(place: Path, mirror: Any, **options: Any) -> Store:
     """Return a store that has a mirror, with some :class:`casnap.MirrorOptions`."""
-    return Store(place, chunk_size=CHUNK, mirror=MirrorOptions(mirror, **options))
+    return Store(place, create=NewStore(chunk_size=CHUNK), mirror=MirrorOptions(mirror, **options))
 
 
 def await_failure(store: Store) -> None:

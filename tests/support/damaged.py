@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.errors import CasnapError
 from casnap.format.digest import digest_of
 from casnap.format.records import PackId, Record, SegmentId, decode_segment, pack_key, segment_key
@@ -49,7 +49,7 @@ def expected(step: int) -> dict[str, Any]:
 
 
 def make(folder: Path) -> Store:
-    store = Store(folder, chunk_size=CHUNK)
+    store = Store(folder, create=NewStore(chunk_size=CHUNK))
     for name, step in STEPS.items():
         store.take({KEY: StateDict(content(step))}, name, metadata={"step": step})
     return store
@@ -204,7 +204,7 @@ def broken(path: Path) -> set[str]:
 
 def other_store(folder: Path, **tensors: torch.Tensor) -> Path:
     """Make a store that holds these tensors alone."""
-    Store(folder, chunk_size=CHUNK).take({KEY: StateDict(**tensors)}, "copy")
+    Store(folder, create=NewStore(chunk_size=CHUNK)).take({KEY: StateDict(**tensors)}, "copy")
     return folder
 
 

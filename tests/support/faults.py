@@ -23,7 +23,7 @@ import torch
 
 import casnap.restore.restore
 import casnap.take.take  # noqa: F401 - before any fork: another user may not read the sources
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.format.records import pack_key, segment_key
 from casnap.runtime.buffers import SLOTS, shared_pool
@@ -72,7 +72,7 @@ def assert_holds(snapshot: Snapshot, step: int) -> None:
 def take(store: Store | str | Path, step: int, **options: Any) -> Snapshot:
     """Take the state of a step, under the name of that step."""
     if not isinstance(store, Store):
-        store = Store(store, chunk_size=CHUNK)
+        store = Store(store, create=NewStore(chunk_size=CHUNK))
     snapshot: Snapshot
     snapshot = store.take(app_state(step), f"step_{step}", metadata={"step": step}, **options)
     return snapshot
@@ -386,7 +386,7 @@ def littered_store(path: Path) -> Path:
     It has condemned packs, a pack that is mostly dead, and packs that no snapshot needs. Takes that
     were killed have left packs, a segment without a root, and a temporary file.
     """
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, create=NewStore(chunk_size=CHUNK))
     for step in range(5):
         take(store, step)
     store.delete("step_0")

@@ -15,7 +15,7 @@ import msgspec
 import torch
 import zstandard
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.errors import CasnapError
 from casnap.format.codec import Codec
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
@@ -180,7 +180,7 @@ class Forger:
 def _good_store() -> dict[str, bytes]:
     """Return the files of a store of one honest snapshot."""
     with memory_folder() as folder:
-        store = Store(folder / "store", chunk_size=CHUNK)
+        store = Store(folder / "store", create=NewStore(chunk_size=CHUNK))
         store.take({"good": StateDict(x=torch.arange(100_000))}, "good")
         return {key: (folder / "store" / key).read_bytes() for key in files(folder / "store")}
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from click.testing import CliRunner
 
-from casnap import CheckReport, Store
+from casnap import CheckReport, NewStore, Store
 from casnap.cli import cli
 from casnap.errors import (
     CasnapError,
@@ -167,7 +167,7 @@ class Gauntlet:
 
     def _copy(self, values: Any) -> None:
         store, target = self._store(), self.folder.with_name("copy")
-        there = Store(target, chunk_size=store.chunk_size).make()
+        there = Store(target, create=NewStore(chunk_size=store.chunk_size)).make()
         for snapshot in store.snapshots():
             with suppress(CasnapError):
                 store.copy(snapshot.name, to=there)

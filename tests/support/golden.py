@@ -27,7 +27,7 @@ import torch
 from blake3 import blake3
 from torch.torch_version import TorchVersion
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from tools import read_store
 
 GOLDEN = Path(__file__).resolve().parents[1] / "fixtures" / "golden"
@@ -218,7 +218,7 @@ class Made:
 
 def make_small(folder: Path) -> Made:
     """The test vectors of docs/format.md: a little of most things."""
-    made = Made(Store(folder, chunk_size=CHUNK).make(), {})
+    made = Made(Store(folder, create=NewStore(chunk_size=CHUNK)).make(), {})
     for step in range(3):
         weight = (torch.arange(2100) % 61).to(torch.bfloat16).view(torch.int16) + step
         ids = torch.arange(520) % 97

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from casnap import Store
+from casnap import NewStore, Store
 from casnap.backends.base import TEMPORARY
 from casnap.format.records import pack_key, segment_key
 from tests.support.faults import CHUNK, assert_holds
@@ -34,7 +34,11 @@ def store_in(bucket: Bucket, endpoint: str | None = None, **options: Any) -> Sto
     if endpoint is not None:
         reached |= {"endpoint_url": endpoint, "casnap": IMPATIENT}
     exclusive = not bucket.server.honours_if_absent
-    given: dict[str, Any] = {"chunk_size": CHUNK, "exclusive": exclusive, **options}
+    given: dict[str, Any] = {
+        "create": NewStore(chunk_size=CHUNK),
+        "exclusive": exclusive,
+        **options,
+    }
     return Store(f"{bucket.uri}/run", storage_options=reached, **given)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from casnap import Store
+from casnap import NewStore, Store
 from casnap.backends import LocalBackend
 from tests.support.faults import CHUNK, assert_no_orphans, memory_folder
 from tests.support.rank_cases import (
@@ -50,7 +50,7 @@ class Result(NamedTuple):
 
 
 def take_base(folder: str) -> None:
-    do(Store(folder, chunk_size=CHUNK), "take", "base", app_state(0), 60)
+    do(Store(folder, create=NewStore(chunk_size=CHUNK)), "take", "base", app_state(0), 60)
 
 
 def run_case(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.serving import verify
 
 CHUNK = 64 << 10
@@ -29,7 +29,7 @@ def weights(step: int, *, count: int = 6) -> dict[str, torch.Tensor]:
 
 
 def store_at(path: Path | str, **options: Any) -> Store:
-    return Store(path, chunk_size=CHUNK, **options)
+    return Store(path, create=NewStore(chunk_size=CHUNK), **options)
 
 
 def take(store: Store, step: int, name: str | None = None, **tensors: torch.Tensor) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from casnap import Retention, Snapshot, StateDict, Store
+from casnap import NewStore, Retention, Snapshot, StateDict, Store
 from tests.support.faults import CHUNK, KEY, assert_equal, memory_folder, start
 from tests.support.journal import Expected, Journal, read_journal
 from tests.support.object_stores import assert_no_orphans_in, forget_dead_takes, store_in
@@ -192,7 +192,7 @@ class Soak:
             # Here once: it takes each process a second.
             client = "gcs" if bucket.server.is_gcs else "s3"
             importlib.import_module(f"casnap.backends.remote.{client}")
-        at_home = partial(Store, folder / "store", chunk_size=CHUNK)
+        at_home = partial(Store, folder / "store", create=NewStore(chunk_size=CHUNK))
         self.open_anew = at_home if bucket is None else partial(store_in, bucket)
         self.journal = folder / "journal"
         self.counts: Counter[str] = Counter()

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 
-from casnap import Retention, Snapshot, StateDict, Store
+from casnap import NewStore, Retention, Snapshot, StateDict, Store
 from casnap.errors import DamagedError, NotAStoreError, UnavailableError
 from casnap.format.records import pack_key
 from casnap.maintenance.check import CheckReport
@@ -161,7 +161,7 @@ def mirrored(path: Path, case: Path) -> None:
 
 def copy_out(store: Store, case: Path) -> None:
     """Copy all, of which some are deltas."""
-    store.copy(to=Store(case / "there", chunk_size=CHUNK, codec="zstd").make())
+    store.copy(to=Store(case / "there", create=NewStore(chunk_size=CHUNK, codec="zstd")).make())
 
 
 def copied_out(path: Path, case: Path) -> None:
@@ -307,7 +307,7 @@ def run_state(step: int) -> dict[str, StateDict]:
 
 def run_store(path: Path) -> Path:
     """Make a store of a run, in which older snapshots are recoded, and newer ones are to be."""
-    store = Store(path, chunk_size=CHUNK, codec="auto")
+    store = Store(path, create=NewStore(chunk_size=CHUNK, codec="auto"))
     for step in range(6):
         store.take(run_state(step), f"run/{step}", metadata={"step": step})
         if step == 3:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from casnap import Retention, Store
+from casnap import NewStore, Retention, Store
 from casnap.errors import SnapshotNotFoundError
 from tests.support.faults import CHUNK, app_state, assert_holds
 from tests.support.warm import Forked, forked
@@ -49,7 +49,7 @@ def _with_cache(
 
 def write(line: Connection, host: str, place: str, steps: int = 12) -> None:
     """Take, restore and collect; tell what has failed."""
-    store = Store(place, chunk_size=CHUNK)
+    store = Store(place, create=NewStore(chunk_size=CHUNK))
     for step in range(steps):
         _take(store, host, step)
         assert_holds(store[f"{host}/{step}"], step)
@@ -60,7 +60,7 @@ def write(line: Connection, host: str, place: str, steps: int = 12) -> None:
 
 def write_for_ever(line: Connection, host: str, place: str) -> None:
     """Take until somebody ends this."""
-    store = Store(place, chunk_size=CHUNK)
+    store = Store(place, create=NewStore(chunk_size=CHUNK))
     step = 0
     while True:
         _take(store, host, step)

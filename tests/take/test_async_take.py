@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from casnap import RNGState, Snapshot, StateDict, Store, on_preemption, release_memory
+from casnap import (
+    NewStore,
+    RNGState,
+    Snapshot,
+    StateDict,
+    Store,
+    on_preemption,
+    release_memory,
+)
 from casnap.errors import BackendError, SnapshotExistsError, StorageFullError
 from casnap.runtime.buffers import SLOTS, _all_pools, shared_pool
 from casnap.take.staging import StagedCopies
@@ -24,7 +32,7 @@ from tests.support.warm import run_python
 @pytest.fixture
 def coarse_store(tmp_path):
     """Return a store for hundreds of megabytes, with large chunks since these take less time."""
-    return Store(tmp_path / "coarse", chunk_size=4 << 20).make()
+    return Store(tmp_path / "coarse", create=NewStore(chunk_size=4 << 20)).make()
 
 
 def state():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from tests.support.bitwise import assert_same
 
 CHUNK = 64 << 10
@@ -84,7 +84,7 @@ def test_equal_bytes_under_other_names_cost_nothing(store):
 
 def test_across_runs_names_and_stores_opened_anew(tmp_path):
     root = tmp_path / "all"
-    Store(root, chunk_size=CHUNK).make()
+    Store(root, create=NewStore(chunk_size=CHUNK)).make()
     state = frozen_and_trained()
     first = Snapshot.take(root / "run_1" / "step_0", state)
     assert first.stats.new_bytes > 68 * CHUNK
@@ -111,7 +111,7 @@ def test_after_a_snapshot_was_deleted_or_overwritten(store):
 
 def test_compressed_stores(tmp_path):
     """Chunks are equal if their raw bytes are; casts and odd strides read compressed chunks too."""
-    plain = Store(tmp_path / "store", chunk_size=CHUNK)
+    plain = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     packed = Store(tmp_path / "store")
     packed.configure(codec="zstd")
     x = torch.arange(100_000, dtype=torch.float64).reshape(100, 1000)

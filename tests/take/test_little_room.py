@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.errors import RankError
 from casnap.runtime.buffers import Pool
 from casnap.take import staging
@@ -99,7 +99,7 @@ def test_ranks_give_no_more_than_there_is_room_for(
     world: Worlds, tmp_path: Path, axis: int, how: str
 ) -> None:
     """Nor do all threads wait for room, which whole cells take that none of them hashes."""
-    Store(tmp_path, chunk_size=CHUNK).make()
+    Store(tmp_path, create=NewStore(chunk_size=CHUNK)).make()
     most = world(2).run(take, str(tmp_path), axis, how, timeout=40)
     assert 0 < max(most) <= ROOM
     assert_taken(tmp_path, 0, TENSORS - 1, TENSORS)
@@ -130,7 +130,7 @@ def take_in_background(path: str) -> None:
 
 def test_whole_cells_are_hashed_while_no_copy_can_be_made(world: Worlds, tmp_path: Path) -> None:
     """All threads waited for a copy, whose room was freed by hashing what had come meanwhile."""
-    Store(tmp_path, chunk_size=CHUNK).make()
+    Store(tmp_path, create=NewStore(chunk_size=CHUNK)).make()
     world(2).run(take_in_background, str(tmp_path), timeout=40)
     assert_taken(tmp_path, 0, COPIED - 1)
 
@@ -152,5 +152,5 @@ def take_without_memory(path: str) -> int:
 
 def test_an_error_gives_back_the_copies_for_all_ranks(world: Worlds, tmp_path: Path) -> None:
     """Those for later ranks than the one where it came were lost, and the next take waited."""
-    Store(tmp_path, chunk_size=CHUNK).make()
+    Store(tmp_path, create=NewStore(chunk_size=CHUNK)).make()
     assert world(2).run(take_without_memory, str(tmp_path), timeout=40) == [0, 0]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import casnap.storage.writing.handovers
 import casnap.storage.writing.session
 import casnap.take.ranks.exchange
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import (
     DamagedError,
@@ -112,7 +112,7 @@ def take_compressed(folder: str) -> None:
 
 
 def test_the_codec_of_the_store_counts(world, tmp_path):
-    Store(tmp_path, codec="zstd").make()
+    Store(tmp_path, create=NewStore(codec="zstd")).make()
     world(2).run(take_compressed, str(tmp_path))
     contents = Store(tmp_path)["s"].contents
     for rank in range(2):
@@ -136,7 +136,7 @@ def take_with_small_slots(path: str, cores: int) -> None:
 
 def test_more_cores_than_buffers(world, tmp_path):
     """Threads that wait for other ranks must leave buffers to the threads that have work."""
-    Store(tmp_path / "store", chunk_size=1 << 16).make()
+    Store(tmp_path / "store", create=NewStore(chunk_size=1 << 16)).make()
     world(2).run(take_with_small_slots, str(tmp_path / "store"), 16)
     assert Store(tmp_path / "store").check(data=True).ok
 
@@ -166,7 +166,7 @@ def take_of_many_records(path: str, weight: int) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(casnap.storage.writing.session, "MOST_RECORDS", 0)
         patch.setattr(casnap.storage.writing.handovers, "MERGE_MOST", weight)
-        store = Store(path, chunk_size=1 << 16)
+        store = Store(path, create=NewStore(chunk_size=1 << 16))
         store.take({"mine": StateDict(x=own)}, "x")
     return len(store._view.repository.newest().segments)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from casnap import StateDict, Store, on_preemption
+from casnap import NewStore, StateDict, Store, on_preemption
 from casnap.errors import BackendError, RankError, SnapshotExistsError, StateError
 from casnap.ranks.group import Group
 from casnap.runtime.buffers import Pool
@@ -64,7 +64,7 @@ def test_what_the_first_has_stored_is_not_stored_again(store):
 
 
 def test_each_counts_its_own_requests(tmp_path):
-    store = Store(RemoteDouble(str(tmp_path)), chunk_size=64 << 10).make()
+    store = Store(RemoteDouble(str(tmp_path)), create=NewStore(chunk_size=64 << 10)).make()
     gate = Gate(store)
     pending = [begin(store, numbers(i), f"step_{i}") for i in range(2)]
     gate.open.set()

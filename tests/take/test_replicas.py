@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.errors import StateError
 from casnap.take.ranks.replica_samples import Sampler
 from tests.support.heard import warnings_heard
@@ -104,7 +104,7 @@ def through_ddp(folder: str, what: str, options: dict[str, Any]) -> tuple[dict[s
 
 
 def take_ddp(world: Worlds, folder: Path, what: str, **options: Any) -> list[Any]:
-    Store(folder, chunk_size=CHUNK).make()
+    Store(folder, create=NewStore(chunk_size=CHUNK)).make()
     return world(2).run(through_ddp, str(folder), what, options)
 
 
@@ -184,7 +184,7 @@ def take_declared(folder: str, what: str, per_rank: list[str]) -> list[float]:
 def test_what_is_declared_and_differs_is_refused(
     world: Worlds, tmp_path: Path, what: str, path: str
 ) -> None:
-    Store(tmp_path, chunk_size=CHUNK).make()
+    Store(tmp_path, create=NewStore(chunk_size=CHUNK)).make()
     outcomes = world(3).run(take_declared, str(tmp_path), what, [], expect_errors=True)
     for outcome in outcomes:
         assert isinstance(outcome, StateError), outcome
@@ -222,7 +222,7 @@ def take_replicas(folder: str, kind: str, odd: int) -> list[float]:
 def test_replicas_of_shards_that_differ_are_refused(
     world: Worlds, tmp_path: Path, kind: str
 ) -> None:
-    Store(tmp_path, chunk_size=CHUNK).make()
+    Store(tmp_path, create=NewStore(chunk_size=CHUNK)).make()
     for outcome in world(4).run(take_replicas, str(tmp_path), kind, 3, expect_errors=True):
         assert isinstance(outcome, StateError), outcome
         assert "m/w: ranks " in str(outcome)

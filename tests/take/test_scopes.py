@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from casnap import RNGState, Snapshot, StateDict, Store
+from casnap import NewStore, RNGState, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.backends.costs import LOCAL
 from casnap.storage.collecting.automatic import AutomaticCollector
@@ -343,7 +343,7 @@ def count_room(path: str) -> None:
 
 
 def test_room_is_made_for_what_ranks_share_once(tmp_path: Path, world: Worlds) -> None:
-    Store(tmp_path, chunk_size=CHUNK).make()
+    Store(tmp_path, create=NewStore(chunk_size=CHUNK)).make()
     world(2).run(count_room, str(tmp_path / "snapshot"))
 
 
@@ -384,7 +384,7 @@ def test_each_byte_is_read_once(
     world: Worlds, tmp_path: Path, before: str, after: str, size: int
 ) -> None:
     folder = str(tmp_path / "store")
-    Store(folder, chunk_size=CHUNK).make()
+    Store(folder, create=NewStore(chunk_size=CHUNK)).make()
     world(size if before != "plain" else 1).run(save, folder, before)
     stored = Store(folder)[before].stats.new_bytes
     by_rank = world(size).run(reads_of, folder, before, after, True)
@@ -442,7 +442,9 @@ def test_ranks_of_one_host_read_once_what_several_want_if_all_share_memory(
     world: Worlds, tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
-    Store(store, chunk_size=CHUNK).take({"m": StateDict(w=torch.arange(float(ROWS)))}, "s")
+    Store(store, create=NewStore(chunk_size=CHUNK)).take(
+        {"m": StateDict(w=torch.arange(float(ROWS)))}, "s"
+    )
     shutil.copytree(store, tmp_path / "store-copy")
     for case, read, shared in [
         ("all", 1, True),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.errors import StoreError
 from casnap.storage.packs import pack_writer
 from casnap.take import hashing, staging
@@ -24,7 +24,7 @@ def store(tmp_path, monkeypatch):
     monkeypatch.setattr(staging, "cores", lambda: CORES)
     monkeypatch.setattr(hashing, "PIECE_BYTES", 64 << 10)
     monkeypatch.setattr(pack_writer, "_FIRST_BYTES", 128 << 10)
-    return Store(tmp_path / "store", chunk_size=64 << 10).make()
+    return Store(tmp_path / "store", create=NewStore(chunk_size=64 << 10)).make()
 
 
 class Watch:

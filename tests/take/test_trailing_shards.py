@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from tests.support.bitwise import raw
 from tests.support.links import forget_links
 from tests.support.ranks import Worlds
@@ -114,7 +114,7 @@ def assert_whole(store: Store, name: str) -> None:
 def test_a_retake_in_any_layout_writes_a_manifest(
     world: Worlds, tmp_path: Path, how: str, layouts: tuple[str, ...]
 ) -> None:
-    store = Store(tmp_path, chunk_size=CHUNK).make()
+    store = Store(tmp_path, create=NewStore(chunk_size=CHUNK)).make()
     alone = store.take(plain(), "alone")
     for new in world(4).run(take_in, str(tmp_path), layouts, how):
         assert all(nbytes < 4096 for nbytes in new), new
@@ -131,7 +131,7 @@ def test_a_retake_in_any_layout_writes_a_manifest(
 def test_what_ranks_stored_first_is_whole(
     world: Worlds, tmp_path: Path, size: int, layout: str
 ) -> None:
-    store = Store(tmp_path, chunk_size=CHUNK).make()
+    store = Store(tmp_path, create=NewStore(chunk_size=CHUNK)).make()
     first = world(size).run(take_in, str(tmp_path), (layout,), "first")[0][0]
     logical = sum(whole(name).nbytes for name in CASES)
     assert logical < first < 1.01 * logical + 20_000

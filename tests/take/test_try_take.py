@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.errors import (
     CasnapError,
     DamagedError,
@@ -187,7 +187,7 @@ def test_an_error_that_is_to_be_raised_stays_so(tmp_path: Path, warnings: Any) -
 
 def loop_of_a_rank(folder: str, how: Any, failing: int) -> tuple[list[bool], list[str]]:
     """Take three times; the storage of one rank fails in the second take, one that writes."""
-    store = Store(folder, chunk_size=64 << 10).make()
+    store = Store(folder, create=NewStore(chunk_size=64 << 10)).make()
     rank, stored = dist.get_rank(), list[bool]()
     with warnings_heard() as texts:
         for step in range(3):
@@ -216,7 +216,7 @@ def test_ranks_agree(tmp_path: Path, world: Worlds, how: Any, failing: int) -> N
 
 
 def interrupted_rank(folder: str) -> None:
-    store = Store(folder, chunk_size=64 << 10).make()
+    store = Store(folder, create=NewStore(chunk_size=64 << 10)).make()
     if dist.get_rank() == 1:
         broken(store, KeyboardInterrupt())
     live = {"s": StateDict(x=torch.rand(MB), rank=dist.get_rank())}

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import SnapshotExistsError, UnclearCommitError
 from tests.support.faulty import Act, Call, Fault, FaultyBackend, fail, lose_answer
@@ -51,7 +51,7 @@ def unclear(backend: FaultyBackend, how: str) -> None:
 
 def store_at(folder: Path | str) -> tuple[FaultyBackend, Store]:
     backend = FaultyBackend(LocalBackend(Path(folder)))
-    return backend, Store(backend, chunk_size=64 << 10).make()
+    return backend, Store(backend, create=NewStore(chunk_size=64 << 10)).make()
 
 
 @pytest.mark.parametrize("how", UNCLEAR)
@@ -139,7 +139,7 @@ def loop_of_a_rank(folder: str) -> tuple[list[bool], list[str]]:
 
 
 def test_all_ranks_are_told_the_same(tmp_path: Path, world: Worlds) -> None:
-    Store(tmp_path, chunk_size=64 << 10).make()
+    Store(tmp_path, create=NewStore(chunk_size=64 << 10)).make()
     for stored, texts in world(2).run(loop_of_a_rank, str(tmp_path)):
         assert stored == [False, True]
         assert "it is not known whether the snapshot" in texts[0]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from casnap import Snapshot, StateDict, Store, release_memory
+from casnap import NewStore, Snapshot, StateDict, Store, release_memory
 from casnap.errors import CasnapError
 from casnap.runtime import buffers
 from casnap.runtime.threads import cores
@@ -64,7 +64,7 @@ def within(tmp_path: Path, work: Callable[[Store], object]) -> None:
     """Work in a child that gets a SIGTERM meanwhile; a take in the handler must be refused."""
 
     def child() -> None:
-        store = Store(tmp_path / "store", chunk_size=CHUNK)
+        store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
         take(store, 1)
         last = Last(store)
         work(store)
@@ -149,7 +149,7 @@ def test_while_memory_is_given_back(tmp_path: Path) -> None:
 
 def test_from_progress(tmp_path: Path) -> None:
     """``progress`` runs on a thread that works for the take."""
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
 
     def progress(_what: str, done: int, _total: int) -> None:
         take(store, 100)
@@ -165,7 +165,7 @@ def test_from_progress(tmp_path: Path) -> None:
 
 
 def test_from_a_state_dict(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
 
     class Nested(StateDict):
         def state_dict(self) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def test_from_a_state_dict(tmp_path: Path) -> None:
 
 
 def test_a_state_may_be_read_from_another_snapshot(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     first = take(store, 1)
 
     class Copied(StateDict):
@@ -195,7 +195,7 @@ def test_while_a_pending_take_is_waited_for(tmp_path: Path) -> None:
     """``wait()`` holds nothing, so the handler's take works and comes after the pending one."""
 
     def child() -> None:
-        store = Store(tmp_path / "store", chunk_size=CHUNK)
+        store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
         last = Last(store)
         with backend_faults(0, terminate, names=["write"]):
             store.async_take(app_state(1), "step_1", metadata={"step": 1}).wait()

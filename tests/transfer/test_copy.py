@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from casnap import Retention, StateDict, Store
+from casnap import NewStore, Retention, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.backends.costs import LOCAL
 from casnap.errors import (
@@ -100,7 +100,7 @@ def test_a_snapshot_of_what_is_there_sends_its_tree_alone(tmp_path: Path) -> Non
 def test_a_prefix_and_new_names(source: Store, tmp_path: Path) -> None:
     for step in range(2):
         source.take(app_state(step), f"runs/a/step_{step}", metadata={"step": step})
-    there = Store(tmp_path / "copy", chunk_size=CHUNK).make()
+    there = Store(tmp_path / "copy", create=NewStore(chunk_size=CHUNK)).make()
     assert source.copy("runs/a", to=there).copied == ["runs/a/step_0", "runs/a/step_1"]
     assert source.copy("runs/a", to=there, rename="b").copied == ["b/step_0", "b/step_1"]
     assert source.copy("runs/a/step_1", to=there, rename="best").copied == ["best"]
@@ -116,7 +116,7 @@ def test_a_prefix_and_new_names(source: Store, tmp_path: Path) -> None:
 
 
 def test_large_metadata_and_compressed_chunks(tmp_path: Path) -> None:
-    source = Store(tmp_path / "source", chunk_size=CHUNK, codec="zstd").make()
+    source = Store(tmp_path / "source", create=NewStore(chunk_size=CHUNK, codec="zstd")).make()
     metadata = {"step": 0, "notes": "x" * 10_000}
     source.take(app_state(0), "step_0", metadata=metadata)
     report = source.copy(to=tmp_path / "copy")
@@ -126,7 +126,7 @@ def test_large_metadata_and_compressed_chunks(tmp_path: Path) -> None:
     assert_copied(source, there)
     # A writer that compresses does so with what it copies.
     plain = filled(tmp_path / "plain")
-    small = Store(tmp_path / "small", chunk_size=CHUNK, codec="zstd").make()
+    small = Store(tmp_path / "small", create=NewStore(chunk_size=CHUNK, codec="zstd")).make()
     assert plain.copy("step_0", to=small).sent_bytes < 0.9 * 240_000
 
 
@@ -153,7 +153,8 @@ def test_large_chunks_that_take_little_are_held_few_at_a_time(
         clear(buffer)
 
     source, there = (
-        Store(tmp_path / name, chunk_size=CHUNK, codec="zstd").make() for name in ("a", "b")
+        Store(tmp_path / name, create=NewStore(chunk_size=CHUNK, codec="zstd")).make()
+        for name in ("a", "b")
     )
     w = torch.arange(16 * CHUNK // 4, dtype=torch.int32)
     for step in range(2):
@@ -299,7 +300,7 @@ def test_over_a_slow_link_parts_are_of_time(
 ) -> None:
     """What was sent within a GiB is not sent again either."""
     monkeypatch.setattr("casnap.transfer.snapshot_copy._TURN_BYTES", 10 * CHUNK)
-    source = Store(tmp_path / "source", chunk_size=CHUNK).make()
+    source = Store(tmp_path / "source", create=NewStore(chunk_size=CHUNK)).make()
     weight = torch.randn(30 * CHUNK // 4)
     source.take({"state": StateDict(weight=weight)}, "step_0")
     interrupted(source, tmp_path / "copy", 25 * CHUNK, 1 << 30, part_seconds=0)
@@ -312,7 +313,7 @@ def test_over_a_slow_link_parts_are_of_time(
 
 
 def test_a_tensor_larger_than_a_part(tmp_path: Path) -> None:
-    source = Store(tmp_path / "source", chunk_size=CHUNK).make()
+    source = Store(tmp_path / "source", create=NewStore(chunk_size=CHUNK)).make()
     weight = torch.randn(30 * CHUNK // 4)
     source.take({"state": StateDict(weight=weight)}, "step_0")
     interrupted(source, tmp_path / "copy", 25 * CHUNK, part_bytes=10 * CHUNK)
@@ -328,7 +329,7 @@ def test_a_tensor_larger_than_a_part(tmp_path: Path) -> None:
 
 def test_chunks_of_a_few_bytes_are_kept_too(tmp_path: Path) -> None:
     """The last chunk of a tensor can be shorter than what an entry holds itself."""
-    source = Store(tmp_path / "source", chunk_size=CHUNK)
+    source = Store(tmp_path / "source", create=NewStore(chunk_size=CHUNK))
     state = {f"{i:02}": torch.randint(0, 256, (CHUNK + 7,), dtype=torch.uint8) for i in range(20)}
     source.take({"state": StateDict(state)}, "step_0")
     interrupted(source, tmp_path / "copy", 13 * CHUNK, part_bytes=4 * CHUNK)
@@ -380,7 +381,7 @@ def test_a_snapshot_that_was_deleted_at_the_source(source: Store, tmp_path: Path
 
 def test_two_copies_at_once(source: Store, tmp_path: Path) -> None:
     """Each snapshot is there once, whichever of them copies it."""
-    there = Store(tmp_path / "copy", chunk_size=CHUNK).make()
+    there = Store(tmp_path / "copy", create=NewStore(chunk_size=CHUNK)).make()
     failed: list[BaseException] = []
 
     def work() -> None:
@@ -403,7 +404,7 @@ def test_two_copies_at_once(source: Store, tmp_path: Path) -> None:
 
 
 def test_a_name_that_another_snapshot_has(source: Store, tmp_path: Path) -> None:
-    there = Store(tmp_path / "copy", chunk_size=CHUNK).make()
+    there = Store(tmp_path / "copy", create=NewStore(chunk_size=CHUNK)).make()
     take(there, 2)
     before = files(tmp_path / "copy")
     with pytest.raises(SnapshotExistsError, match="'step_2' already"):
@@ -447,7 +448,7 @@ def test_the_same_store(source: Store, tmp_path: Path) -> None:
 
 
 def test_chunks_of_another_size(source: Store, tmp_path: Path) -> None:
-    Store(tmp_path / "copy", chunk_size=2 * CHUNK).make()
+    Store(tmp_path / "copy", create=NewStore(chunk_size=2 * CHUNK)).make()
     with pytest.raises(StoreError, match=r"chunks of 64 KiB, .* of 128 KiB.*--chunk-size 64K"):
         source.copy(to=tmp_path / "copy")
 
@@ -456,7 +457,7 @@ def test_places_that_cannot_be_used(source: Store, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a file")
     with pytest.raises(NotAStoreError, match="is a file"):
         source.copy(to=tmp_path / "file")
-    Store(tmp_path / "newer", chunk_size=CHUNK).make()
+    Store(tmp_path / "newer", create=NewStore(chunk_size=CHUNK)).make()
     configure(tmp_path / "newer", format=99)
     with pytest.raises(UnsupportedFormatError, match="update casnap"):
         source.copy(to=tmp_path / "newer")
@@ -473,7 +474,7 @@ def test_stores_that_may_only_be_read(
     source: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a one can be copied from, but not to."""
-    Store(tmp_path / "closed", chunk_size=CHUNK).make()
+    Store(tmp_path / "closed", create=NewStore(chunk_size=CHUNK)).make()
     before = files(tmp_path / "closed")
 
     def copy() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from casnap import Store
+from casnap import NewStore, Store
 from casnap.backends import MemoryBackend
 from casnap.errors import CasnapError, SnapshotNotFoundError, UnavailableError
 from tests.support.copies import assert_copied, copy_in_parts, filled
@@ -44,7 +44,7 @@ def stores() -> Iterator[tuple[Path, Path]]:
     """Return a store of three snapshots, and one of another snapshot; each case works on copies."""
     with memory_folder() as folder:
         filled(folder / "source")
-        take(Store(folder / "destination", chunk_size=CHUNK), 8)
+        take(Store(folder / "destination", create=NewStore(chunk_size=CHUNK)), 8)
         yield folder / "source", folder / "destination"
 
 
@@ -136,7 +136,7 @@ def test_a_link_that_is_cut(
     for k in sweep(2):
         source = FaultyBackend(MemoryBackend(f"{tmp_path}/source"))
         destination = FaultyBackend(MemoryBackend(f"{tmp_path}/{k}"))
-        Store(destination, chunk_size=CHUNK).make()
+        Store(destination, create=NewStore(chunk_size=CHUNK)).make()
         broken = source if side == "source" else destination
         calls = ("write", "put_if_absent") if side == "destination" else ("read_into", "read")
         with broken.during(Fault(act, calls, skip=k, times=None)) as (fault,):

@@ -15,7 +15,7 @@ from weakref import ref
 
 import pytest
 
-from casnap import Retention, StateDict, Store
+from casnap import NewStore, Retention, StateDict, Store
 from casnap.errors import (
     BackendError,
     InvalidNameError,
@@ -65,7 +65,7 @@ def test_it_gets_each_snapshot(tmp_path: Path) -> None:
 
 
 def test_what_was_there_before_is_mirrored_too(tmp_path: Path) -> None:
-    plain = Store(tmp_path / "here", chunk_size=CHUNK, codec="zstd").make()
+    plain = Store(tmp_path / "here", create=NewStore(chunk_size=CHUNK, codec="zstd")).make()
     for step in range(3):
         take(plain, step)
     plain.tag("step_1", "best")
@@ -83,7 +83,7 @@ def test_what_was_there_before_is_mirrored_too(tmp_path: Path) -> None:
 
 def test_a_mirror_in_a_folder_of_a_store(tmp_path: Path) -> None:
     """Two runs of the same names share one store, and its chunks."""
-    shared = Store(tmp_path / "shared", chunk_size=CHUNK).make()
+    shared = Store(tmp_path / "shared", create=NewStore(chunk_size=CHUNK)).make()
     stores = [mirrored(tmp_path / n, f"{tmp_path}/shared/{n}") for n in "ab"]
     for store in stores:
         take(store, 1)
@@ -183,7 +183,7 @@ def test_what_is_not_mirrored_is_kept(tmp_path: Path, there: FaultyBackend) -> N
 
 def test_the_command_shows_how_far_it_lags(tmp_path: Path, there: FaultyBackend) -> None:
     here = tmp_path / "here"
-    Store(here, chunk_size=CHUNK).make()
+    Store(here, create=NewStore(chunk_size=CHUNK)).make()
     assert "has no mirror" in failure("mirror", here)
     store = mirrored(here, there)
     take(store, 0)
@@ -210,7 +210,7 @@ def test_the_command_shows_how_far_it_lags(tmp_path: Path, there: FaultyBackend)
 
 
 def test_the_command_names_what_is_refused(tmp_path: Path) -> None:
-    take(Store(tmp_path / "there", chunk_size=CHUNK), 0)
+    take(Store(tmp_path / "there", create=NewStore(chunk_size=CHUNK)), 0)
     store = mirrored(tmp_path / "here", tmp_path / "there")
     take(store, 0)
     with pytest.raises(MirrorError, match="holds another snapshot"):
@@ -302,7 +302,7 @@ def test_each_side_has_its_own_retention(tmp_path: Path) -> None:
 
 def test_a_snapshot_that_is_mirrored_late_is_no_newer(tmp_path: Path) -> None:
     """Neither for the retention of the mirror, nor for who resumes from it."""
-    take(Store(tmp_path / "there", chunk_size=CHUNK), 1)
+    take(Store(tmp_path / "there", create=NewStore(chunk_size=CHUNK)), 1)
     Store(tmp_path / "there").tag("step_1", "x")
     store = mirrored(tmp_path / "here", tmp_path / "there", retention=LAST)
     for step in (1, 2, 3):
@@ -475,7 +475,7 @@ def test_retention_at_the_mirror_leaves_what_others_put_there(tmp_path: Path) ->
 
 
 def test_what_is_copied_into_a_store_is_mirrored(tmp_path: Path, there: FaultyBackend) -> None:
-    source = Store(tmp_path / "source", chunk_size=CHUNK).make()
+    source = Store(tmp_path / "source", create=NewStore(chunk_size=CHUNK)).make()
     take(source, 1)
     store = mirrored(tmp_path / "here", there)
     with there.during(DEAD):

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from casnap import MirrorOptions, Retention, Store
+from casnap import MirrorOptions, NewStore, Retention, Store
 from casnap.backends import LocalBackend
 from casnap.errors import BackendError, MirrorError, NotAStoreError
 from casnap.transfer.continuous import ContinuousCopier, Pair
@@ -55,7 +55,7 @@ DEAD = Fault(fail(UNREACHABLE), times=None)
 
 def mirrored(folder: Path, mirror: Any = None, **options: Any) -> Store:
     mirror = MirrorOptions(mirror or folder / "there", **options)
-    return Store(folder / "here", chunk_size=CHUNK, mirror=mirror)
+    return Store(folder / "here", create=NewStore(chunk_size=CHUNK), mirror=mirror)
 
 
 def committed(place: Path) -> int:
@@ -140,9 +140,9 @@ def test_many_at_once(tmp_path: Path) -> None:
 SCRIPT = """
 import sys, time, casnap.mirror.mirror, casnap.runtime.backoff
 from tests.support.faults import take
-from casnap import Store
+from casnap import NewStore, Store
 casnap.runtime.backoff._LONGEST = 0.05
-store = Store(sys.argv[1], chunk_size=1 << 16, mirror=sys.argv[2])
+store = Store(sys.argv[1], create=NewStore(chunk_size=1 << 16), mirror=sys.argv[2])
 for step in range(3):
     take(store, step)
 print("taken", flush=True)
@@ -235,7 +235,10 @@ def test_many_ranks(world: Callable[[int], Any], tmp_path: Path) -> None:
 
 def copier(here: Any, there: Any) -> ContinuousCopier:
     def open_pair() -> Pair:
-        source, target = Store(here, chunk_size=CHUNK), Store(there, chunk_size=CHUNK).make()
+        source, target = (
+            Store(here, create=NewStore(chunk_size=CHUNK)),
+            Store(there, create=NewStore(chunk_size=CHUNK)).make(),
+        )
         repository = source._view.repository
 
         def chosen() -> list[CopyJob]:
@@ -275,7 +278,7 @@ def test_follow_survives_failures_of_either_side(tmp_path: Path, side: str) -> N
 
 def test_follow_copies_what_is_new_alone(tmp_path: Path) -> None:
     source = filled(tmp_path / "here")
-    copy = Store(tmp_path / "there", chunk_size=CHUNK).make()
+    copy = Store(tmp_path / "there", create=NewStore(chunk_size=CHUNK)).make()
     copied = []
     for report in copier(tmp_path / "here", tmp_path / "there").follow(0.001):
         copied += report.copied

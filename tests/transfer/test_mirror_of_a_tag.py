@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from casnap import MirrorOptions, Retention, StateDict, Store
+from casnap import MirrorOptions, NewStore, Retention, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import InvalidNameError, MirrorError, SnapshotNotFoundError
 from casnap.mirror import mirror
@@ -401,7 +401,7 @@ def test_a_slow_host_never_moves_the_tag_back(
 )
 def test_a_killed_process_loses_no_publish(tmp_path: Path, of: Any, operation: str) -> None:
     """Before the tag is moved there, before that is noted here, and before the mirror is known."""
-    taken = Store(tmp_path / "here", chunk_size=CHUNK)
+    taken = Store(tmp_path / "here", create=NewStore(chunk_size=CHUNK))
     take(taken, 0)
     taken.publish("stable", "step_0")
 
@@ -665,7 +665,7 @@ def test_a_node_goes_on_from_the_mirror(
 
 
 def test_a_name_that_is_not_its_own_there(tmp_path: Path) -> None:
-    take(Store(tmp_path / "there", chunk_size=CHUNK), 0)
+    take(Store(tmp_path / "there", create=NewStore(chunk_size=CHUNK)), 0)
     store = following(tmp_path)
     take(store, 0)
     store.publish("stable", "step_0")

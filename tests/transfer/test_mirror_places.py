@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from casnap import Retention, Store
+from casnap import NewStore, Retention, Store
 from casnap.backends import MemoryBackend
 from casnap.errors import InvalidNameError, MirrorError, NotAStoreError, StoreError
 from tests.support.cli_calls import failure, invoke
@@ -31,7 +31,7 @@ def test_another_store_in_place_of_the_mirror(tmp_path: Path) -> None:
     assert not (tmp_path / "there").exists()
     # It is known by its id, wherever it is.
     mirrored(tmp_path / "here", tmp_path / "moved").wait_mirrored(60)
-    other = Store(tmp_path / "there", chunk_size=CHUNK).make().id
+    other = Store(tmp_path / "there", create=NewStore(chunk_size=CHUNK)).make().id
     with pytest.raises(MirrorError, match=f"{there}.*{other}"):
         mirrored(tmp_path / "here", tmp_path / "there")
     assert names(Store(tmp_path / "there")) == []
@@ -60,10 +60,10 @@ def test_forgetting_a_mirror_frees_what_it_lacks(tmp_path: Path, there: FaultyBa
 
 
 def test_places_that_cannot_be_a_mirror(tmp_path: Path) -> None:
-    store = Store(tmp_path / "here", chunk_size=CHUNK).make()
+    store = Store(tmp_path / "here", create=NewStore(chunk_size=CHUNK)).make()
     take(store, 1)
     (tmp_path / "file").write_text("x")
-    Store(tmp_path / "large", chunk_size=1 << 20).make()
+    Store(tmp_path / "large", create=NewStore(chunk_size=1 << 20)).make()
     shutil.copytree(tmp_path / "here", tmp_path / "copied")
     bad: dict[Any, tuple[type[Exception], str]] = {
         tmp_path / "here": (MirrorError, "itself, or a copy"),

@@ -20,7 +20,7 @@ from tests.support.servers import Bucket
 SCRIPT = """
 import hashlib, os, sys
 import torch
-from casnap import MirrorOptions, RNGState, StateDict, Store
+from casnap import MirrorOptions, NewStore, RNGState, StateDict, Store
 
 def parts():
     torch.manual_seed(7)
@@ -57,7 +57,7 @@ def train(until, store, every=2):
 verb, folder = sys.argv[1:3]
 mirror = dict(mirror=MirrorOptions(
     os.environ["BUCKET"], storage_options={"endpoint_url": os.environ["AWS_ENDPOINT_URL"]}
-), chunk_size=1 << 16)
+), create=NewStore(chunk_size=1 << 16))
 if verb == "alone":
     train(20, None)
 if verb == "train":

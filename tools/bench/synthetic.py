@@ -10,7 +10,7 @@ import os
 import time
 from pathlib import Path
 
-from casnap import Store
+from casnap import NewStore, Store
 from casnap.format.digest import Digest
 from casnap.format.entries import Manifest, Payload, TensorEntry
 from casnap.format.records import PackId, Place, Row, Stats, encode, pack_key
@@ -33,7 +33,7 @@ class Synthetic:
     """
 
     def __init__(self, folder: Path, chunks: int) -> None:
-        self.store = Store(folder, chunk_size=_CHUNK)
+        self.store = Store(folder, create=NewStore(chunk_size=_CHUNK))
         self._folder = folder
         self._rows = chunks // _TENSORS
         self._tensors = [os.urandom(32 * self._rows) for _ in range(_TENSORS)]

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from casnap import Snapshot, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from tests.support.cli_calls import invoke
 from tests.support.dcp_saves import save
@@ -66,7 +66,7 @@ def load(store: Store, name: str, state: dict[str, Any], **options: Any) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_any_layout_saves_and_loads_the_same(tmp_path: Path, dtype: torch.dtype) -> None:
-    store, whole = Store(tmp_path, chunk_size=CHUNK), counted(dtype=dtype)
+    store, whole = Store(tmp_path, create=NewStore(chunk_size=CHUNK)), counted(dtype=dtype)
     for number, layout in enumerate(LAYOUTS):
         saved = save(store, layout, {"w": parts(layout, whole), "step": 1})
         assert number == 0 or saved.stats.new_bytes == 0, "the chunks do not depend on the layout"
@@ -97,7 +97,7 @@ def test_tiles_in_a_view(tmp_path: Path) -> None:
         tile = tuple(slice(n, n + m) for n, m in zip(a, (30, 35, 40), strict=True))
         there = tuple(slice(n, n + m) for n, m in zip(b, (30, 35, 40), strict=True))
         local[there] = whole[tile]
-    store, wanted = Store(tmp_path, chunk_size=CHUNK), local.clone()
+    store, wanted = Store(tmp_path, create=NewStore(chunk_size=CHUNK)), local.clone()
     assert torch.equal(save(store, "a", {"w": local}).read_object("w"), whole)
     local.zero_()
     load(store, "a", {"w": local})
@@ -218,7 +218,7 @@ def load_each(folder: str) -> None:
 
 
 def test_two_ranks(world: Worlds, tmp_path: Path) -> None:
-    store, whole = Store(tmp_path, chunk_size=CHUNK), counted()
+    store, whole = Store(tmp_path, create=NewStore(chunk_size=CHUNK)), counted()
     new = world(2).run(save_each, str(tmp_path))[0]
     assert new[0][0] >= whole.nbytes
     for number, (first, again, changed) in enumerate(new):

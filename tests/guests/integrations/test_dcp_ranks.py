@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from casnap import Store
+from casnap import NewStore, Store
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from tests.support import bitwise
 from tests.support.ranks import RankDied, Worlds
@@ -68,7 +68,7 @@ def spoil(given: Training) -> None:
 def saved(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
     """Return a function that returns a store in which worlds of up to a size have saved."""
     folder = str(tmp_path_factory.mktemp("dcp") / "store")
-    Store(folder, chunk_size=CHUNK).make()
+    Store(folder, create=NewStore(chunk_size=CHUNK)).make()
     done: set[int] = set()
 
     def saved(most: int) -> str:
@@ -282,7 +282,7 @@ def save_and_count(folder: str) -> list[int]:
 
 
 def test_a_second_save_writes_only_what_changed(world: Worlds, tmp_path: Path) -> None:
-    Store(tmp_path, chunk_size=CHUNK).make()
+    Store(tmp_path, create=NewStore(chunk_size=CHUNK)).make()
     first, second, third = world(2).run(save_and_count, str(tmp_path))[0]
     assert first >= 400_012
     assert second == 0

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.testing._internal.two_tensor import TwoTensor
 
-from casnap import Store
+from casnap import NewStore, Store
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from tests.support.faults import in_child
 
@@ -41,7 +41,7 @@ TARGETS: dict[str, Callable[[int], torch.Tensor]] = {
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("n", SIZES)
 def test_elements_that_are_not_the_bytes_in_memory(tmp_path: Path, name: str, n: int) -> None:
-    Store(tmp_path, chunk_size=64 << 10).make()
+    Store(tmp_path, create=NewStore(chunk_size=64 << 10)).make()
     dcp.save({"x": numbers(n)}, storage_writer=CasnapWriter(tmp_path / "step"), no_dist=True)
 
     def work() -> None:
@@ -56,7 +56,7 @@ def test_elements_that_are_not_the_bytes_in_memory(tmp_path: Path, name: str, n:
 @pytest.mark.parametrize("how", ["freed", "read-only"])
 @pytest.mark.parametrize("n", SIZES)
 def test_memory_that_cannot_be_written(tmp_path: Path, how: str, n: int) -> None:
-    Store(tmp_path, chunk_size=64 << 10).make()
+    Store(tmp_path, create=NewStore(chunk_size=64 << 10)).make()
     dcp.save({"x": numbers(n)}, storage_writer=CasnapWriter(tmp_path / "step"), no_dist=True)
 
     def work() -> None:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.report.charts import Box, split_box
 from casnap.runtime.sizes import size
 from tests.support.cli_calls import CHUNK, document, failure, fill, invoke
@@ -86,7 +86,7 @@ def test_it_shows_each_run(folder: Path) -> None:
 
 
 def test_runs_with_a_metric_share_a_chart(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     for run in ("a", "b", "c"):
         for step in range(1 if run == "c" else 3):
             state = {"model": StateDict(w=torch.full((CHUNK,), step))}
@@ -129,7 +129,7 @@ def test_it_is_of_a_prefix_and_of_the_last_ones(folder: Path) -> None:
 
 
 def test_nothing_is_run_or_loaded(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     evil = '"><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m'
     for step in range(2):
         state = {"<b>model": StateDict(**{evil: torch.full((CHUNK,), step), "&amp;": step})}
@@ -149,7 +149,7 @@ def test_nothing_is_run_or_loaded(tmp_path: Path) -> None:
 
 
 def test_paths_of_very_many_parts(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     for step in range(2):
         deep = {"a." * 3000 + "w": torch.full((99,), step), "/".join("b" * 3000): torch.ones(99)}
         store.take({"model": StateDict(**deep)}, str(step))
@@ -162,7 +162,7 @@ def test_an_empty_store(tmp_path: Path) -> None:
 
 
 def test_keys_that_look_like_ranks(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     store.take({"0": StateDict(a=torch.ones(CHUNK))}, "step_0")
     store.take({"1": StateDict(a=torch.ones(CHUNK), b=[torch.ones(CHUNK), 3])}, "step_1")
     page = made(tmp_path / "store")

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.backends.base import Target
 from casnap.errors import (
     CasnapError,
@@ -65,7 +65,7 @@ def take(store: Store, value: float, name: str | None = None, **options: Any) ->
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     """Return a store of one version."""
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     take(store, 0)
     return store
 
@@ -174,7 +174,7 @@ class Counting(RemoteDouble):
 def test_going_back_reads_only_what_differs(tmp_path: Path) -> None:
     """Also over versions that it never held."""
     backend = Counting(str(tmp_path / "bucket"))
-    store = Store(backend, chunk_size=CHUNK)
+    store = Store(backend, create=NewStore(chunk_size=CHUNK))
     weights = torch.arange(1000.0 * ROWS).reshape(ROWS, 1000)
     versions = []
     for step in range(4):
@@ -203,7 +203,10 @@ def moved(weights: torch.Tensor, step: int) -> torch.Tensor:
 
 def run_of_deltas(tmp_path: Path, count: int) -> tuple[str, list[torch.Tensor]]:
     """Return a bucket to which versions can be copied, each a delta upon the one before."""
-    here, there = Store(tmp_path / "here", chunk_size=CHUNK), str(tmp_path / "bucket")
+    here, there = (
+        Store(tmp_path / "here", create=NewStore(chunk_size=CHUNK)),
+        str(tmp_path / "bucket"),
+    )
     weights = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).bfloat16()
     versions = []
     for step in range(count):
@@ -215,7 +218,7 @@ def run_of_deltas(tmp_path: Path, count: int) -> tuple[str, list[torch.Tensor]]:
 
 def send(tmp_path: Path, there: str, step: int) -> int:
     """Copy a version to the bucket; return the bytes that were sent."""
-    destination = Store(RemoteDouble(there), chunk_size=CHUNK)
+    destination = Store(RemoteDouble(there), create=NewStore(chunk_size=CHUNK))
     return Store(tmp_path / "here").copy(f"run/{step}", to=destination).sent_bytes
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import casnap.serving.handshake as handshake_module
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.backends.announcement import NOTE
 from casnap.errors import (
     BackendError,
@@ -50,7 +50,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def store_with(place: Any, steps: int = 2) -> Store:
-    store = Store(place, chunk_size=64 << 10)
+    store = Store(place, create=NewStore(chunk_size=64 << 10))
     for step in range(steps):
         store.take(state_of(step), f"run/{step}")
     return store
@@ -342,7 +342,7 @@ def test_notes_are_no_garbage_for_a_day(store: Store) -> None:
         assert (report.temporary, report.orphans) == (0, 0)
         store.gc(grace=0)
         assert store.followers()
-        copy = Store(f"{store.uri}-copy", chunk_size=64 << 10)
+        copy = Store(f"{store.uri}-copy", create=NewStore(chunk_size=64 << 10))
         store.copy(to=copy)
         assert copy.followers() == []
     note = Path(store.uri, "casnap-store/tmp/follower-0123456789ab-0123456789ab")

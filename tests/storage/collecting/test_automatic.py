@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from casnap import MirrorOptions, Retention, Snapshot, StateDict, Store
+from casnap import MirrorOptions, NewStore, Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.backends.costs import REMOTE
 from casnap.backends.local import file_locks
@@ -187,7 +187,7 @@ def test_a_state_that_changes_little_by_little(
     """What is still needed of mostly dead packs is copied, beside takes that rely on it."""
     # These takes cost no more processor time than a collection.
     monkeypatch.setattr(automatic, "SHARE", math.inf)
-    store = Store(tmp_path / "run", chunk_size=64 << 10)
+    store = Store(tmp_path / "run", create=NewStore(chunk_size=64 << 10))
     state = {f"w{i}": dense(i, 64 << 10) for i in range(128)}
     pick = random.Random(1)
     sizes = []
@@ -436,7 +436,7 @@ def test_beside_many_snapshots_of_another_run(
 
 def test_where_little_is_kept_collections_look_at_all(tmp_path: Path) -> None:
     """That costs less than to count what came and went; and so they find what a dead take left."""
-    store = Store(tmp_path / "store", chunk_size=64 << 10)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=64 << 10))
     keep = Retention(keep_last=1)
     orphan = tmp_path / "store/casnap-store" / pack_key(bytes(16))
     for step in range(60):
@@ -572,7 +572,7 @@ def test_an_error_that_is_not_of_casnap(
 def test_async_takes_beside_collectors_without_grace(tmp_path: Path) -> None:
     """Each relies on what others let go meanwhile, and a collector frees at once what it may."""
     path = tmp_path / "store"
-    store = Store(path, chunk_size=64 << 10)
+    store = Store(path, create=NewStore(chunk_size=64 << 10))
     shared = dense(0, 1 << 20)
     store.take({"s": StateDict(shared=shared)}, "first")
     with collecting(Store(path)):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import (
     CasnapError,
@@ -61,7 +61,7 @@ def stored(path: Path) -> int:
 
 
 def test_what_only_a_deleted_snapshot_needs_is_freed(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK).make()
+    store = Store(path, create=NewStore(chunk_size=CHUNK)).make()
     take(store, 0)
     store.gc(grace=0)
     alone = stored(path)
@@ -81,7 +81,7 @@ def test_what_only_a_deleted_snapshot_needs_is_freed(path: Path) -> None:
 
 
 def test_nothing_is_freed_before_the_grace_is_over(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK).make()
+    store = Store(path, create=NewStore(chunk_size=CHUNK)).make()
     take(store, 0)
     take(store, 1)
     store.delete("step_1")
@@ -100,7 +100,7 @@ def test_nothing_is_freed_before_the_grace_is_over(path: Path) -> None:
 
 
 def test_a_deleted_snapshot_can_be_read_until_the_grace_is_over(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK).make()
+    store = Store(path, create=NewStore(chunk_size=CHUNK)).make()
     take(store, 0)
     reader = take(store, 1)
     store.delete("step_1")
@@ -114,7 +114,7 @@ def test_a_deleted_snapshot_can_be_read_until_the_grace_is_over(path: Path) -> N
 
 
 def test_what_is_condemned_is_taken_anew_and_then_kept(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK).make()
+    store = Store(path, create=NewStore(chunk_size=CHUNK)).make()
     take(store, 0)
     take(store, 1)
     store.delete("step_1")
@@ -127,7 +127,7 @@ def test_what_is_condemned_is_taken_anew_and_then_kept(path: Path) -> None:
 
 
 def test_packs_that_are_mostly_dead_are_copied(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK).make()
+    store = Store(path, create=NewStore(chunk_size=CHUNK)).make()
     weights = torch.randn(100 * CHUNK // 4)
     store.take({"m": StateDict(w=weights)}, "whole")
     store.take({"m": StateDict(w=weights[: 10 * CHUNK // 4].clone())}, "part")
@@ -157,7 +157,7 @@ def test_packs_that_are_mostly_dead_are_copied(path: Path) -> None:
 
 
 def test_compressed_chunks_are_repacked_compressed(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK, codec="zstd").make()
+    store = Store(path, create=NewStore(chunk_size=CHUNK, codec="zstd")).make()
     weights = torch.randint(0, 4, (100 * CHUNK // 4,), dtype=torch.int32)
     store.take({"m": StateDict(w=weights)}, "whole")
     store.take({"m": StateDict(w=weights[: 10 * CHUNK // 4].clone())}, "part")
@@ -171,7 +171,7 @@ def test_compressed_chunks_are_repacked_compressed(path: Path) -> None:
 
 
 def test_duplicates_go_once_the_newer_copy_is_proven(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK).make()
+    store = Store(path, create=NewStore(chunk_size=CHUNK)).make()
     state = {"m": StateDict(w=torch.randn(20 * CHUNK // 4))}
 
     def take_too() -> None:
@@ -191,7 +191,7 @@ def test_duplicates_go_once_the_newer_copy_is_proven(path: Path) -> None:
 
 
 def test_a_collection_with_nothing_to_do_changes_nothing(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK).make()
+    store = Store(path, create=NewStore(chunk_size=CHUNK)).make()
     take(store, 0)
     take(store, 1)
     store.gc(grace=0)
@@ -215,7 +215,7 @@ def test_a_store_without_snapshots(path: Path) -> None:
 
 
 def test_temporary_files_of_the_dead_go_and_those_of_the_living_stay(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK).make()
+    store = Store(path, create=NewStore(chunk_size=CHUNK)).make()
     take(store, 0)
     left = path / "casnap-store/tmp" / ("0f" * 12)
     left.write_bytes(bytes(1000))
@@ -240,7 +240,7 @@ def test_temporary_files_of_the_dead_go_and_those_of_the_living_stay(path: Path)
 
 
 def test_foreign_files_are_never_deleted(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK).make()
+    store = Store(path, create=NewStore(chunk_size=CHUNK)).make()
     take(store, 0)
     foreign = [
         "packs/zz/" + "0" * 32,
@@ -258,7 +258,7 @@ def test_foreign_files_are_never_deleted(path: Path) -> None:
 
 
 def test_a_take_that_begins_while_orphans_are_deleted_is_waited_for(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK).make()
+    store = Store(path, create=NewStore(chunk_size=CHUNK)).make()
     for step in range(3):
         take(store, step)
     store.delete("step_1")
@@ -284,7 +284,7 @@ def test_a_take_that_begins_while_orphans_are_deleted_is_waited_for(path: Path) 
 
 def test_a_grace_begins_with_the_root_that_condemns(path: Path) -> None:
     """Not with the one before, which may be hours old."""
-    store = Store(path, chunk_size=CHUNK).make()
+    store = Store(path, create=NewStore(chunk_size=CHUNK)).make()
     take(store, 0)
     take(store, 1)
     store.delete("step_1")
@@ -313,7 +313,7 @@ def fenced_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 def test_segments_that_a_fenced_try_wrote_are_not_taken_for_orphans(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store(path, chunk_size=CHUNK).make()
+    store = Store(path, create=NewStore(chunk_size=CHUNK)).make()
     for step in range(18):
         take(store, step)
     store.delete("step_1")
@@ -329,7 +329,7 @@ def test_segments_that_a_fenced_try_wrote_are_not_taken_for_orphans(
 def test_a_fenced_collection_of_all_is_again_one_of_all(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store(path, chunk_size=CHUNK).make()
+    store = Store(path, create=NewStore(chunk_size=CHUNK)).make()
     for step in range(3):
         take(store, step)
     store.delete("step_1")
@@ -349,7 +349,7 @@ def test_a_fenced_collection_of_all_is_again_one_of_all(
 
 
 def test_the_command(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK).make()
+    store = Store(path, create=NewStore(chunk_size=CHUNK)).make()
     take(store, 0)
     take(store, 1)
     store.delete("step_1")
@@ -369,7 +369,7 @@ def test_the_command(path: Path) -> None:
 
 
 def test_prune_with_gc_frees_what_it_forgets(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK).make()
+    store = Store(path, create=NewStore(chunk_size=CHUNK)).make()
     for step in range(4):
         take(store, step)
     plan = document("prune", path, "--keep-last", 1, "--gc", "--grace", 0, "--dry-run")
@@ -401,7 +401,7 @@ def test_shares_that_make_no_sense(path: Path, share: Any) -> None:
 
 
 def test_a_pack_stays_whose_rest_cannot_be_copied(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, create=NewStore(chunk_size=CHUNK))
     weights = torch.randn(40 * CHUNK // 4)
     store.take({"m": StateDict(w=weights)}, "whole")
     part = store.take({"m": StateDict(w=weights[: 4 * CHUNK // 4].clone())}, "part")
@@ -428,7 +428,7 @@ def test_a_pack_stays_whose_rest_cannot_be_copied(path: Path) -> None:
 
 def test_a_lost_answer_and_a_bad_read_do_not_undo_a_root(path: Path) -> None:
     backend = FaultyBackend(LocalBackend(path))
-    store = Store(backend, chunk_size=CHUNK)
+    store = Store(backend, create=NewStore(chunk_size=CHUNK))
     for step in range(4):
         take(store, step)
     for step in range(3):
@@ -449,7 +449,7 @@ def test_a_lost_answer_and_a_bad_read_do_not_undo_a_root(path: Path) -> None:
 
 def test_takes_that_go_on_do_not_keep_it_from_saying_what_is_damaged(path: Path) -> None:
     """Each marking sees a newer root, but the lost node stays lost."""
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, create=NewStore(chunk_size=CHUNK))
     take(store, 0)
     segment = store._view.repository.newest().segments[0]
     [(_, place), *_] = store._view.repository.index.segment(segment).records
@@ -468,7 +468,7 @@ def test_takes_that_go_on_do_not_keep_it_from_saying_what_is_damaged(path: Path)
 
 
 def test_an_old_root_that_cannot_be_read_costs_patience_alone(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, create=NewStore(chunk_size=CHUNK))
     take(store, 0)
     take(store, 1)
     store.delete("step_1")

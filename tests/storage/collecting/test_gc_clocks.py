@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from casnap import Store
+from casnap import NewStore, Store
 from casnap.storage.collecting.gc import GcReport
 from tests.support.faults import (
     CHUNK,
@@ -52,7 +52,7 @@ def take_at(skew: float, path: Path, step: int) -> None:
 
 def collect_at(skew: float, path: Path, grace: float = DAY) -> GcReport:
     with clock(skew):
-        return Store(path, chunk_size=CHUNK).gc(grace=grace, repack=0.9)
+        return Store(path, create=NewStore(chunk_size=CHUNK)).gc(grace=grace, repack=0.9)
 
 
 @pytest.fixture(scope="module")

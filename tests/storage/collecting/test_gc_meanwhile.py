@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from tests.support.examples import FEW
 from tests.support.faults import (
     CHUNK,
@@ -32,7 +32,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_take_takes_back_what_was_condemned_after_it_began(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, create=NewStore(chunk_size=CHUNK))
     take(store, 0)
     take(store, 1)
     other = Store(path)
@@ -57,7 +57,7 @@ def test_a_take_takes_back_what_was_condemned_after_it_began(path: Path) -> None
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_take_leaves_a_pack_whose_chunks_were_copied(path: Path, asynchronous: bool) -> None:
     """If takes under way rescued it, a run of takes would copy it again and again."""
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, create=NewStore(chunk_size=CHUNK))
     weights = torch.randn(20 * CHUNK // 4)
     part = StateDict(w=weights[: 5 * CHUNK // 4].clone())
     store.take({"m": StateDict(w=weights)}, "whole")
@@ -88,7 +88,7 @@ COPIED = 15
 
 
 def test_collectors_of_one_process_that_copy(tmp_path: Path) -> None:
-    stores = [Store(tmp_path / name, chunk_size=CHUNK) for name in "abc"]
+    stores = [Store(tmp_path / name, create=NewStore(chunk_size=CHUNK)) for name in "abc"]
     for store in stores:
         for part in range(COPIED):
             weights = torch.randn(20 * CHUNK // 4)
@@ -104,7 +104,7 @@ def test_collectors_of_one_process_that_copy(tmp_path: Path) -> None:
 
 def test_what_came_and_went_while_a_collector_went_on_is_no_damage(path: Path) -> None:
     """The segment of a newer root is gone, but all of the root that was marked are there."""
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, create=NewStore(chunk_size=CHUNK))
     take(store, 0)
     other = Store(path)
 
@@ -141,7 +141,7 @@ def test_marking_in_parts_marks_the_same(
     results = []
     steps = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=5, unique=True))
     gone = data.draw(st.sets(st.sampled_from(steps)))
-    store = Store(folder / "s", chunk_size=CHUNK)
+    store = Store(folder / "s", create=NewStore(chunk_size=CHUNK))
     for step in steps:
         take(store, step)
     for step in gone:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casnap import Store
+from casnap import NewStore, Store
 from casnap.format.records import PackId, Root, SegmentId, SegmentRef, pack_key
 from casnap.storage.collecting.gc import GcReport
 from casnap.storage.collecting.plan import DAY, Needs, Plan, Waiting, plan_collection
@@ -163,7 +163,7 @@ def told(report: GcReport) -> dict[str, object]:
 def test_a_dry_run_tells_what_is_then_done(tmp_path: Path, seed: int) -> None:
     pick = random.Random(seed)
     path = tmp_path / "store"
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, create=NewStore(chunk_size=CHUNK))
     take(store, 0)
     for step in range(1, 16):
         take(store, step)
@@ -180,7 +180,7 @@ def test_a_dry_run_tells_what_is_then_done(tmp_path: Path, seed: int) -> None:
 
 
 def test_a_dry_run_waits_for_takes_under_way_too(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     for step in range(2):
         take(store, step)
     repository = store._view.repository
@@ -194,7 +194,7 @@ def test_a_dry_run_waits_for_takes_under_way_too(tmp_path: Path) -> None:
 
 def test_a_dry_run_spares_what_takes_may_move(tmp_path: Path) -> None:
     """The fence has passed them already; they move their files, if these are still there."""
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     for step in range(4):
         take(store, step)
     store.delete("step_1")
@@ -213,7 +213,7 @@ def test_a_dry_run_spares_what_takes_may_move(tmp_path: Path) -> None:
 def test_a_dry_run_does_not_take_for_garbage_what_is_committed_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     for step in range(3):
         take(store, step)
     store.delete("step_1")
@@ -230,7 +230,7 @@ def test_a_dry_run_does_not_take_for_garbage_what_is_committed_meanwhile(
 
 
 def test_a_dry_run_tells_which_snapshots_are_recoded(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     for step in range(4):
         take(store, step)
     assert store.gc(recode_after=3, dry_run=True).recoded_snapshots == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from casnap import Retention, StateDict, Store
+from casnap import NewStore, Retention, StateDict, Store
 from casnap.errors import DamagedError
 from casnap.format.codec import Codec
 from casnap.format.delta import MOST_LINKS, encode_delta
@@ -86,7 +86,7 @@ def newest_chains(store: Repository, digests: list[Digest]) -> list[list[Record]
 
 
 def new_store(path: Path, codec: str = "auto") -> Store:
-    return Store(path / "s", chunk_size=CHUNK, codec=codec).make()
+    return Store(path / "s", create=NewStore(chunk_size=CHUNK, codec=codec)).make()
 
 
 @pytest.mark.parametrize(("share", "most"), [(0.01, 0.15), (0.1, 0.2), (1.0, 0.45)])
@@ -308,7 +308,7 @@ def test_a_damaged_base_names_all_that_stand_on_it(tmp_path: Path) -> None:
         restored(Store(tmp_path / "s"), "run/004")
     # What does not stand on it is whole, and what does is healed from another copy.
     assert torch.equal(restored(store, "run/007"), states[7])
-    other = Store(tmp_path / "other", chunk_size=CHUNK)
+    other = Store(tmp_path / "other", create=NewStore(chunk_size=CHUNK))
     for step, tensor in enumerate(states):
         other.take({"m": StateDict(w=tensor, step=step)}, f"run/{step:03}")
     store.repair(sources=[other])
@@ -345,7 +345,7 @@ def test_a_copy_sends_deltas_where_the_other_store_compresses(
     states = taken(store, 8)
     if recode_first:
         store.gc(grace=0)
-    other = Store(tmp_path / "other", chunk_size=CHUNK, codec="zstd").make()
+    other = Store(tmp_path / "other", create=NewStore(chunk_size=CHUNK, codec="zstd")).make()
     # One after the other, as a mirror does; the third stands on the second, over one that is not
     # copied.
     for step in (0, 1, 3, 4, 5):
@@ -370,8 +370,10 @@ def test_a_copy_sends_deltas_where_the_other_store_compresses(
 @pytest.mark.parametrize("codec", [None, "auto", "zstd", "raw"])
 def test_a_mirror_on_a_disk_gets_deltas(tmp_path: Path, codec: str | None) -> None:
     if codec is not None:
-        Store(tmp_path / "mirror", chunk_size=CHUNK, codec=codec).make()
-    store = Store(tmp_path / "s", chunk_size=CHUNK, mirror=tmp_path / "mirror").make()
+        Store(tmp_path / "mirror", create=NewStore(chunk_size=CHUNK, codec=codec)).make()
+    store = Store(
+        tmp_path / "s", create=NewStore(chunk_size=CHUNK), mirror=tmp_path / "mirror"
+    ).make()
     states = taken(store, 6)
     store.wait_mirrored(timeout=60)
     is_small = disk_bytes(tmp_path / "mirror/casnap-store/packs") < 2 * SIZE
@@ -468,7 +470,7 @@ def test_a_fine_tune_stands_on_its_base_in_another_folder(tmp_path: Path) -> Non
     for step in range(2):
         store.take({"m": StateDict(w=moved(tuned, 0.05, step))}, f"models/tuned/{step}")
     store.take({"m": StateDict(w=weights(8))}, "later/1")
-    there = Store(tmp_path / "there", chunk_size=CHUNK, codec="zstd").make()
+    there = Store(tmp_path / "there", create=NewStore(chunk_size=CHUNK, codec="zstd")).make()
     store.copy("models/base/1", to=there)
     assert store.copy("models/tuned/0", to=there).sent_bytes < 0.2 * SIZE
     assert store.gc(grace=0, recode_after=1).saved_bytes > 0.8 * SIZE
@@ -504,7 +506,7 @@ def test_usage_counts_what_deltas_stand_on_and_what_they_save(tmp_path: Path) ->
 
 
 def test_a_mirror_that_lost_its_bases_gets_chunks_that_stand_on_none(tmp_path: Path) -> None:
-    there = Store(tmp_path / "there", chunk_size=CHUNK, codec="zstd").make()
+    there = Store(tmp_path / "there", create=NewStore(chunk_size=CHUNK, codec="zstd")).make()
     store = new_store(tmp_path)
     states = taken(store, 5)
     for step in range(3):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from casnap import Retention, StateDict, Store
+from casnap import NewStore, Retention, StateDict, Store
 from casnap.errors import DamagedError, StorageFullError
 from casnap.format.records import pack_key
 from casnap.storage.collecting import recent_marks, reference_counts
@@ -53,9 +53,9 @@ def assert_as_counted_anew(store: Store, counts: ReferenceCounts) -> None:
 
 
 def test_unfinished_copies_count(tmp_path: Path) -> None:
-    source = Store(tmp_path / "source", chunk_size=CHUNK)
+    source = Store(tmp_path / "source", create=NewStore(chunk_size=CHUNK))
     source.take({"s": chunks(*range(8))}, "step_0")
-    store, counts = Store(tmp_path / "store", chunk_size=CHUNK), ReferenceCounts()
+    store, counts = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK)), ReferenceCounts()
     store.take({"s": chunks(9)}, "kept")
     gc(store, counts)
     for after in (3, 6):
@@ -71,7 +71,7 @@ def test_unfinished_copies_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(9))
 def test_whatever_comes_and_goes(tmp_path: Path, seed: int) -> None:
     pick = random.Random(seed)
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     counts = ReferenceCounts()
     store.take({"s": chunks(1, 2, 3)}, "kept")
     gc(store, counts)
@@ -102,7 +102,7 @@ def test_whatever_comes_and_goes(tmp_path: Path, seed: int) -> None:
 
 
 def test_what_came_and_went_between_two_collections(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     counts = ReferenceCounts()
     store.take({"s": chunks(1)}, "kept")
     gc(store, counts)
@@ -119,7 +119,7 @@ def test_what_another_collector_freed_before_it_was_counted(
     tmp_path: Path, cache_dir: Path
 ) -> None:
     """The nodes of what went cannot be read any more, so all is counted anew."""
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     counts = ReferenceCounts()
     for step in range(3):
         store.take({"s": chunks(step, 10 + step)}, f"step_{step}")
@@ -140,7 +140,7 @@ def test_what_another_collector_freed_before_it_was_counted(
 def test_counts_that_were_cut_off_are_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     counts = ReferenceCounts()
     store.take({"s": chunks(1, 2)}, "kept")
     gc(store, counts)
@@ -167,7 +167,7 @@ def test_packs_whose_footers_cannot_be_read_stay(
 ) -> None:
     """In large segments, footers say what new packs hold."""
     monkeypatch.setattr(recent_marks, "_RECORDS_A_FOOTER", records_a_footer)
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     counts = ReferenceCounts()
     store.take({"s": chunks(1)}, "kept")
     gc(store, counts)
@@ -190,7 +190,7 @@ def test_what_another_collector_deleted_before_it_was_copied_is_no_damage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What the copies are based on is newer than the root that was marked."""
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     counts = ReferenceCounts()
     store.take({"s": chunks(0)}, "kept")
     gc(store, counts)
@@ -216,7 +216,7 @@ def test_what_another_collector_deleted_before_it_was_copied_is_no_damage(
 
 def test_many_are_sorted_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference_counts, "_PART", 10)
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     store.take({"s": chunks(*range(50))}, "one")
     counts = ReferenceCounts()
     gc(store, counts)
@@ -227,7 +227,7 @@ def test_many_are_sorted_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_digests_that_begin_alike_share_a_count(tmp_path: Path) -> None:
     """So what nobody needs may stay, and what somebody needs never goes."""
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     counts = ReferenceCounts()
     store.take({"s": chunks(1)}, "kept")
     gc(store, counts)
@@ -253,7 +253,7 @@ def test_a_full_disk_and_what_dead_takes_left(tmp_path: Path) -> None:
 
 
 def test_what_found_no_space_is_copied_later(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     store.take({"s": chunks(*range(16))}, "whole")
     store.take({"s": chunks(1)}, "part")
     store.take({"s": chunks(100)}, "dead")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from casnap import StateDict, Store
+from casnap import NewStore, StateDict, Store
 from casnap.backends import announcement
 from casnap.backends.announcement import Announcement
 from casnap.format.records import (
@@ -118,7 +118,7 @@ def test_a_check_reads_several_footers_at_once(tmp_path: Path) -> None:
 def test_a_check_reads_the_nodes_of_a_commit_together(tmp_path: Path) -> None:
     """Each small snapshot has a table, a manifest, a tree and lists, each node twice."""
     name, count = str(tmp_path), 20
-    store = Store(RemoteDouble(name), chunk_size=64 << 10)
+    store = Store(RemoteDouble(name), create=NewStore(chunk_size=64 << 10))
     for n in range(count):
         store.take({f"k{k}": StateDict(a=torch.randn(20_000)) for k in range(4)}, f"step_{n}")
     backend = RemoteDouble(name)
@@ -150,8 +150,8 @@ class SlowDouble(RemoteDouble):
 def test_beside_collectors_without_grace(tmp_path: Path, how: str) -> None:
     """Each relies on what others let go meanwhile."""
     name = str(tmp_path / "bucket")
-    store = Store(SlowDouble(name), chunk_size=64 << 10)
-    source = Store(tmp_path / "source", chunk_size=64 << 10)
+    store = Store(SlowDouble(name), create=NewStore(chunk_size=64 << 10))
+    source = Store(tmp_path / "source", create=NewStore(chunk_size=64 << 10))
     store.take({"s": StateDict(shared=dense(0))}, "first")
     with collecting(Store(RemoteDouble(name))):
         for step in range(3):
