@@ -85,6 +85,35 @@ def levels(edges: dict[str, set[str]]) -> dict[str, int]:
     return found
 
 
+@functools.cache
+def bound_in(module: str) -> set[str]:
+    """Return the names that the statements of a module bind, wherever they stand."""
+    names: set[str] = set()
+    for node in statements(tree_of(MODULES[module])):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names.update(n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name))
+    return names
+
+
+def test_names_that_are_imported_exist() -> None:
+    """Also in what this machine does not run: tests on a GPU, and the bench."""
+    missing = [
+        f"{path.relative_to(ROOT)}: {node.module}.{alias.name}"
+        for path in SOURCES
+        for node in statements(tree_of(path))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "casnap"
+        for alias in node.names
+        if f"{node.module}.{alias.name}" not in MODULES
+        if node.module not in MODULES or alias.name not in bound_in(node.module)
+    ]
+    assert not missing
+
+
 def test_modules_import_in_no_circle() -> None:
     levels(graph())
 

@@ -9,7 +9,7 @@ import torch
 
 from casnap.errors import DeviceError
 from casnap.format.digest import digest_of
-from casnap.state.device_hash import Batch, Run, hasher_of
+from casnap.state.device_hash import Batch, CellRun, hasher_of
 from tests.support import hashing_device, late_device
 
 
@@ -46,7 +46,7 @@ def test_it_hashes_what_was_begun_before_and_only_digests_cross() -> None:
     x = torch.zeros(40_000, device=device())
     x.copy_(host)  # nobody has waited for it
     late_device.counts.clear()
-    assert hasher.digests([Run(x, (80_000, 80_000))]) == [
+    assert hasher.digests([CellRun(x, (80_000, 80_000))]) == [
         digest_of(host[:20_000].numpy().tobytes()),
         digest_of(host[20_000:].numpy().tobytes()),
     ]
@@ -58,7 +58,7 @@ def test_memory_that_was_made_for_it_stays_until_it_is_hashed() -> None:
     assert hasher is not None
     x = torch.arange(20_000.0)
     there = x.to(device())
-    assert hasher.digests(Run(there + i, (80_000,)) for i in range(3)) == [
+    assert hasher.digests(CellRun(there + i, (80_000,)) for i in range(3)) == [
         digest_of((x + i).numpy().tobytes()) for i in range(3)
     ]
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from casnap.format.digest import Digest, digest_of
-from casnap.state.device_hash import DeviceHasher, Run
+from casnap.state.device_hash import CellRun, DeviceHasher
 
 pytestmark = pytest.mark.triton
 MIB = 1 << 20
@@ -37,7 +37,7 @@ def hasher(kernels: Any, lanes: int = 1 << 17) -> DeviceHasher:
     return DeviceHasher(HERE, partial(kernels.hash_batch, lanes=lanes))
 
 
-def expected(runs: list[Run]) -> list[Digest]:
+def expected(runs: list[CellRun]) -> list[Digest]:
     digests = []
     for memory, sizes in runs:
         data, start = memoryview(memory.view(torch.uint8).numpy()), 0
@@ -68,13 +68,13 @@ def test_all_lengths_and_beginnings(kernels: Any) -> None:
     # Numbers of other dtypes are only bytes.
     odd = [torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.complex128, torch.bool]
     runs = [
-        Run(memory, (64 * MIB,)),
-        Run(memory[16:], (2 * MIB - 1,)),
-        Run(memory[4:], (8 * MIB + 1,)),
-        Run(memory, (65_536, 65_552, 70_000, 65_536, 1)),
-        *(Run(memory[:96_000].view(dtype), (65_536, 30_464)) for dtype in odd),
-        *(Run(memory[16 * i :], (n,)) for i, n in enumerate(lengths())),
-        *(Run(memory[16 * i + 4 * (1 + i % 3) :], (n,)) for i, n in enumerate(lengths())),
+        CellRun(memory, (64 * MIB,)),
+        CellRun(memory[16:], (2 * MIB - 1,)),
+        CellRun(memory[4:], (8 * MIB + 1,)),
+        CellRun(memory, (65_536, 65_552, 70_000, 65_536, 1)),
+        *(CellRun(memory[:96_000].view(dtype), (65_536, 30_464)) for dtype in odd),
+        *(CellRun(memory[16 * i :], (n,)) for i, n in enumerate(lengths())),
+        *(CellRun(memory[16 * i + 4 * (1 + i % 3) :], (n,)) for i, n in enumerate(lengths())),
     ]
     assert hasher(kernels).digests(runs) == expected(runs)
 
@@ -82,7 +82,7 @@ def test_all_lengths_and_beginnings(kernels: Any) -> None:
 def test_several_programs_and_batches(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("casnap.state.device_hash._BATCH_LEAVES", 64)
     memory = torch.randint(0, 256, (MIB,), dtype=torch.uint8)
-    runs = [Run(memory, (1024 * 40,) * 2), Run(memory[16:], (1024 * 3, 1024 * 20))]
+    runs = [CellRun(memory, (1024 * 40,) * 2), CellRun(memory[16:], (1024 * 3, 1024 * 20))]
     assert hasher(kernels, lanes=32).digests(runs) == expected(runs)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from casnap import Snapshot, StateDict, Store
-from casnap.state.device_hash import DeviceHasher, Run, hasher_of
+from casnap.state.device_hash import CellRun, DeviceHasher, hasher_of
 from casnap.take import staging
 from tools.bench import states
 from tools.bench.measure import Times, rotated, seconds
@@ -54,7 +54,7 @@ def _hashing(settings: Settings, state: states.State, hasher: DeviceHasher) -> R
     runs = []
     for tensor in state.values():
         whole, rest = divmod(tensor.nbytes, _CHUNK)
-        runs.append(Run(tensor, [_CHUNK] * whole + [rest] * (rest > 0)))
+        runs.append(CellRun(tensor, [_CHUNK] * whole + [rest] * (rest > 0)))
     hasher.digests(runs)
     samples = [seconds(lambda: hasher.digests(runs)) for _ in range(settings.repeat)]
     [device] = {tensor.device.type for tensor in state.values()}
