@@ -26,7 +26,7 @@ def wait_for_collectors() -> None:
 def forget_collectors() -> None:
     """Have this process know as little of what garbage there is as a new one."""
     automatic._collectors.clear()
-    automatic._spending.clear()
+    automatic._spent.seconds = 0.0
 
 
 @contextmanager

@@ -1,11 +1,12 @@
 """Collecting garbage by itself: the process that lets snapshots go frees their bytes.
 
-A collection begins in the background once enough bytes were let go, if those of the process have
-not taken more than their share of its processor time. The first one of a process goes through all
-that the store holds; on a local disk those after it look only at what changed since. There a
-collection frees what was condemned before the one before it ended, so each reader and each take has
-the time between two collections to finish. On a remote store, and where the store is set to one, a
-grace counts. Safety does not rest on either: ``docs/commit-protocol.md`` says on what.
+The first collection of a process begins in the background once it lets a snapshot go, and goes
+through all that the store holds. A later one begins once enough bytes were let go, if the process
+has worked enough meanwhile. On a local disk it looks only at what changed since; once as many bytes
+were let go as are kept, it goes through the whole store again. There a collection frees what was
+condemned before the one before it ended, so each reader and each take has the time between two
+collections to finish. On a remote store, and where the store is set to one, a grace counts. Safety
+does not rest on either: ``docs/commit-protocol.md`` says on what.
 """
 
 from __future__ import annotations
@@ -35,22 +36,18 @@ from casnap.storage.commit_log.roots import read_root
 from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
+# A collection begins once one of so many parts of what is kept was let go, ...
+_PARTS = 8
 SHARE = 0.04
-"""A collection begins if those before it took no more of the process's processor time."""
-# Those that go through the whole store have a share of their own. They find what no process has let
-# go: what takes have left that failed, and what was let go by processes that ended.
-_WHOLE_SHARE = 0.01
-# A first one that is likely to take long begins on a disk once so many states were let go, if that
-# is so many bytes.
-_MOST_STATES, _LITTLE = 3, 16 << 20
-# A later one begins on a disk whatever they have taken, once so many states were let go since.
-_MOST_STATES_LATER = 8
+"""... if the ones before it took no more of the processor time of this process; or else ..."""
+MOST = 512 << 20
+"""... once so many bytes were let go."""
+# To look at a snapshot costs less than 1 % of the take of so many bytes.
+_A_SNAPSHOT = 64 << 20
 # A pack of which no more than about half is needed is copied: of two equal tensors one.
 _REPACK = 0.51
 # After a failure, so many seconds.
 _FAILURE_REST = 60.0
-# What the first one of a process is likely to cost: so many seconds of a processor a snapshot.
-_SNAPSHOT_SECONDS = 0.0003
 # A process that ends waits for its collection for so many seconds; for one at a remote place not.
 _LAST_SECONDS = 0.5
 # Between two looks whether it has ended.
@@ -61,31 +58,22 @@ class _ExitError(Exception):
     """Ends a collection because the process ends."""
 
 
-class _Spending:
-    """The processor time that all collections of this process took, of whatever store.
+class _Spent:
+    """The processor time that collections of this process took, of whatever store.
 
-    Attributes:
-        whole: Of those through the whole store. Where such a one is the cheaper kind, it counts as
-            any other.
-        other: Of the others.
+    Collections through the whole store do not count: the more they cost, the fewer begin.
     """
 
     def __init__(self) -> None:
         self._lock = new_lock()
-        self.clear()
+        self.seconds = 0.0
 
-    def clear(self) -> None:
-        self.whole = self.other = 0.0
-
-    def add(self, cost: float, *, is_whole: bool) -> None:
+    def add(self, seconds: float) -> None:
         with self._lock:
-            if is_whole:
-                self.whole += cost
-            else:
-                self.other += cost
+            self.seconds += seconds
 
 
-_spending = _Spending()
+_spent = _Spent()
 
 
 class AutomaticCollector:
@@ -95,23 +83,19 @@ class AutomaticCollector:
         self._lock = threading.Lock()
         self._collecting = threading.Lock()
         self._worker: Worker | None = None
-        # What this process has let go since the last collection: bytes and snapshots. What that
-        # one has left to free counts too, once anything is let go after it.
+        # The bytes that this process has let go since the last collection; and since the last one
+        # through the whole store. What the last one has left to free counts with these, once
+        # anything is let go after it.
         self._released = 0
-        self._gone = 0
-        # Of these bytes those that the last one has not left.
-        self._new = 0
+        self._since_whole = 0
         self._waiting = 0
-        # The bytes of the last state that was let go, and of one that is taken.
-        self._state = 0
+        # The bytes of a state that is taken.
         self._counted = 0
         # What was freed since the last take, and what the last collection did.
         self._freed = 0
         self.last_report: GcReport | None = None
         # What a collection need not count anew.
         self._counts = ReferenceCounts()
-        # The processor time of the last collection through the whole store.
-        self._whole_cost = 0.0
         # By the clock: when the next one may begin, after the first or a failure.
         self._ready_at: float | None = None
         # What was condemned up to this root may be freed; at first, what others condemned before
@@ -140,12 +124,8 @@ class AutomaticCollector:
         if not (rows or self._waiting) or not collects_by_itself():
             return
         with self._lock:
-            new = sum(row.stats.new_bytes for row in rows)
-            self._new += new
-            self._released += new + self._waiting
-            self._gone += len(rows)
+            self._released += sum(row.stats.new_bytes for row in rows) + self._waiting
             self._waiting = 0
-            self._state = max([row.stats.logical_bytes for row in rows], default=self._state)
         # Once the process ends, Python may no longer wait for a thread that begins now.
         if _main_thread_lives():
             # What was committed stands, whatever happens here.
@@ -181,7 +161,7 @@ class AutomaticCollector:
                 # A collection that is under way has not condemned yet what it will.
                 with self._collecting:
                     root = store.newest()
-                if self.last_report is None or self._gone or root.condemned:
+                if self.last_report is None or self._released or root.condemned:
                     self._sweep(store)
         except Exception as e:  # noqa: BLE001 - the take may fit all the same
             _log.warning("%s: its garbage is not collected: %s", store.backend.uri, e)
@@ -254,7 +234,6 @@ class AutomaticCollector:
         """Collect once; return whether that succeeded."""
         backend = store.backend
         rest = backend.costs.collection_rest
-        began = time.monotonic()
         try:
             with self._collecting:
                 root, until = store.recent(), self._condemned_until
@@ -262,17 +241,12 @@ class AutomaticCollector:
                     until = None
                 elif until is None:
                     until = root.seq
-                # States wait for the first one. What others have left to copy is for a later one.
-                is_first = self.last_report is None
-                is_hurried = is_first and self._first_cost(store) > _LAST_SECONDS
-                options = GcOptions(condemned_until=until, repack=0.0 if is_hurried else _REPACK)
+                options = GcOptions(condemned_until=until, repack=_REPACK)
                 report = self._collect(store, options, progress)
         except _ExitError:
             return False
         except Exception as e:  # noqa: BLE001 - a backend may raise anything; the takes go on
-            # It may take as long each time as one that goes well.
-            took = time.monotonic() - began
-            self._ready_at = time.monotonic() + max(rest, _FAILURE_REST, took / SHARE)
+            self._ready_at = time.monotonic() + max(rest, _FAILURE_REST)
             _log.warning("%s: its garbage is not collected: %s", backend.uri, e)
             return False
         self._ready_at = time.monotonic() + rest
@@ -286,78 +260,47 @@ class AutomaticCollector:
         return True
 
     def _is_due(self, store: Repository) -> bool:
-        """Whether enough was let go, and collections have not taken more than their share."""
-        if not (self._released or self._gone):
-            return False
+        """Whether enough was let go for a collection, and it need not wait."""
         if self._ready_at is None:
             self._ready_at = time.monotonic() + store.backend.costs.collection_start
         if time.monotonic() < self._ready_at:
             return False
-        processor_time = time.process_time()
         report = self.last_report
         if report is None:
             # What earlier processes have let go is not known.
-            is_much = self._released >= max(_LITTLE, _MOST_STATES * self._state)
-            is_urgent = is_much and not store.backend.costly_requests
-            most = max(_LAST_SECONDS, SHARE * processor_time)
-            return is_urgent or self._first_cost(store) <= most
-        is_much = self._new >= max(_LITTLE, _MOST_STATES_LATER * self._state)
-        if is_much and not store.backend.costly_requests:
             return True
-        # Where little changes, what waits may be as much as what is kept.
-        worth = min(self._state, report.live_bytes / 4)
-        return self._released >= worth and _spending.other <= SHARE * processor_time
-
-    def _first_cost(self, store: Repository) -> float:
-        """Return what the first collection is likely to take, in seconds of a processor."""
-        return _SNAPSHOT_SECONDS * len(store.table(store.recent()))
+        has_time = _spent.seconds <= SHARE * time.process_time()
+        return self._released >= (report.live_bytes / _PARTS if has_time else MOST)
 
     def _collect(
         self, store: Repository, options: GcOptions, progress: Progress | None = None
     ) -> GcReport:
         with self._lock:
             released, self._released = self._released, 0
-            gone, self._gone = self._gone, 0
-            new, self._new = self._new, 0
         counts = None if store.backend.costly_requests else self._counts
-        is_most = self._is_most(released, gone)
-        whole_spent = _spending.whole + self._whole_cost
-        if is_most or whole_spent <= _WHOLE_SHARE * time.process_time():
+        last = self.last_report
+        since_whole = self._since_whole + released
+        # So it finds what takes have left that failed, and what was let go by other processes.
+        if last is None or since_whole >= last.live_bytes + _A_SNAPSHOT * last.snapshots:
             self._counts.clear()
-        is_whole = counts is not None and not counts.is_known
+        is_whole = not self._counts.is_known
         report = GcReport()
         try:
             collect(store, options, progress, counts, report)
         except BaseException:
             with self._lock:
                 self._released += released
-                self._gone += gone
-                self._new += new
             raise
         finally:
             # What one costs that fails counts too.
-            cost = report.processor_seconds
-            _spending.add(cost, is_whole=is_whole and not is_most)
-        if is_whole:
-            self._whole_cost = cost
+            _spent.add(0.0 if is_whole else report.processor_seconds)
+        self._since_whole = 0 if is_whole else since_whole
         with self._lock:
             self._freed += report.freed_bytes
         self._waiting = 0 if options.condemned_until is None else report.waiting_bytes
         self._condemned_until = store.newest().seq
         self.last_report = report
         return report
-
-    def _is_most(self, released: int, gone: int) -> bool:
-        """Whether to count what came and went takes longer than to count all.
-
-        So it is where half of all was let go, and as much came.
-        """
-        report = self.last_report
-        return (
-            report is not None
-            and 2 * gone >= report.snapshots
-            and 2 * released >= report.live_bytes
-        )
 
 
 def _main_thread_lives() -> bool:
@@ -458,4 +401,4 @@ def _forget_inherited() -> None:
     _collectors.clear()
     _recent.clear()
     # The clock of the child begins anew, too.
-    _spending.clear()
+    _spent.seconds = 0.0

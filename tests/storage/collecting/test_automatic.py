@@ -49,7 +49,8 @@ SMALL = 4 << 20
 @pytest.fixture(autouse=True)
 def turned_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CASNAP_GC", "auto")
-    automatic._spending.clear()
+    # States so small cost no more processor time than a collection.
+    monkeypatch.setattr(automatic, "SHARE", math.inf)
     yield
     wait_for_collectors()
 
@@ -134,7 +135,7 @@ RUN = """
     from casnap.storage.collecting import automatic
     from tests.storage.collecting.test_automatic import STATE, take
 
-    automatic.SHARE = math.inf  # states so small cost no more processor time than a collection
+    automatic.SHARE = math.inf
     store = Store(sys.argv[1])
     for step in range(int(sys.argv[2]), int(sys.argv[3])):
         take(store, step, sys.argv[4], 4 * STATE)
@@ -181,12 +182,8 @@ def test_what_others_condemned_waits_for_a_cycle_too(tmp_path: Path) -> None:
         assert (meanwhile <= condemned) == (step == 2)
 
 
-def test_a_state_that_changes_little_by_little(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_changes_little_by_little(tmp_path: Path) -> None:
     """What is still needed of mostly dead packs is copied, beside takes that rely on it."""
-    # These takes cost no more processor time than a collection.
-    monkeypatch.setattr(automatic, "SHARE", math.inf)
     store = Store(tmp_path / "run", create=NewStore(chunk_size=64 << 10))
     state = {f"w{i}": dense(i, 64 << 10) for i in range(128)}
     pick = random.Random(1)
@@ -195,6 +192,8 @@ def test_a_state_that_changes_little_by_little(
         for name in pick.sample(sorted(state), 2):
             state[name] = state[name] + 1
         store.take({"s": StateDict(**state)}, f"step_{step}", retention=Retention(keep_last=3))
+        if step >= 45:
+            wait_for_collectors()
         if step >= 50 and step % 5 == 0:
             sizes.append(nbytes_of(tmp_path / "run/casnap-store/packs"))
     needed = STATE + 4 * (64 << 10)
@@ -203,20 +202,32 @@ def test_a_state_that_changes_little_by_little(
     assert store.check(data=True).ok
 
 
-def test_small_states_one_after_the_other(tmp_path: Path) -> None:
-    """Each costs less processor time than a collection; what the process has done before counts."""
+@pytest.mark.parametrize("how", ["take", "delete"])
+def test_what_a_process_leaves_that_has_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """So many bytes wait for a collection, at most, and as many were condemned by the last one."""
+    nbytes, most = STATE // 4, 2 * STATE
+    monkeypatch.setattr(automatic, "SHARE", 0.0)
+    monkeypatch.setattr(automatic, "MOST", most)
+    automatic._spent.add(1.0)
     store = Store(tmp_path / "run")
-    for step in range(10):
-        take(store, step, nbytes=STATE // 4)
+    for step in range(50):
+        store.take(
+            {"s": StateDict(w=dense(step, nbytes))},
+            f"step_{step}",
+            retention=Retention(keep_last=5) if how == "take" else None,
+        )
         wait_for_collectors()
-    assert nbytes_of(tmp_path / "run") <= 4.1 * STATE // 4
+    for step in range(45 if how == "delete" else 0):
+        store.delete(f"step_{step}")
+        wait_for_collectors()
+    assert len(store.snapshots()) == 5
+    assert most < nbytes_of(tmp_path / "run") <= 2 * most + (5 + 1) * nbytes
 
 
 def test_collections_take_no_more_than_their_share(tmp_path: Path) -> None:
-    """Of a process that does nothing but take; the first one has to look at all.
-
-    Those that begin after eight states may take some more.
-    """
+    """Of a process that does nothing but take; the first one has to look at all."""
     code = """
         import sys, time
         from casnap import Store
@@ -241,55 +252,6 @@ def test_collections_take_no_more_than_their_share(tmp_path: Path) -> None:
     share, count = done.stdout.split()
     assert float(share) <= 0.07
     assert int(count) > 2
-
-
-def test_a_process_that_only_lets_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes no processor time of which collections could have a share."""
-    nbytes = STATE // 4
-    store = Store(tmp_path / "run")
-    for step in range(50):
-        store.take({"s": StateDict(w=dense(step, nbytes))}, f"step_{step}")
-    monkeypatch.setattr(automatic, "SHARE", 0.0)
-    for step in range(45):
-        store.delete(f"step_{step}")
-        wait_for_collectors()
-    # Five are kept. At most eight wait for a collection, and eight were condemned by the last one.
-    assert nbytes_of(tmp_path / "run") <= (5 + 8 + 8 + 1) * nbytes
-
-
-def test_all_stores_of_a_process_have_one_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stores = [Store(tmp_path / name) for name in ("one", "other")]
-    for store, share in zip(stores, (math.inf, 0), strict=True):
-        monkeypatch.setattr(automatic, "SHARE", share)
-        for step in range(6):
-            take(store, step, nbytes=STATE // 8)
-            wait_for_collectors()
-    # The first collection of a store, and none besides.
-    one, other = (nbytes_of(tmp_path / name) / (STATE // 8) for name in ("one", "other"))
-    assert one < 5
-    assert other > 6
-
-
-def test_what_a_failed_collection_takes_counts_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(automatic, "SHARE", math.inf)
-    store = Store(tmp_path / "store")
-    for step in range(4):
-        take(store, step)
-        wait_for_collectors()
-
-    def fail(*_: object) -> None:
-        raise BackendError("on purpose")
-
-    before = automatic._spending.other
-    with monkeypatch.context() as failing:
-        failing.setattr(LocalBackend, "sizes", fail)
-        take(store, 4)
-        wait_for_collectors()
-    assert automatic._spending.other > before
 
 
 def test_it_is_turned_off(tmp_path: Path) -> None:
@@ -392,22 +354,6 @@ def test_short_processes(tmp_path: Path) -> None:
     assert torch.equal(store["step_4"].read_object("s/w"), dense(4))
 
 
-def test_in_a_store_of_many_snapshots_a_process_has_to_work_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its first collection costs much, but no more than three states wait for it."""
-    monkeypatch.setattr(automatic, "_SNAPSHOT_SECONDS", 100.0)
-    store = Store(tmp_path / "store")
-    for step in range(4):
-        take(store, step)
-        wait_for_collectors()
-    assert not store._view.repository.newest().condemned
-    for step in range(4, 20):
-        take(store, step)
-        wait_for_collectors()
-    assert nbytes_of(tmp_path / "store") <= 8.1 * STATE
-
-
 def test_beside_many_snapshots_of_another_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,8 +368,6 @@ def test_beside_many_snapshots_of_another_run(
         return real(self, *arguments)
 
     monkeypatch.setattr(Repository, "node", count)
-    # A process that has worked for long may look at all more often.
-    monkeypatch.setattr(automatic, "_WHOLE_SHARE", 0.0)
     for step in range(20):
         take(Store(tmp_path / "store/run"), step)
         wait_for_collectors()
@@ -435,7 +379,7 @@ def test_beside_many_snapshots_of_another_run(
 
 
 def test_where_little_is_kept_collections_look_at_all(tmp_path: Path) -> None:
-    """That costs less than to count what came and went; and so they find what a dead take left."""
+    """So they find what a dead take left."""
     store = Store(tmp_path / "store", create=NewStore(chunk_size=64 << 10))
     keep = Retention(keep_last=1)
     orphan = tmp_path / "store/casnap-store" / pack_key(bytes(16))
