@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from casnap.cli.output import (
     report_fields,
     say,
 )
+from casnap.errors import DamagedError
+from casnap.format.entries import ContainerEntry
 from casnap.maintenance.diff import diff
-from casnap.maintenance.usage import DiskUsage, disk_usage, usage
-from casnap.report.facts import Facts, Run, SnapshotFacts, Space, gather
+from casnap.maintenance.usage import DiskUsage, Usage, disk_usage, usage
+from casnap.report.facts import Facts, Run, SnapshotFacts, Space, gather, metrics_in
 from casnap.report.page import HEAD, page
 from casnap.runtime.environment import local_path
-from casnap.storage import GcOptions, Repository, collect
+from casnap.storage import Contents, GcOptions, Repository, collect
 from casnap.view import repository_of
 
 
@@ -73,9 +76,9 @@ def report(store: str | None, prefix: str | None, output: Path, last: int, as_js
         facts = gather(
             repository.backend.uri,
             repository.config.chunk_size,
-            contents,
-            usages,
+            [(c, _facts_of(c, use)) for c, use in zip(contents, usages, strict=True)],
             space,
+            _sizes_in,
             diff,
             last,
             progress,
@@ -86,6 +89,38 @@ def report(store: str | None, prefix: str | None, output: Path, last: int, as_js
     _write(output, page(facts, time.time()))
     say(f"{output!s}: {amount(len(contents), 'snapshot')}")
     print_requests(place.requests)
+
+
+def _facts_of(contents: Contents, use: Usage) -> SnapshotFacts:
+    row, stats = contents.row, contents.row.stats
+    marks = (("rewound", row.is_rewound), ("thinned", row.is_thinned))
+    try:
+        metrics = metrics_in(contents.metadata)
+    except DamagedError:
+        metrics = {}
+    return SnapshotFacts(
+        contents.name,
+        row.time,
+        stats.seconds,
+        stats.entries,
+        stats.logical_bytes,
+        stats.new_bytes,
+        use.stored_bytes,
+        use.unique_bytes,
+        metrics,
+        (*row.tags, *(note for note, is_so in marks if is_so), *row.awaited),
+    )
+
+
+def _sizes_in(contents: Contents) -> Iterator[tuple[str, int]]:
+    """Yield the paths of all tensors and values of a snapshot, with their bytes."""
+    manifest = contents.manifest
+    of_ranks = ((f"{rank}/", trees) for rank, trees in manifest.ranks.items())
+    for prefix, trees in (("", manifest.shared), *of_ranks):
+        for key, digest in trees.items():
+            for path, entry in contents.tree(digest).items():
+                if not isinstance(entry, ContainerEntry):
+                    yield prefix + key + path, entry.payload.nbytes
 
 
 def _document(repository: Repository, facts: Facts, disk: DiskUsage) -> dict[str, Any]:

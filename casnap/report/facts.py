@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-from casnap import Diff, Usage
-from casnap.errors import DamagedError
-from casnap.extending import ContainerEntry, Progress
-from casnap.format.names import folder_of
-from casnap.storage import Contents
+from casnap import Diff
+from casnap.extending import Progress
 
 _MOST_RUNS = 12
 """So many runs, those with the newest snapshots, are shown in full."""
@@ -23,6 +20,7 @@ _MOST_PARTS = 32
 _SEPARATORS = re.compile(r"[/.]")
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
+T = TypeVar("T")
 Path: TypeAlias = tuple[str, ...]
 """The modules that lead to an entry, and its own name."""
 
@@ -131,10 +129,10 @@ class Facts:
 def gather(
     uri: str,
     chunk_size: int,
-    snapshots: Sequence[Contents],
-    usages: Sequence[Usage],
+    snapshots: Sequence[tuple[T, SnapshotFacts]],
     space: Space,
-    compare: Callable[[Contents, Contents], Diff],
+    sizes_in: Callable[[T], Iterable[tuple[str, int]]],
+    compare: Callable[[T, T], Diff],
     most: int,
     progress: Progress | None = None,
 ) -> Facts:
@@ -143,62 +141,38 @@ def gather(
     Args:
         uri: The store.
         chunk_size: The size of its chunks, in bytes.
-        snapshots: The snapshots, in the order of their commits.
-        usages: What each of them takes up.
+        snapshots: The snapshots, in the order of their commits: what the caller knows each by, and
+            its facts.
         space: What the whole store takes up.
+        sizes_in: Returns the paths of all tensors and values of a snapshot, with their bytes.
         compare: Returns what differs between two snapshots.
         most: How many snapshots of each run to compare with the one before.
         progress: Called as ``progress(phase, done, total)``.
-
-    Raises:
-        DamagedError: Something in the store cannot be read.
     """
-    by_folder: dict[str, list[tuple[Contents, SnapshotFacts]]] = {}
-    for contents, use in zip(snapshots, usages, strict=True):
-        facts = _facts_of(contents, use.stored_bytes, use.unique_bytes)
-        by_folder.setdefault(folder_of(contents.name), []).append((contents, facts))
-    newest = sorted(by_folder, key=lambda folder: -by_folder[folder][-1][0].row.seq)
+    by_folder: dict[str, list[tuple[T, SnapshotFacts]]] = {}
+    for snapshot, facts in snapshots:
+        folder = facts.name.rpartition("/")[0]
+        # A folder with a newer snapshot comes later.
+        by_folder[folder] = by_folder.pop(folder, [])
+        by_folder[folder].append((snapshot, facts))
+    newest = list(reversed(by_folder))
     runs = [
-        _run(folder, by_folder[folder], compare, most, progress) for folder in newest[:_MOST_RUNS]
+        _run(folder, by_folder[folder], sizes_in, compare, most, progress)
+        for folder in newest[:_MOST_RUNS]
     ]
     return Facts(
         uri=uri,
         chunk_size=chunk_size,
         snapshots=len(snapshots),
-        logical_bytes=sum(use.logical_bytes for use in usages),
+        logical_bytes=sum(facts.logical_bytes for _, facts in snapshots),
         space=space,
         runs=runs,
         more_runs=len(newest) - len(runs),
     )
 
 
-def _facts_of(contents: Contents, stored_bytes: int, unique: int) -> SnapshotFacts:
-    row = contents.row
-    marks = (
-        ("rewound", row.is_rewound),
-        ("thinned", row.is_thinned),
-    )
-    notes = (*row.tags, *(note for note, is_so in marks if is_so), *row.awaited)
-    stats = row.stats
-    return SnapshotFacts(
-        contents.name,
-        row.time,
-        stats.seconds,
-        stats.entries,
-        stats.logical_bytes,
-        stats.new_bytes,
-        stored_bytes,
-        unique,
-        _metrics(contents),
-        notes,
-    )
-
-
-def _metrics(contents: Contents) -> dict[str, float]:
-    try:
-        metadata: dict[str, Any] = contents.metadata
-    except DamagedError:
-        return {}
+def metrics_in(metadata: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers in the metadata of a snapshot that can be drawn."""
     return {
         key: float(value)
         for key, value in metadata.items()
@@ -208,13 +182,15 @@ def _metrics(contents: Contents) -> dict[str, float]:
 
 def _run(
     folder: str,
-    snapshots: list[tuple[Contents, SnapshotFacts]],
-    compare: Callable[[Contents, Contents], Diff],
+    snapshots: list[tuple[T, SnapshotFacts]],
+    sizes_in: Callable[[T], Iterable[tuple[str, int]]],
+    compare: Callable[[T, T], Diff],
     most: int,
     progress: Progress | None,
 ) -> Run:
-    compared = [contents for contents, _ in snapshots[-most - 1 :]]
-    sizes = _sizes(compared[-1])
+    compared = snapshots[-most - 1 :]
+    sizes = _summed((_parts(path), nbytes) for path, nbytes in sizes_in(compared[-1][0]))
+    sizes = {parts: nbytes for parts, nbytes in sizes.items() if nbytes}
     changes = _changes(compared, compare, sizes, progress)
     return Run(folder, [facts for _, facts in snapshots], changes, sizes)
 
@@ -227,27 +203,14 @@ def _parts(path: str) -> Path:
     return tuple(_SEPARATORS.split(path, _MOST_PARTS))
 
 
-def _sizes(contents: Contents) -> dict[Path, int]:
-    """Return the bytes of all tensors and values of a snapshot, by path."""
-    sizes: list[tuple[Path, int]] = []
-    manifest = contents.manifest
-    of_ranks = ((f"{rank}/", trees) for rank, trees in manifest.ranks.items())
-    for prefix, trees in (("", manifest.shared), *of_ranks):
-        for key, digest in trees.items():
-            for path, entry in contents.tree(digest).items():
-                if not isinstance(entry, ContainerEntry):
-                    sizes.append((_parts(prefix + key + path), entry.payload.nbytes))
-    return {parts: nbytes for parts, nbytes in _summed(sizes).items() if nbytes}
-
-
 def _changes(
-    compared: Sequence[Contents],
-    compare: Callable[[Contents, Contents], Diff],
+    compared: Sequence[tuple[T, SnapshotFacts]],
+    compare: Callable[[T, T], Diff],
     sizes: dict[Path, int],
     progress: Progress | None,
 ) -> Changes:
     columns: list[dict[Path, int]] = []
-    for number, (before, after) in enumerate(pairwise(compared)):
+    for number, ((before, _), (after, _)) in enumerate(pairwise(compared)):
         if progress is not None:
             progress("comparing snapshots", number, len(compared) - 1)
         columns.append(
@@ -261,7 +224,7 @@ def _changes(
     columns = [_summed((parts[:depth], n) for parts, n in column.items()) for column in columns]
     modules = sorted({parts[:depth] for parts in changed}, key=_naturally)
     return Changes(
-        [contents.name for contents in compared[1:]],
+        [facts.name for _, facts in compared[1:]],
         [".".join(module) for module in modules[:_MOST_MODULES]],
         [
             [min(1.0, column.get(module, 0) / totals[module]) for column in columns]
