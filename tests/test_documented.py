@@ -23,6 +23,7 @@ MODULES = (
     "casnap.errors",
     "casnap.extending",
     "casnap.integrations.dcp",
+    "casnap.integrations.folders",
     "casnap.serving",
 )
 # What only casnap makes; users get it.

@@ -18,6 +18,7 @@ import casnap
 import casnap.backends
 import casnap.extending
 import casnap.integrations.dcp
+import casnap.integrations.folders
 import casnap.serving
 from casnap.cli import COMMANDS, cli
 from casnap.maintenance.check import CheckReport
@@ -42,6 +43,7 @@ MODULES = (
     casnap.backends,
     casnap.extending,
     casnap.integrations.dcp,
+    casnap.integrations.folders,
     casnap.serving,
 )
 ANSWERS = (
