@@ -108,6 +108,22 @@ def matching(folder: _Path, *patterns: str) -> list[Path]:
     ]
 
 
+def resolved(path: _Path) -> Path:
+    """Return the real path. It is most often the first that a server is asked for.
+
+    Raises:
+        OSError: A part of the path cannot be looked at.
+        RuntimeError: There is a loop of links.
+        ValueError: The path has a NUL, or a character that the file system lacks.
+    """
+    done = begun(os.path.abspath(path))  # noqa: PTH100 - without asking a server
+    try:
+        return Path(path).resolve()
+    finally:
+        if done is not None:
+            done()
+
+
 def as_written(folder: Path) -> Path:
     """Return an absolute path. Links stay as they are, unless ``..`` follows one."""
     place = Path(folder.anchor) if folder.is_absolute() else Path.cwd()

@@ -24,6 +24,7 @@ from casnap.backends.local.local_paths import (
     is_folder,
     is_link,
     is_taken,
+    resolved,
     status,
 )
 from casnap.backends.local.owners import Owners
@@ -334,7 +335,7 @@ def _check_no_options(path: str, storage_options: Mapping[str, Any] | None) -> N
 
 def _resolved(folder: Path) -> Path:
     try:
-        return folder.resolve()
+        return resolved(folder)
     except (OSError, RuntimeError, ValueError) as e:
         # A loop of links, a NUL, or a character that the file system lacks.
         raise NotAStoreError(f"{str(folder)!r} is not a folder: {e}") from e
