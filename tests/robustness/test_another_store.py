@@ -237,17 +237,17 @@ def test_a_store_that_is_gone(path: Path, how: str) -> None:
     assert sorted(path.parent.rglob("*")) == before
 
 
-@pytest.mark.parametrize("how", ["take", "async_take"])
-def test_a_store_that_goes_while_a_take_announces_itself(tmp_path: Path, how: str) -> None:
+def test_a_store_that_goes_before_a_take_announces_itself(tmp_path: Path) -> None:
     """As when its file system is unmounted: the error is typed, and says so."""
     store = Store(tmp_path / "store")
     store.take(state(0), "step_0")
     go = partial((tmp_path / "store").rename, tmp_path / "away")
     with (
-        backend_faults(0, go, names=["announced"]),
+        backend_faults(0, go, names=["announced"]) as calls,
         pytest.raises(BackendError, match="is gone, or was moved"),
     ):
-        getattr(store, how)(state(1), "step_1")
+        store.async_take(state(1), "step_1").wait()
+    assert calls.struck
     assert not (tmp_path / "store").exists()
     (tmp_path / "away").rename(tmp_path / "store")
     store.take(state(1), "step_1")

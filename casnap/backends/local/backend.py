@@ -37,7 +37,13 @@ from casnap.backends.local.safe_paths import (
     unlink_at,
 )
 from casnap.backends.local.store_folder import StoreFolder
-from casnap.backends.local.system_errors import NO_LINKS, is_stale, no_links_error, translated
+from casnap.backends.local.system_errors import (
+    NO_LINKS,
+    gone_error,
+    is_stale,
+    no_links_error,
+    translated,
+)
 from casnap.errors import PLACE_ERRORS, BackendError, CasnapError
 from casnap.format.names import NOTICE_HEAD, STORE_FOLDER
 from casnap.format.records import CONFIG_KEY
@@ -393,9 +399,12 @@ class LocalBackend(Backend):
     def announced(self, base: int, *, at_once: bool = False) -> Iterator[Callable[[], None]]:
         path = self._path("tmp")
         with ExitStack() as opened:
-            with translated(path):
-                store = opened.enter_context(self._place.base_folder())
-                tmp = opened.enter_context(self._temporary_folder(store))
+            try:
+                with translated(path):
+                    store = opened.enter_context(self._place.base_folder())
+                    tmp = opened.enter_context(self._temporary_folder(store))
+            except FileNotFoundError as e:
+                raise gone_error(self.uri) from e
             create = partial(self._place.create, folder=tmp, base=store)
             with announced_in(tmp, path, base, create) as renew:
                 yield renew
