@@ -83,10 +83,10 @@ def _within_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iter
 
 
 class WithOthers:
-    """A state that ranks divide, and other values that each rank has: one input of a take.
+    """The input of a take whose state has two parts: one that ranks divide, and other values.
 
     Args:
-        divided: What of it this rank stores.
+        divided: The leaves of the divided part that this rank stores.
         others: Key → a value; none of the keys is one of the state's.
     """
 
@@ -122,12 +122,12 @@ class WithOthers:
 
 
 class Target(NamedTuple):
-    """What this rank fills of a tensor.
+    """A tensor of a snapshot, and the boxes of it that this rank fills.
 
     Attributes:
         path: The path of the tensor.
         shape: Its shape; None for any, and then elements beyond it become 0.
-        parts: What to fill.
+        parts: The boxes, each with the memory for its elements.
     """
 
     path: ObjectPath
@@ -283,10 +283,14 @@ def _within(entry: TensorEntry, target: Target) -> Iterator[Part]:
 
 
 def check_fit(snapshot: casnap.Snapshot, problems: Collection[str]) -> None:
-    """Check that nothing was found that does not fit a snapshot, before anything is loaded.
+    """Raise one error for all that does not fit a snapshot, before anything is loaded.
+
+    Args:
+        snapshot: The snapshot.
+        problems: What does not fit, each in words. Without any, nothing is raised.
 
     Raises:
-        MismatchError: Something was; the one error names it all.
+        MismatchError: There are problems.
     """
     if problems:
         raise MismatchError(

@@ -29,7 +29,10 @@ else:
 
 
 class JoinedTake:
-    """One take, which all ranks make together; each of them makes one of these, then calls it once.
+    """One take, which all ranks make together.
+
+    Each rank makes one of these, then calls :meth:`take` or :meth:`begin` once. That ends the
+    operation of the ranks.
 
     Args:
         path: The path of the snapshot, or its name in ``store``.
@@ -43,7 +46,7 @@ class JoinedTake:
 
     Attributes:
         comm: The ranks.
-        view: The store; it was made if there was none.
+        view: The store, for casnap's own trainers; it was made if there was none.
         full_name: The full name of the snapshot there.
 
     Raises:

@@ -68,7 +68,11 @@ ObjectPath: TypeAlias = tuple[str | int | DictKey, ...]
 
 
 def casnap_path(path: ObjectPath) -> str:
-    """Return casnap's path of a value."""
+    """Return casnap's path of a value.
+
+    Args:
+        path: The keys of the dicts, and the indices of the lists, that lead to the value.
+    """
     parts = (part.encoded if isinstance(part, DictKey) else part for part in path)
     return "/".join(map(component_of, parts))
 

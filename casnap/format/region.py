@@ -11,7 +11,14 @@ _PRIME = (1 << 61) - 1
 
 
 class Region(Struct, frozen=True, array_like=True, gc=False):
-    """A box of elements: on each axis ``i``, ``offsets[i] <= x_i < offsets[i] + sizes[i]``."""
+    """A box of the elements of a tensor.
+
+    On each axis ``i`` it holds ``offsets[i] <= x_i < offsets[i] + sizes[i]``.
+
+    Attributes:
+        offsets: Where it begins, on each axis.
+        sizes: How many elements it has, on each axis.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -28,6 +28,9 @@ DEFAULT_TIMEOUT = 600.0
 class Comm(ABC):
     """The ranks that do one operation together. All call the same collectives in the same order.
 
+    :func:`~casnap.ranks.joining.join` returns one. In a ``with`` block, an error of one rank ends
+    the operation on all ranks: each of the others raises a ``RankError`` that names it.
+
     Attributes:
         rank: The number of this rank in the group.
         size: The number of ranks.

@@ -270,7 +270,10 @@ def _with_bytes(entry: KnownEntry, content: torch.Tensor | bytes) -> KnownEntry:
 
 
 class StateSource(Protocol):
-    """The input of a take.
+    """The input of a take: the state of this rank.
+
+    :class:`LiveState` and :class:`DividedLeaves` are such, and :class:`casnap.divided.WithOthers`,
+    which joins one of each.
 
     Attributes:
         values: The values of an app state that may declare something about themselves.
