@@ -28,7 +28,16 @@ pytestmark = pytest.mark.filesystems
 
 ALL = {**DISKS, **SHARED}
 # The suite asks each for the same; what clients cache matters to two hosts alone.
-ONE_HOST = [*DISKS, "bindfs 1,1,0", "bindfs, one user", "sshfs", "mergerfs", "gluster"]
+ONE_HOST = [
+    *DISKS,
+    "bindfs 1,1,0",
+    "bindfs, one user",
+    "sshfs",
+    "mergerfs",
+    "gluster",
+    "nfs",
+    "juicefs",
+]
 
 
 @pytest.fixture

@@ -96,8 +96,7 @@ class Sshd:
         for name in ("host", "user"):
             key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
             subprocess.run(key, check=True)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = _free_port()
         (folder / "sshd_config").write_text(
             f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\n"
             f"AuthorizedKeysFile {folder}/user.pub\nPidFile none\nStrictModes no\nUsePAM no\n"
@@ -110,12 +109,8 @@ class Sshd:
         log = str(self._folder / "log")
         command = [str(shutil.which("sshd")), "-D", "-f", config, "-E", log]
         self._server = subprocess.Popen(command, start_new_session=True)
-        for _ in range(_MANY):
-            with socket.socket() as line:
-                if line.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
-            time.sleep(0.1)
-        pytest.skip(f"sshd does not start: {(self._folder / 'log').read_text()}")
+        if not _until_it_answers(self.port):
+            pytest.skip(f"sshd does not start: {(self._folder / 'log').read_text()}")
 
     def stop(self) -> None:
         """End it, and all that serves a client: the connections are closed."""
@@ -244,6 +239,87 @@ def gluster(folder: Path) -> Iterator[list[Path]]:
         yield [stack.enter_context(volume.mount(folder / host)) for host in "ab"]
 
 
+@contextmanager
+def _server_of_nfs(folder: Path, port: int) -> Iterator[None]:
+    """Start nfs-ganesha, which exports the folder ``served``; and rpcbind, if none runs."""
+    (folder / "ganesha.conf").write_text(
+        f"NFS_CORE_PARAM {{ NFS_Port = {port}; MNT_Port = {port + 1}; Protocols = 3;"
+        " Bind_addr = 127.0.0.1; Enable_NLM = false; Enable_RQUOTA = false;"
+        " mount_path_pseudo = true; }\n"
+        "NFSv4 { Graceless = true; RecoveryBackend = fs; }\n"
+        f"EXPORT {{ Export_Id = 1; Path = {folder}/served; Pseudo = /export; Access_Type = RW;"
+        " Squash = No_Root_Squash; SecType = sys; Protocols = 3; Transports = TCP;"
+        " FSAL { Name = VFS; } }\n"
+    )
+    config, log = str(folder / "ganesha.conf"), str(folder / "ganesha.log")
+    commands = [["ganesha.nfsd", "-F", "-f", config, "-L", log, "-p", str(folder / "pid")]]
+    if not _answers(111):
+        commands.insert(0, ["rpcbind", "-w", "-f"])
+    Path("/run/ganesha").mkdir(exist_ok=True)
+    servers: list[subprocess.Popen[bytes]] = []
+    try:
+        for command, at in zip(commands, (111, port)[-len(commands) :], strict=True):
+            servers.append(subprocess.Popen(command, start_new_session=True))
+            if not _until_it_answers(at):
+                pytest.skip(f"{command[0]} does not start")
+        yield
+    finally:
+        for server in reversed(servers):
+            server.kill()
+            server.wait()
+
+
+@contextmanager
+def nfs(folder: Path) -> Iterator[list[Path]]:
+    """Export a folder by nfs-ganesha, and mount it twice by a client of libnfs for FUSE."""
+    needs_root()
+    for command in ("ganesha.nfsd", "fuse-nfs", "rpcbind"):
+        if shutil.which(command) is None:
+            pytest.skip(f"needs the command {command}")
+    (folder / "served").mkdir()
+    port = _free_port()
+    uri = f"nfs://127.0.0.1/export?nfsport={port}&mountport={port + 1}&version=3&uid=0&gid=0"
+    with _server_of_nfs(folder, port), ExitStack() as stack:
+        for host in "ab":
+            stack.enter_context(fuse_mounted(folder / host, "fuse-nfs", "-n", uri, "-m"))
+        yield [folder / "a", folder / "b"]
+
+
+@contextmanager
+def juicefs(folder: Path) -> Iterator[list[Path]]:
+    """Make a JuiceFS of a database and a folder of objects, and mount it twice."""
+    needs_root()
+    if shutil.which("juicefs") is None:
+        pytest.skip("needs the command juicefs")
+    place = f"sqlite3://{folder}/meta.db"
+    made_of = ["--storage", "file", "--bucket", f"{folder}/objects/", place, "casnap"]
+    subprocess.run(["juicefs", "format", *made_of], check=True, capture_output=True)
+    with ExitStack() as stack:
+        for host in "ab":
+            options = ["mount", "-d", "--no-usage-report", "--cache-dir", f"{folder}/cache-{host}"]
+            options += ["--log", f"{folder}/{host}.log", place]
+            stack.enter_context(fuse_mounted(folder / host, "juicefs", *options))
+        yield [folder / "a", folder / "b"]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as line:
+        return line.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _until_it_answers(port: int) -> bool:
+    for _ in range(_MANY):
+        if _answers(port):
+            return True
+        time.sleep(0.1)
+    return False
+
+
 DISKS: dict[str, Callable[[Path], Mounts]] = {
     "xfs": partial(_image, "xfs", 512 * _MIB),
     "btrfs": partial(_image, "btrfs", 512 * _MIB),
@@ -262,6 +338,8 @@ SHARED: dict[str, Callable[[Path], Mounts]] = {
     "sshfs, no listings kept": partial(_sshfs, "dir_cache=no"),
     "mergerfs": mergerfs,
     "gluster": gluster,
+    "nfs": nfs,
+    "juicefs": juicefs,
 }
 """File systems that several hosts mount."""
 
