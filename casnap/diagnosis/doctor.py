@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from casnap.backends import LocalBackend, backend_at
+from casnap.backends.late_names import is_left_open
 from casnap.backends.local.local_paths import is_folder
 from casnap.backends.local.system_errors import translated
 from casnap.backends.uris import joined, store_uri
@@ -31,6 +32,9 @@ WAIT = 20.0
 """How long to look for the other half, in seconds, at a place that other hosts can reach."""
 # How long all probes may take together, in seconds, with a wait that is no longer.
 _ALL = 50.0
+# How long to try to delete what was written, in seconds: a client of FUSE or NFS gives a file that
+# was just in use another name first. Some delete that a little later, some never.
+_TIDYING = 3.0
 # What did not change for so many seconds is of a process that was killed.
 _LEFT = 3600.0
 
@@ -145,13 +149,30 @@ def _tidy(site: Site, folder: Path | None) -> None:
     if folder is None:
         backend.delete_all([key for name in own for key in backend.sizes(name)])
         return
-    for name in own:
-        shutil.rmtree(backend.where(name), ignore_errors=True)
     objects = Path(backend.where(""))
-    for path in (objects / "tmp", objects, folder):
-        # Another process may work there.
-        with suppress(OSError):
-            path.rmdir()
+    end = time.monotonic() + _TIDYING
+    while True:
+        for name in own:
+            shutil.rmtree(objects / name, ignore_errors=True)
+        for name in _names_in(objects / "tmp"):
+            if is_left_open(name):
+                with suppress(OSError):
+                    (objects / "tmp" / name).unlink()
+        for path in (objects / "tmp", objects, folder):
+            with suppress(OSError):
+                path.rmdir()
+        # Whoever else works there has a folder there.
+        others = set(_names_in(objects)) - {"tmp", *own}
+        if others or not folder.exists() or time.monotonic() > end:
+            return
+        time.sleep(_TIDYING / 30)
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return [path.name for path in folder.iterdir()]
+    except OSError:
+        return []
 
 
 def _clear(site: Site) -> None:
