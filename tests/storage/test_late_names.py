@@ -290,6 +290,20 @@ def test_what_a_client_keeps_of_deleted_files_is_nobodys(
     assert not [*(tmp_path / "below").rglob(".fuse_hidden*")], "of our own"
 
 
+@pytest.mark.parametrize("name", [".fuse_hidden0000000700000002", ".nfs000000000000004200000001"])
+def test_what_a_client_never_deletes_goes_with_a_collection(tmp_path: Path, name: str) -> None:
+    """Some clients of FUSE forget it. One that a program may have open, of today, stays."""
+    store = Store(tmp_path / "store")
+    store.take(state(1), "step_1")
+    left = tmp_path / "store/casnap-store/tmp" / name
+    left.write_bytes(bytes(100))
+    store.gc()
+    assert left.exists()
+    os.utime(left, (0, 0))
+    assert store.gc().freed_bytes == 100
+    assert not left.exists()
+
+
 def test_first_takes_on_one_mount(hosts: Callable[[str], list[Path]]) -> None:
     """Inodes and times that a client shows late are no other store's."""
     place, _ = hosts("1,1,0")

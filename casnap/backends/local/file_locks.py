@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 from casnap.backends.announcement import NOTE, NOTE_LASTS
 from casnap.backends.base import TEMPORARY
+from casnap.backends.late_names import is_left_open
 from casnap.backends.local.safe_paths import check_regular, unlink_at
 from casnap.backends.local.system_errors import translated
 from casnap.errors import PLACE_ERRORS
@@ -121,7 +123,23 @@ def unlink_abandoned(folder: int, min_age: float) -> int:
             _look_at(name, folder, lease=_DAY)
         elif NOTE.fullmatch(name):
             freed += _look_at(name, folder, min_age=max(min_age, NOTE_LASTS)).freed
+        elif is_left_open(name):
+            freed += _unlink_left_open(name, folder)
     return freed
+
+
+def _unlink_left_open(name: str, folder: int) -> int:
+    """Unlink what a client has kept of a file for a day; return how many bytes that freed.
+
+    The client unlinks it once no process has it open; some clients of FUSE never do. Opening it
+    here would have the client keep it once more.
+    """
+    with suppress(OSError):
+        info = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if stat.S_ISREG(info.st_mode) and time.time() - info.st_mtime > _DAY:
+            unlink_at(name, folder)
+            return info.st_size if info.st_nlink == 1 else 0
+    return 0
 
 
 class _Look(NamedTuple):
