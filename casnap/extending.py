@@ -12,7 +12,7 @@ divided tensors             ``Region``, ``leaf_of_parts``, ``boxes_of_run``, ``W
 leaves and their paths      ``Leaf``, ``flatten``, ``describe``, ``map_leaves``; ``ObjectPath``,
                             ``casnap_path``, ``containers_above``, ``component_of``, ``key_of``
 what is at a path           ``local_path``; ``exists``, ``is_file``, ``is_folder``, ``is_link``,
-                            ``is_taken``, ``paths_in``, ``matching``, ``translated``
+                            ``is_taken``, ``status``, ``paths_in``, ``matching``, ``translated``
 what a snapshot holds       ``Entry``, ``TensorEntry``, ``ContainerEntry``; ``why_unfit``,
                             ``check_fit``
 digests                     ``Digest``, ``digest_of``
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from casnap.backends.local.local_paths import is_taken as is_taken
     from casnap.backends.local.local_paths import matching as matching
     from casnap.backends.local.local_paths import paths_in as paths_in
+    from casnap.backends.local.local_paths import status as status
     from casnap.backends.local.system_errors import translated as translated
     from casnap.divided import Fit as Fit
     from casnap.divided import Target as Target
@@ -94,7 +95,9 @@ if TYPE_CHECKING:
 
 # Where each name is. A module is loaded when one of its names is asked for: a pull needs no torch.
 _NAMES = {
-    "backends.local.local_paths": "exists is_file is_folder is_link is_taken matching paths_in",
+    "backends.local.local_paths": (
+        "exists is_file is_folder is_link is_taken matching paths_in status"
+    ),
     "backends.local.system_errors": "translated",
     "divided": (
         "Fit Target WithOthers boxes_of_run check_fit check_together leaf_of_parts load_together"

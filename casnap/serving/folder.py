@@ -21,10 +21,9 @@ from msgspec import structs
 from casnap.backends.local.durability import sync_folder
 from casnap.backends.local.file_io import read_file
 from casnap.backends.local.held_folder import HeldFolder
-from casnap.backends.local.local_paths import status
 from casnap.backends.local.owners import Owners
 from casnap.errors import PLACE_ERRORS, BackendError, CasnapError, DamagedError, FileFormatError
-from casnap.extending import is_link, is_taken, translated
+from casnap.extending import is_link, is_taken, status, translated
 from casnap.files.export_output import check_local, check_outside
 from casnap.serving.version import (
     CHANGING,

@@ -22,7 +22,6 @@ import msgspec
 from casnap.backends.local.durability import sync_folder
 from casnap.backends.local.file_io import read_run, write_cached
 from casnap.backends.local.held_folder import HeldFolder
-from casnap.backends.local.local_paths import status
 from casnap.backends.local.system_errors import ABSENT
 from casnap.errors import PLACE_ERRORS, CasnapError, FileFormatError
 from casnap.extending import (
@@ -35,6 +34,7 @@ from casnap.extending import (
     mapped,
     new_lock,
     override,
+    status,
     translated,
 )
 from casnap.files.export_output import ExportOutput
