@@ -244,6 +244,13 @@ def nearest(name: str, names: Iterable[str]) -> str:
 _MOST_COMPARED, _MOST_NAMES, _LONGEST = 100, 100_000, 1000
 
 
+def shell_word(text: object) -> str:
+    """Return a path, URI or name as one word of a shell, for a command in a message."""
+    import shlex
+
+    return shlex.quote(str(text))
+
+
 SOURCE = "/path/to/casnap"
 """Where pip finds casnap: a clone. From the day that a version is on an index it is ``casnap``."""
 

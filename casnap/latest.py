@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from casnap.errors import SnapshotError, SnapshotNotFoundError, StoreError
+from casnap.errors import SnapshotError, SnapshotNotFoundError, StoreError, shell_word
 from casnap.format.records import Row
 from casnap.view import View
 
@@ -78,7 +78,7 @@ def _all_rewound_error(path: str) -> SnapshotError:
     """Return the error where only snapshots are left that runs went back from, given the last."""
     return SnapshotError(
         "only snapshots are left that their run went back from; the last one is "
-        f"{path}. To go on from it after all: `casnap rewind {path}`, or Store.rewind"
+        f"{path}. To go on from it after all: `casnap rewind {shell_word(path)}`, or Store.rewind"
     )
 
 

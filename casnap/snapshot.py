@@ -13,7 +13,7 @@ import msgspec
 
 from casnap.backends.local.local_paths import is_file
 from casnap.backends.uris import joined, name_below, store_uri
-from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError
+from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, shell_word
 from casnap.format.entries import Entry
 from casnap.format.names import check_name, component_of, key_of, name_text
 from casnap.format.records import Row, Stats
@@ -51,8 +51,8 @@ def _check_no_file(path: str | os.PathLike[str], cause: CasnapError) -> None:
     text = given_path(path)
     if store_uri(text) is None and is_file(local_path(text)):
         raise type(cause)(
-            f"{text} is a file, not a snapshot in a store; `casnap import {text} STORE/NAME` makes "
-            "one of a file of safetensors or torch.save"
+            f"{text} is a file, not a snapshot in a store; `casnap import {shell_word(text)} "
+            "STORE/NAME` makes one of a file of safetensors or torch.save"
         ) from cause
 
 

@@ -20,6 +20,7 @@ from casnap.errors import (
     DamagedError,
     NotAStoreError,
     SnapshotNotFoundError,
+    shell_word,
     with_article,
 )
 from casnap.format.names import check_name, name_text
@@ -363,7 +364,7 @@ class View:
             raise DamagedError(
                 f"{self.uri} can be read only as of root {older}, which has no snapshot {what}. "
                 f"Root {newest} may have one, but names files that are not here. "
-                + _ADVICE.format(uri=self.uri)
+                + _ADVICE.format(uri=shell_word(self.uri))
             )
 
     def named_here(self, report: PruneReport) -> PruneReport:
@@ -398,7 +399,7 @@ def _tell_of_older(store: Repository, older: Repository) -> None:
         store.backend.uri,
         older.newest().seq,
         newest,
-        _ADVICE.format(uri=store.backend.uri),
+        _ADVICE.format(uri=shell_word(store.backend.uri)),
     )
 
 

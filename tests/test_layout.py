@@ -231,6 +231,24 @@ _LOOKS_ITSELF = {
 }
 
 
+def test_what_a_shell_reads_is_quoted() -> None:
+    """A command in a message is copied into a shell: what a path has there must be one word."""
+    word = r"\{shell_word\((?:f'[^']*'|[^()]*)\)\}"
+    bare = re.compile(rf"`casnap [a-z]+ (?:[^`{{]|{word})*\{{(?!shell_word\(|ours\}})")
+    commands = {
+        f"{name}: {line.strip()}"
+        for name, path in MODULES.items()
+        for line in path.read_text().splitlines()
+        if bare.search(line)
+    }
+    # There the word was made above.
+    assert {command.split(":")[0] for command in commands} == {
+        "casnap.storage.collecting.gc",
+        "casnap.storage.opening.foreign_checkpoints",
+        "casnap.view",
+    }
+
+
 def test_places_are_looked_at_by_one_module() -> None:
     """Those of the standard library say "no" where they could not look."""
     looks = {

@@ -21,7 +21,7 @@ from casnap.cli.output import (
     say,
     size,
 )
-from casnap.errors import NotAStoreError, nearest
+from casnap.errors import NotAStoreError, nearest, shell_word
 from casnap.maintenance.check import CheckReport
 from casnap.maintenance.check import check as check_store
 from casnap.maintenance.damage import ALL, Damage, Hurt
@@ -146,9 +146,9 @@ def _print(uri: str, report: CheckReport) -> None:
 def _print_advice(uri: str, report: CheckReport) -> None:
     kinds = {damage.kind for damage in report.damages}
     if kinds - BEYOND_REPAIR:
-        say(f"`casnap repair {uri}` saves what can be saved (--yes in a script)")
+        say(f"`casnap repair {shell_word(uri)}` saves what can be saved (--yes in a script)")
     if "lost" in kinds:
-        say(f"`casnap repair {uri} --from STORE` heals what that store has")
+        say(f"`casnap repair {shell_word(uri)} --from STORE` heals what that store has")
     if kinds & BEYOND_REPAIR and ALL not in report.hurts:
         say("`casnap rm` of the hurt snapshots gives up what cannot be repaired")
 

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from casnap.cli.output import json_time, moment, say, size
+from casnap.errors import shell_word
 from casnap.maintenance.usage import DiskUsage
 from casnap.storage import AutomaticCollector, Outlook, Repository
 from casnap.store import Store
@@ -39,7 +40,7 @@ def what_frees(repository: Repository, waiting: str, *, condemned: bool) -> str:
         condemned: Whether a collection has condemned them.
     """
     outlook = Outlook(repository)
-    by_hand = f"`casnap gc {repository.backend.uri} --grace 0`"
+    by_hand = f"`casnap gc {shell_word(repository.backend.uri)} --grace 0`"
     if not outlook.is_freed_unasked:
         return f"{by_hand} frees {waiting}; no process does so by itself here"
     until, grace = outlook.freed_at, outlook.grace

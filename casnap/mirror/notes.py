@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from casnap.errors import MirrorError, StoreError
+from casnap.errors import MirrorError, StoreError, shell_word
 from casnap.format.names import folder_of
 from casnap.format.records import ORIGIN, Root, Row
 from casnap.storage import Changes, Repository, Table, TagMove, Tags
@@ -304,7 +304,7 @@ def mirror_place(root: Root, uri: str) -> MirrorPlace | None:
                 return MirrorPlace(store, prefix, place_uri, tag, moved)
     raise MirrorError(
         f"{uri} has a setting for its mirror that this casnap does not understand; update "
-        f"casnap, or forget that mirror: `casnap config {uri} mirror=none`"
+        f"casnap, or forget that mirror: `casnap config {shell_word(uri)} mirror=none`"
     )
 
 
@@ -366,7 +366,8 @@ def check_same_tag(
         raise MirrorError(
             f"the mirror of {uri} gets {_what_it_gets(attached.tag)}, and this Store asks for one "
             f"that gets {_what_it_gets(tag)}. Give MirrorOptions(tag=) as before; or to have it "
-            f"get other snapshots from now on, forget it first: `casnap config {uri} mirror=none`"
+            "get other snapshots from now on, forget it first: "
+            f"`casnap config {shell_word(uri)} mirror=none`"
         )
 
 
@@ -380,7 +381,7 @@ def wrong_mirror_error(store: Repository, attached: MirrorPlace, reason: str) ->
     return MirrorError(
         f"the mirror of {uri} is the store {attached.store}{_folder_text(attached)}, which was at "
         f"{attached.uri}; {reason}. Name that one; or if it is gone for good, or you want another "
-        f"one, forget it first: `casnap config {uri} mirror=none`"
+        f"one, forget it first: `casnap config {shell_word(uri)} mirror=none`"
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import stat
 from collections.abc import Callable
@@ -641,3 +643,18 @@ def test_a_path_that_has_no_text_of_its_own(tmp_path: Path) -> None:
 
     Store(Place()).make()
     assert (tmp_path / "store/casnap-store").is_dir()
+
+
+def test_commands_in_messages_are_for_a_shell(tmp_path: Path) -> None:
+    """Who copies them gets one word for each path, whatever its name."""
+    folder = tmp_path / "my store; echo 'bad'"
+    word = shlex.quote(str(folder))
+    folder.mkdir()
+    with pytest.raises(NotAStoreError) as caught:
+        Store(folder, create=False).snapshots()
+    assert f"`casnap init {word}`" in str(caught.value)
+    torch.save({"w": torch.ones(2)}, folder / "a b.pt")
+    with pytest.raises(CasnapError) as caught_file:
+        Snapshot(folder / "a b.pt").restore({})
+    words = shlex.split(re.search("`(casnap import .*)`", str(caught_file.value))[1])
+    assert words == ["casnap", "import", str(folder / "a b.pt"), "STORE/NAME"]

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from casnap import Snapshot
-from casnap.errors import CasnapError
+from casnap.errors import CasnapError, shell_word
 from casnap.extending import new_lock
 from casnap.format.names import folder_of
 from casnap.format.records import Row
@@ -136,7 +136,8 @@ class RunFolder:
             text = (
                 "%s: folders of snapshots (%d) were deleted before this process began to save; %s"
             )
-            _log.warning(text, uri, count, f"`casnap prune {uri} --missing-folders` deletes these")
+            prune = f"`casnap prune {shell_word(uri)} --missing-folders` deletes these"
+            _log.warning(text, uri, count, prune)
 
 
 # Several threads may save at once.

@@ -22,7 +22,7 @@ from contextlib import suppress
 from functools import partial
 from weakref import WeakValueDictionary
 
-from casnap.errors import CasnapError, StorageFullError
+from casnap.errors import CasnapError, StorageFullError, shell_word
 from casnap.format.records import Root, Row
 from casnap.runtime.environment import collects_by_itself
 from casnap.runtime.fork import in_child, new_lock
@@ -310,14 +310,14 @@ def _main_thread_lives() -> bool:
 def _what_frees(uri: str, report: GcReport | None) -> str:
     """Return what would free space, after a collection without grace; None if there was none."""
     if report is None:
-        return f"`casnap gc {uri} --grace 0` frees what no snapshot needs any more"
+        return f"`casnap gc {shell_word(uri)} --grace 0` frees what no snapshot needs any more"
     waiting = f", and {size(report.waiting_bytes)} wait for other takes" * bool(
         report.waiting_packs
     )
     return (
         f"{uri} has no garbage left to free: its {report.snapshots:,} snapshots take up "
         f"{size(report.live_bytes)}{waiting}. Let some of them go, with `casnap rm` or `casnap "
-        f"prune`; then `casnap gc {uri} --grace 0` frees their bytes"
+        f"prune`; then `casnap gc {shell_word(uri)} --grace 0` frees their bytes"
     )
 
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from casnap.backends.base import as_exclusive
-from casnap.errors import PLACE_ERRORS, DamagedError, FencedError, StorageFullError
+from casnap.errors import PLACE_ERRORS, DamagedError, FencedError, StorageFullError, shell_word
 from casnap.format.digest import split_digests
 from casnap.format.records import PackId, Root, pack_key, root_key
 from casnap.runtime.progress import Progress, ProgressCounter
@@ -208,7 +208,7 @@ def collect(
 
 def _advice(store: Repository, report: GcReport) -> str:
     done = "No more was deleted" if report.freed_bytes else "Nothing was deleted"
-    uri = store.backend.uri
+    uri = shell_word(store.backend.uri)
     return (
         f"{done}. `casnap check {uri}` says what is hurt, `casnap repair {uri}` saves what can be "
         "saved (--yes in a script); if something stays lost, `casnap rm` of the snapshots "

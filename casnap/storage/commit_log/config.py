@@ -13,6 +13,7 @@ from casnap.errors import (
     DamagedError,
     NotAStoreError,
     UnsupportedFormatError,
+    shell_word,
 )
 from casnap.format.decoding import json_decoder
 from casnap.format.records import (
@@ -36,7 +37,8 @@ def no_config_error(uri: str) -> DamagedError:
     """Return the error for a store that has roots, but no ``casnap.json``."""
     return DamagedError(
         f"{uri} is a damaged store: it has roots, but {CONFIG_KEY} is missing or unreadable. "
-        f"`casnap repair {uri}` makes it anew (--yes in a script), or restore it from a backup"
+        f"`casnap repair {shell_word(uri)}` makes it anew (--yes in a script), or restore it from "
+        "a backup"
     )
 
 
@@ -53,8 +55,8 @@ def not_a_store_error(backend: Backend) -> NotAStoreError:
         "s3://bucket/ckpts//run1/step_100"
     )
     return NotAStoreError(
-        f"{uri} is not a casnap store; make one with `casnap init {uri}` or Store(...), or check "
-        f"the path{advice if backend.folder is None else ''}"
+        f"{uri} is not a casnap store; make one with `casnap init {shell_word(uri)}` or "
+        f"Store(...), or check the path{advice if backend.folder is None else ''}"
     )
 
 

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from casnap.backends import Backend
-from casnap.errors import UnsupportedFormatError
+from casnap.errors import UnsupportedFormatError, shell_word
 from casnap.format.codec import Codec
 from casnap.format.records import Root
 from casnap.runtime.units import Duration, seconds_of
@@ -85,7 +85,7 @@ class Settings:
             raise UnsupportedFormatError(
                 f"{uri} stores new chunks with codec {name!r:.80}, which this casnap does not "
                 "know, so it takes no snapshot there; update casnap, or set another codec: "
-                f"`casnap config {uri} codec=raw`"
+                f"`casnap config {shell_word(uri)} codec=raw`"
             )
         return codec
 

@@ -15,7 +15,7 @@ from casnap.backends.announcement import NOTE
 from casnap.backends.base import TEMPORARY
 from casnap.backends.local.local_paths import exists, is_folder, status
 from casnap.backends.uris import store_uri
-from casnap.errors import PLACE_ERRORS, NotAStoreError, StoreError
+from casnap.errors import PLACE_ERRORS, NotAStoreError, StoreError, shell_word
 from casnap.format.names import MARKER, STORE_FOLDER
 from casnap.format.records import (
     CONFIG_KEY,
@@ -237,7 +237,7 @@ def _check_remote_place(backend: Backend, *, is_explicit: bool) -> None:
         raise StoreError(
             f"no store is made unasked at the root of a bucket, {backend.uri}. Take to a path "
             f"further down, like {backend.uri}/run1/step_100; or if the whole bucket is meant to "
-            f"be one store, make it with `casnap init {backend.uri}`, or Store(...)"
+            f"be one store, make it with `casnap init {shell_word(backend.uri)}`, or Store(...)"
         )
     if backend.is_object():
         raise object_error(backend.uri)

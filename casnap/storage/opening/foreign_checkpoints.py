@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from casnap.backends.local.local_paths import exists, is_file, is_folder
 from casnap.backends.local.system_errors import translated
-from casnap.errors import PLACE_ERRORS, SnapshotExistsError
+from casnap.errors import PLACE_ERRORS, SnapshotExistsError, shell_word
 from casnap.format.names import MARKER, NOTICE_HEAD
 
 _MOST = 1000
@@ -107,7 +107,8 @@ class ForeignCheckpoints:
             return ""
         path, form = checkpoints[-1]
         more = f", and {len(checkpoints) - 1} more" if len(checkpoints) > 1 else ""
-        importing = f"`casnap import {path} {folder}/NAME` imports it as a snapshot"
+        words = f"{shell_word(path)} {shell_word(f'{folder}/NAME')}"
+        importing = f"`casnap import {words}` imports it as a snapshot"
         return (
             f"{folder} holds no snapshot, but {path.name}, a checkpoint of {form.name}{more}: "
             f"{f'{form.reader} loads it' if form.reader else importing}"
@@ -130,7 +131,7 @@ class ForeignCheckpoints:
             folder, [form for form in _FOLDERS if form.is_sure or form.name == saver]
         )
         if form is not None:
-            importing = f"`casnap import {folder} NAME` imports it as a snapshot"
+            importing = f"`casnap import {shell_word(folder)} NAME` imports it as a snapshot"
             raise SnapshotExistsError(
                 f"{folder} holds a checkpoint of {form.name}, and one name is not for two states: "
                 "take under another name, or remove that one. "

@@ -40,6 +40,7 @@ from casnap.errors import (
     SnapshotNotFoundError,
     StoreError,
     nearest,
+    shell_word,
 )
 from casnap.format.decoding import json_decoder
 from casnap.format.names import MARKER, STORE_FOLDER, check_name
@@ -186,8 +187,8 @@ class Location(NamedTuple):
         return (
             f". {link} is a link, and links in a store are not followed: name {target}, which it "
             "leads to. For a name that moves on, tag a snapshot: "
-            f"`casnap tag {backend.uri}/NAME {link.name} --move`, and ask for "
-            f"Store.tagged({link.name!r})"
+            f"`casnap tag {shell_word(f'{backend.uri}/NAME')} {shell_word(link.name)} --move`, and "
+            f"ask for Store.tagged({link.name!r})"
         )
 
     def only_marker_error(self) -> NotAStoreError | None:
@@ -529,7 +530,7 @@ def not_served_text(folder: Path) -> str:
         return ""
     return (
         f". The store {store} serves only names right in its folder, since a path alone has made "
-        f"it; `casnap init {store}` has it serve all paths below"
+        f"it; `casnap init {shell_word(store)}` has it serve all paths below"
     )
 
 

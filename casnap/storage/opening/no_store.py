@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from casnap.backends.local.local_paths import is_taken
-from casnap.errors import PLACE_ERRORS, NotAStoreError
+from casnap.errors import PLACE_ERRORS, NotAStoreError, shell_word
 from casnap.format.names import STORE_FOLDER
 from casnap.format.records import CONFIG_KEY
 from casnap.storage.opening.foreign_checkpoints import ForeignCheckpoints, entries_of
@@ -31,7 +31,7 @@ def no_store_error(folder: Path) -> NotAStoreError:
     others = ForeignCheckpoints(folder)
     if advice := others.advice_within():
         return NotAStoreError(f"{base}. {advice}")
-    making = f"; make one with `casnap init {folder}`, or check the path"
+    making = f"; make one with `casnap init {shell_word(folder)}`, or check the path"
     return NotAStoreError(f"{base}{others.advice() or making}")
 
 

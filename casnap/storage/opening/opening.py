@@ -11,7 +11,7 @@ from typing import Any
 
 from casnap.backends import Backend
 from casnap.backends.local.local_paths import exists
-from casnap.errors import PLACE_ERRORS, NotAStoreError, UnsupportedFormatError
+from casnap.errors import PLACE_ERRORS, NotAStoreError, UnsupportedFormatError, shell_word
 from casnap.format.names import STORE_FOLDER
 from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, StoreConfig
 from casnap.runtime.units import Size
@@ -127,7 +127,7 @@ def _warn_of_neighbours(store: Path) -> None:
             first,
             store,
             str(store.parent),
-            store.parent,
+            shell_word(store.parent),
         )
 
 
@@ -156,7 +156,7 @@ def _no_name_error(backend: Backend) -> NotAStoreError | None:
         return None
     return NotAStoreError(
         f"{folder} is not a casnap store, and the store {folder.parent} has no snapshot "
-        f"{folder.name!r}; `casnap ls {folder.parent}` lists those that it has"
+        f"{folder.name!r}; `casnap ls {shell_word(folder.parent)}` lists those that it has"
         f"{not_served_text(folder)}"
     )
 

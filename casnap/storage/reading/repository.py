@@ -14,6 +14,7 @@ from casnap.errors import (
     CasnapError,
     DamagedError,
     UnsupportedFormatError,
+    shell_word,
 )
 from casnap.format.codec import Codec
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
@@ -506,7 +507,8 @@ def _error(uri: str, failed: list[Lost]) -> CasnapError:
     if all(not each.isdisjoint(_MAY_BE_WHOLE) for each in reasons):
         return UnsupportedFormatError(f"{message}. The data may be whole: update casnap")
     advice = (
-        f"`casnap check {uri}` says what is hurt; if you still have the data, take the same bytes "
-        "again to store them anew: in this process, or after `casnap repair` in any process"
+        f"`casnap check {shell_word(uri)}` says what is hurt; if you still have the data, take the "
+        "same bytes again to store them anew: in this process, or after `casnap repair` in any "
+        "process"
     )
     return DamagedError(message, paths, advice)

@@ -22,6 +22,7 @@ from casnap.errors import (
     SnapshotError,
     SnapshotNotFoundError,
     nearest,
+    shell_word,
 )
 from casnap.format.records import Root, Row, decode, encode, root_key
 from casnap.storage.commit_log.roots import read_root
@@ -148,8 +149,8 @@ class Tags:
             more = f" and {len(having) - 4} more" if len(having) > 4 else ""
             raise SnapshotError(
                 f"{uri}: {len(having)} snapshots have the tag {tag!r}: {names}{more}. Say which "
-                f"one is meant: `casnap tag {uri}/NAME {tag} --move`, which removes it from all "
-                "others"
+                f"one is meant: `casnap tag {shell_word(f'{uri}/NAME')} {shell_word(tag)} --move`, "
+                "which removes it from all others"
             )
         if not having:
             move = Tags.move_in(root, tag)
@@ -293,7 +294,8 @@ def _check_movable(root: Root, table: Table, name: str, tags: tuple[str, ...], u
         if published is not None and published[0] != name:
             raise SnapshotError(
                 f"{uri}: {tag!r} is published on {published[0]!r}, so no other snapshot can "
-                f"have it; move it: `casnap tag {uri}/{name} {tag} --move`, or Store.publish"
+                f"have it; move it: `casnap tag {shell_word(f'{uri}/{name}')} {shell_word(tag)} "
+                "--move`, or Store.publish"
             )
 
 
