@@ -25,6 +25,7 @@ APIS = {
     "casnap.extending": "what a trainer of your own stands on",
     "casnap.serving": "followers",
     "casnap.integrations.dcp": "torch.distributed.checkpoint",
+    "casnap.integrations.folders": "folders of snapshots that somebody deletes",
     **{
         f"casnap.integrations.{name}": name
         for name in (

@@ -170,11 +170,6 @@ class Listing(NamedTuple):
         """Return the commit that the marker in a folder of the run names; None without a marker."""
         return _marked_commit(self.backend, "/".join(part for part in (self.run, name) if part))
 
-    def markers(self) -> set[bytes]:
-        """Return the commits that the markers in all folders of the run name."""
-        commits = map(self.commit_of, self.names)
-        return {commit for commit in commits if commit is not None}
-
 
 def listing_of(backend: Backend, run: str) -> Listing | None:
     """List the folder of a run; return None if there is no such folder.
