@@ -163,7 +163,8 @@ def _tidy(site: Site, folder: Path | None) -> None:
                 path.rmdir()
         # Whoever else works there has a folder there.
         others = set(_names_in(objects)) - {"tmp", *own}
-        if others or not folder.exists() or time.monotonic() > end:
+        is_gone = folder.name not in _names_in(folder.parent)
+        if others or is_gone or time.monotonic() > end:
             return
         time.sleep(_TIDYING / 30)
 
