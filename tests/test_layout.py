@@ -286,3 +286,9 @@ def test_what_is_opened_has_an_owner() -> None:
 )
 def test_a_subject_names_its_area(subject: str, faults: int) -> None:
     assert len([*faults_of(subject)]) == faults
+
+
+def test_tables_are_read_so_that_another_host_may_collect_meanwhile() -> None:
+    """``read_at_newest`` and ``read_table`` read again what a collector has moved, or deleted."""
+    unguarded = re.compile(r"\.table\([\w.]+\.(newest|recent)\(\)\)")
+    assert [name for name, path in MODULES.items() if unguarded.search(path.read_text())] == []

@@ -19,6 +19,8 @@ from casnap.backends import LocalBackend
 from casnap.backends.late_names import is_taken_at_server
 from casnap.backends.local import safe_paths
 from casnap.errors import DamagedError
+from casnap.storage.reading.repository import Repository
+from casnap.storage.snapshots.marker_files import unknown_markers
 from tests.support.faults import in_child
 from tests.support.faulty import Fault, FaultyBackend, before, fail, stale
 from tests.support.mounts import bindfs
@@ -187,6 +189,16 @@ def test_a_segment_that_is_gone_and_still_shown(folder: Path) -> None:
     assert first.struck == 1
     # Twice before the table is read, and once more where the segment could not be.
     assert shown.struck == 3
+
+
+def test_markers_are_looked_for_while_another_host_collects(folder: Path) -> None:
+    """The table of the root that was read is gone before it is read."""
+    backend = client(folder)
+    store = Repository(backend)
+    first = Fault(before(lambda: on_another_host(folder, collected)), "read_into", "packs/*")
+    with backend.during(first):
+        assert unknown_markers(store) == {}
+    assert first.struck == 1
 
 
 def test_a_take_relies_on_a_pack_that_is_not_there_yet(

@@ -411,10 +411,13 @@ def _has_below(place: Path, folder: str) -> bool:
     Raises:
         PlaceError: The store cannot be looked at.
     """
+
+    def look(table: Table) -> bool:
+        return table.get(folder) is not None or any(True for _ in table.items_below(f"{folder}/"))
+
     try:
         store = Repository(LocalBackend(place))
-        table = store.table(store.newest())
-        return table.get(folder) is not None or any(True for _ in table.items_below(f"{folder}/"))
+        return store.read_at_newest(lambda root: look(store.table(root)))
     except CasnapError as e:
         if is_of_the_place(e) and not _is_passed_over(place):
             raise

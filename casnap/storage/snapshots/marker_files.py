@@ -204,7 +204,7 @@ def unknown_markers(store: Repository) -> dict[str, bytes]:
     backend = store.backend
     if backend.folder is None:
         return {}
-    rows = dict(store.table(store.newest()).items_in())
+    rows = store.read_at_newest(lambda root: dict(store.table(root).items_in()))
     top = listing_of(backend, "")
     runs = set(map(folder_of, rows)) | {""} | (top.names if top else set())
     markers: dict[str, bytes] = {}
@@ -223,5 +223,6 @@ def unknown_markers(store: Repository) -> dict[str, bytes]:
             if commit is not None:
                 markers[f"{run}/{name}".strip("/")] = commit
     # A take may have committed meanwhile.
-    commits = {row.commit for _, row in store.table(store.newest()).items_in()}
+    rows = store.read_at_newest(lambda root: dict(store.table(root).items_in()))
+    commits = {row.commit for row in rows.values()}
     return {name: commit for name, commit in markers.items() if commit not in commits}
