@@ -31,7 +31,7 @@ WORK_FOLDER = ".casnap-doctor"
 WAIT = 20.0
 """How long to look for the other half, in seconds, at a place that other hosts can reach."""
 # How long all probes may take together, in seconds, with a wait that is no longer.
-_ALL = 50.0
+_ALL = 55.0
 # How long to try to delete what was written, in seconds: a client of FUSE or NFS gives a file that
 # was just in use another name first. Some delete that a little later, some never.
 _TIDYING = 3.0
