@@ -1,12 +1,14 @@
-"""Collecting garbage by itself: the process that lets snapshots go frees their bytes.
+"""Automatic collections: the process that lets snapshots go frees their bytes.
 
-The first collection of a process begins in the background once it lets a snapshot go, and goes
-through all that the store holds. A later one begins once enough bytes were let go, if the process
-has worked enough meanwhile. On a local disk it looks only at what changed since; once as many bytes
-were let go as are kept, it goes through the whole store again. There a collection frees what was
-condemned before the one before it ended, so each reader and each take has the time between two
-collections to finish. On a remote store, and where the store is set to one, a grace counts. Safety
-does not rest on either: ``docs/commit-protocol.md`` says on what.
+The first collection of a process begins in the background once the process lets a snapshot go, and
+goes through the whole store. A later one begins once enough bytes were let go, if the process has
+done enough other work. On a local disk it looks only at what changed. Once as many bytes were let
+go as are kept, a collection goes through the whole store again.
+
+On a local disk, a collection frees packs that were condemned before the previous collection ended,
+so each reader and each take has the time between two collections to finish. On a remote store, and
+where the store sets a grace, the grace counts. Safety rests on neither, but on the protocol
+(``docs/commit-protocol.md``).
 """
 
 from __future__ import annotations
@@ -36,21 +38,21 @@ from casnap.storage.commit_log.roots import read_root
 from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
-# A collection begins once one of so many parts of what is kept was let go, ...
+# A collection begins once 1/_PARTS of the kept bytes was let go, ...
 _PARTS = 8
 SHARE = 0.04
-"""... if the ones before it took no more of the processor time of this process; or else ..."""
+"""... if earlier ones took at most this share of the processor time of this process; or else ..."""
 MOST = 512 << 20
-"""... once so many bytes were let go."""
-# To look at a snapshot costs less than 1 % of the take of so many bytes.
+"""... once this many bytes were let go."""
+# To look at a snapshot costs less than 1 % of a take of this many bytes.
 _A_SNAPSHOT = 64 << 20
-# A pack of which no more than about half is needed is copied: of two equal tensors one.
+# A pack is copied if no more than about half of it is needed: one of two equal tensors.
 _REPACK = 0.51
-# After a failure, so many seconds.
+# The seconds to rest after a failure.
 _FAILURE_REST = 60.0
-# A process that ends waits for its collection for so many seconds; for one at a remote place not.
+# For how many seconds a process that ends waits for its collection; not at a remote place.
 _LAST_SECONDS = 0.5
-# Between two looks whether it has ended.
+# The seconds between two looks whether it has ended.
 _LOOK = 0.01
 
 
@@ -59,7 +61,7 @@ class _ExitError(Exception):
 
 
 class _Spent:
-    """The processor time that collections of this process took, of whatever store.
+    """The processor time that collections of this process took, for all stores.
 
     Collections through the whole store do not count: the more they cost, the fewer begin.
     """
@@ -83,28 +85,28 @@ class AutomaticCollector:
         self._lock = threading.Lock()
         self._collecting = threading.Lock()
         self._worker: Worker | None = None
-        # The bytes that this process has let go since the last collection; and since the last one
-        # through the whole store. What the last one has left to free counts with these, once
-        # anything is let go after it.
+        # The bytes that this process has let go since the last collection; since the last one
+        # through the whole store; and the bytes that the last one left to free, which count as let
+        # go once a snapshot is let go after it.
         self._released = 0
         self._since_whole = 0
         self._waiting = 0
         # The bytes of a state that is taken.
         self._counted = 0
-        # What was freed since the last take, and what the last collection did.
+        # The bytes that were freed since the last take, and the report of the last collection.
         self._freed = 0
         self.last_report: GcReport | None = None
-        # What a collection need not count anew.
+        # The counts that the next collection can go on from.
         self._counts = ReferenceCounts()
-        # By the clock: when the next one may begin, after the first or a failure.
+        # When the next collection may begin, by the monotonic clock.
         self._ready_at: float | None = None
-        # What was condemned up to this root may be freed; at first, what others condemned before
-        # this process took anything.
+        # Packs that were condemned up to this root may be freed. At first these are the packs that
+        # others condemned before this process took anything.
         self._condemned_until: int | None = None
 
     @classmethod
     def of(cls, store: Repository) -> AutomaticCollector:
-        """Return the collector of a store, the same for the whole process while it is of use."""
+        """Return the collector of a store: one for the whole process, as long as it is in use."""
         name = f"{store.config.store_id} {store.backend.identity}"
         with _collectors_lock:
             collector = _collectors.setdefault(name, cls())
@@ -118,7 +120,8 @@ class AutomaticCollector:
 
         Args:
             store: The store, as the caller has it open.
-            rows: The rows that the snapshots had. If there are none, what waits may be worth it.
+            rows: The rows that the snapshots had. If there are none, bytes that wait to be freed
+                may be worth it.
         """
         rows = list(rows)
         if not (rows or self._waiting) or not collects_by_itself():
@@ -128,7 +131,7 @@ class AutomaticCollector:
             self._waiting = 0
         # Once the process ends, Python may no longer wait for a thread that begins now.
         if _main_thread_lives():
-            # What was committed stands, whatever happens here.
+            # The commit stands, whatever happens here.
             with suppress(CasnapError, OSError):
                 if self._is_due(store) and store.settings(store.recent()).collects_unasked:
                     self._start(store)
@@ -148,7 +151,7 @@ class AutomaticCollector:
             time.sleep(_LOOK)
 
     def make_room(self, store: Repository, count_bytes: Callable[[], int]) -> None:
-        """Collect all that nobody needs, now, if a state may not fit on the disk.
+        """Collect all garbage now, if a state may not fit on the disk.
 
         Args:
             store: The store, as the caller has it open.
@@ -158,7 +161,7 @@ class AutomaticCollector:
             if self._condemned_until is None:
                 self._condemned_until = store.recent().seq
             if self._may_not_fit(store, count_bytes):
-                # A collection that is under way has not condemned yet what it will.
+                # Wait for a collection that is under way: it may still condemn packs.
                 with self._collecting:
                     root = store.newest()
                 if self.last_report is None or self._released or root.condemned:
@@ -169,15 +172,15 @@ class AutomaticCollector:
     def meet_full_disk(
         self, store: Repository, error: StorageFullError, count_bytes: Callable[[], int]
     ) -> None:
-        """Collect all that nobody needs, so that what found no space can start again.
+        """Collect all garbage, so that the work that found no space can start again.
 
         Args:
             store: The store, as the caller has it open.
-            error: What was found.
+            error: The error of that work.
             count_bytes: Returns how many bytes are to be written, at most.
 
         Raises:
-            StorageFullError: That freed nothing. The message says what would.
+            StorageFullError: The collection freed nothing. The message says what would free space.
         """
         uri, report = store.backend.uri, None
         try:
@@ -186,7 +189,7 @@ class AutomaticCollector:
             _log.warning("%s: its garbage is not collected: %s", uri, e)
         if report is not None and report.freed_bytes:
             return
-        # What is free of the disk says nothing about a quota.
+        # The free space of the disk says nothing about a quota.
         is_quota = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EDQUOT
         free = None if is_quota else store.backend.free_bytes()
         lacking = f"up to {size(count_bytes())} are needed"
@@ -197,7 +200,7 @@ class AutomaticCollector:
 
     def _may_not_fit(self, store: Repository, count_bytes: Callable[[], int]) -> bool:
         free = store.backend.free_bytes()
-        # To count takes long for many tensors, and states hardly ever grow by so much.
+        # To count takes long for many tensors, and states hardly ever grow to four times the size.
         if free is None or (self._counted and free > 4 * self._counted):
             return False
         self._counted = count_bytes()
@@ -225,7 +228,7 @@ class AutomaticCollector:
         progress = _ending_with_process(patience)
         while self._collect_in_background(store, progress):
             with self._lock:
-                # What is let go from here on starts another thread.
+                # A snapshot that is let go from here on starts another thread.
                 if not self._is_due(store):
                     self._worker = None
                     return
@@ -267,7 +270,7 @@ class AutomaticCollector:
             return False
         report = self.last_report
         if report is None:
-            # What earlier processes have let go is not known.
+            # Nobody knows how many bytes earlier processes have let go.
             return True
         has_time = _spent.seconds <= SHARE * time.process_time()
         return self._released >= (report.live_bytes / _PARTS if has_time else MOST)
@@ -280,7 +283,8 @@ class AutomaticCollector:
         counts = None if store.backend.costly_requests else self._counts
         last = self.last_report
         since_whole = self._since_whole + released
-        # So it finds what takes have left that failed, and what was let go by other processes.
+        # The whole store is searched then: failed takes may have left packs in it, and other
+        # processes may have let snapshots go.
         if last is None or since_whole >= last.live_bytes + _A_SNAPSHOT * last.snapshots:
             self._counts.clear()
         is_whole = not self._counts.is_known
@@ -292,7 +296,7 @@ class AutomaticCollector:
                 self._released += released
             raise
         finally:
-            # What one costs that fails counts too.
+            # The cost of a collection that fails counts too.
             _spent.add(0.0 if is_whole else report.processor_seconds)
         self._since_whole = 0 if is_whole else since_whole
         with self._lock:
@@ -308,7 +312,7 @@ def _main_thread_lives() -> bool:
 
 
 def _what_frees(uri: str, report: GcReport | None) -> str:
-    """Return what would free space, after a collection without grace; None if there was none."""
+    """Return how to free space, given the report of a collection without grace, if any."""
     if report is None:
         return f"`casnap gc {shell_word(uri)} --grace 0` frees what no snapshot needs any more"
     waiting = f", and {size(report.waiting_bytes)} wait for other takes" * bool(
@@ -322,11 +326,11 @@ def _what_frees(uri: str, report: GcReport | None) -> str:
 
 
 def _ending_with_process(patience: float) -> Progress:
-    """Return what is called during a collection, and ends it soon after the process begins to end.
+    """Return a progress function that ends a collection soon after the process begins to end.
 
     Args:
-        patience: After how many seconds. So also a short process, such as `casnap rm`, collects
-            where that takes no longer.
+        patience: For how many seconds the collection may still go on. So a short process, such as
+            `casnap rm`, collects too if that takes no longer.
     """
     until = math.inf
 
@@ -344,7 +348,7 @@ def _ending_with_process(patience: float) -> Progress:
 
 
 class Outlook:
-    """What becomes of the bytes that no snapshot of a store needs, as of its newest root.
+    """Who frees the bytes that no snapshot of a store needs, and when; as of its newest root.
 
     Args:
         store: The store.
@@ -361,9 +365,9 @@ class Outlook:
 
     @property
     def grace(self) -> float | None:
-        """For how many seconds collections keep what they have condemned.
+        """For how many seconds collections keep condemned packs.
 
-        None if the next one that a process begins by itself frees it.
+        None if the next automatic collection frees them.
         """
         return _grace_at(self._store, self._root)
 
@@ -371,8 +375,7 @@ class Outlook:
     def freed_at(self) -> float | None:
         """When the grace of all condemned packs is over, in seconds since the epoch.
 
-        None if nothing is condemned, or if the next collection that a process begins by itself
-        frees it.
+        None if nothing is condemned, or if the next automatic collection frees it.
         """
         condemned, grace = self._root.condemned, self.grace
         if not condemned or grace is None:
@@ -390,7 +393,7 @@ def _grace_at(store: Repository, root: Root) -> float | None:
     return DAY if grace is None and is_needed else grace
 
 
-# The last few stay, since a process may open its store anew for each take.
+# The last few collectors stay alive, since a process may open its store anew for each take.
 _collectors: WeakValueDictionary[str, AutomaticCollector] = WeakValueDictionary()
 _recent: deque[AutomaticCollector] = deque(maxlen=16)
 _collectors_lock = new_lock()
@@ -400,5 +403,5 @@ _collectors_lock = new_lock()
 def _forget_inherited() -> None:
     _collectors.clear()
     _recent.clear()
-    # The clock of the child begins anew, too.
+    # The processor time of the child begins anew too.
     _spent.seconds = 0.0
