@@ -97,7 +97,7 @@ class BackendCore(ABC):
 
     @abstractmethod
     def copy(self, key: str, to: str) -> None:
-        """Give an object a second name, which no other process writes; as durable as a write.
+        """Give an object a second name, which no other process writes. It is as durable as a write.
 
         Raises:
             FileNotFoundError: The object is not there.

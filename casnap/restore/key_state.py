@@ -100,7 +100,7 @@ def _mappings(value: Any, path: str) -> Iterator[tuple[str, Mapping[Any, Any]]]:
 
 
 def _upwards(path: str) -> Iterator[str]:
-    """Yield a path, and the paths of all that it is in."""
+    """Yield a path, then the path of its parent, and so on up to the key."""
     while path:
         yield path
         path = path.rpartition("/")[0]

@@ -296,7 +296,7 @@ def _by_stored_keys(
 ) -> dict[str, Stateful]:
     """Return an app state by the keys of the snapshot; report the keys that it lacks.
 
-    All ranks see the keys of all ranks here, so they find the same.
+    All ranks know the keys of all ranks here, so all ranks find the same keys missing.
     """
     keys = contents.keys()
     keys_by_stored = renamed(contents.label, {key: key for key in sorted(keys)}, rename)

@@ -81,8 +81,8 @@ class Hasher:
 
     Args:
         state: The state that the pieces belong to.
-        writer: Returns the taker that one thread stores new chunks with. It is given the function
-            by which the thread shares new chunks with other ranks; None if it writes all.
+        writer: Returns the taker of new chunks for a thread. Its argument is the function by which
+            the thread shares new chunks with other ranks; None if the thread writes all.
         progress: Called with the bytes that are done.
 
     Attributes:

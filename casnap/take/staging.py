@@ -309,7 +309,7 @@ def _to_block(piece: Piece, slot: Slot, target: memoryview) -> Piece:
 
 
 def _do_nothing() -> None:
-    """Release nothing: the block of the copy is released by itself."""
+    """Release nothing: a block is released with the last copy that lies in it."""
 
 
 def _wait_for(under_way: threading.Lock) -> None:

@@ -1,4 +1,4 @@
-"""A folder of this machine that is held open, and the changes of names in it."""
+"""A folder of this machine that is held open, and changes to names in it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def sparse_packs(marks: Marks, view: IndexView, share: float) -> dict[PackId, in
 
     The pack that the root has a hint to is not among them, since readers begin there. Nor are packs
     with needed chunks that this version cannot copy. If all these packs together have little
-    garbage, there are none.
+    garbage, none is returned.
     """
     table = view.root.table
     table_pack = None if table is None or table.hint is None else table.hint.pack

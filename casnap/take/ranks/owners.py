@@ -84,7 +84,9 @@ class HeldReplica(msgspec.Struct, array_like=True):
 
 
 class Holdings(msgspec.Struct, array_like=True):
-    """The message in which a rank tells an owner, before it hashes, which of its leaves it holds.
+    """The message in which a rank tells an owner which leaves of that owner the rank holds.
+
+    It is sent before anything is hashed.
 
     Attributes:
         sharded: The tensors of which the rank holds pieces.
