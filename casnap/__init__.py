@@ -4,116 +4,57 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from casnap import errors
-from casnap.errors import CasnapError
+from casnap import errors as errors
+from casnap.errors import CasnapError as CasnapError
 from casnap.runtime.later import imported_later as _imported_later
-from casnap.snapshot import EntriesByPath, Snapshot, SnapshotMetadata, TakeStats
-from casnap.store import NewStore, Store
+from casnap.snapshot import EntriesByPath as EntriesByPath
+from casnap.snapshot import Snapshot as Snapshot
+from casnap.snapshot import SnapshotMetadata as SnapshotMetadata
+from casnap.snapshot import TakeStats as TakeStats
+from casnap.store import NewStore as NewStore
+from casnap.store import Store as Store
 from casnap.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from casnap.diagnosis.doctor import doctor
-    from casnap.diagnosis.report import DoctorReport, DoctorRow
-    from casnap.files.file_reports import ExportReport, ImportReport
-    from casnap.maintenance.check import CheckReport
-    from casnap.maintenance.diff import Diff
-    from casnap.maintenance.repair import RepairReport
-    from casnap.maintenance.usage import Usage
-    from casnap.mirror.mirror import Mirror
-    from casnap.mirror.status import MirrorOptions, MirrorStatus
-    from casnap.pending import PendingSnapshot, PendingTry
-    from casnap.preemption import Preemption, on_preemption
-    from casnap.restore.entry_handle import Handle
-    from casnap.restore.restore_report import RestoreReport
-    from casnap.runtime.buffers import release_memory
-    from casnap.serving.handshake import FollowerState
-    from casnap.serving.options import FollowEvent, PullReport
-    from casnap.state.stateful import RNGState, StateDict, Stateful
-    from casnap.storage import (
-        GcReport,
-        PruneReport,
-        Retention,
-        TagMove,
-    )
-    from casnap.transfer.copy_jobs import CopyReport
+    # Imported when they are asked for: not every program needs them, and some need torch.
+    from casnap.diagnosis.doctor import doctor as doctor
+    from casnap.diagnosis.report import DoctorReport as DoctorReport
+    from casnap.diagnosis.report import DoctorRow as DoctorRow
+    from casnap.files.file_reports import ExportReport as ExportReport
+    from casnap.files.file_reports import ImportReport as ImportReport
+    from casnap.maintenance.check import CheckReport as CheckReport
+    from casnap.maintenance.diff import Diff as Diff
+    from casnap.maintenance.repair import RepairReport as RepairReport
+    from casnap.maintenance.usage import Usage as Usage
+    from casnap.mirror.mirror import Mirror as Mirror
+    from casnap.mirror.status import MirrorOptions as MirrorOptions
+    from casnap.mirror.status import MirrorStatus as MirrorStatus
+    from casnap.pending import PendingSnapshot as PendingSnapshot
+    from casnap.pending import PendingTry as PendingTry
+    from casnap.preemption import Preemption as Preemption
+    from casnap.preemption import on_preemption as on_preemption
+    from casnap.restore.entry_handle import Handle as Handle
+    from casnap.restore.restore_report import RestoreReport as RestoreReport
+    from casnap.runtime.buffers import release_memory as release_memory
+    from casnap.serving.handshake import FollowerState as FollowerState
+    from casnap.serving.options import FollowEvent as FollowEvent
+    from casnap.serving.options import PullReport as PullReport
+    from casnap.state.stateful import RNGState as RNGState
+    from casnap.state.stateful import StateDict as StateDict
+    from casnap.state.stateful import Stateful as Stateful
+    from casnap.storage import GcReport as GcReport
+    from casnap.storage import PruneReport as PruneReport
+    from casnap.storage import Retention as Retention
+    from casnap.storage import TagMove as TagMove
+    from casnap.transfer.copy_jobs import CopyReport as CopyReport
 
-__all__ = [
-    "CasnapError",
-    "CheckReport",
-    "CopyReport",
-    "Diff",
-    "DoctorReport",
-    "DoctorRow",
-    "EntriesByPath",
-    "ExportReport",
-    "FollowEvent",
-    "FollowerState",
-    "GcReport",
-    "Handle",
-    "ImportReport",
-    "Mirror",
-    "MirrorOptions",
-    "MirrorStatus",
-    "NewStore",
-    "PendingSnapshot",
-    "PendingTry",
-    "Preemption",
-    "PruneReport",
-    "PullReport",
-    "RNGState",
-    "RepairReport",
-    "RestoreReport",
-    "Retention",
-    "Snapshot",
-    "SnapshotMetadata",
-    "StateDict",
-    "Stateful",
-    "Store",
-    "TagMove",
-    "TakeStats",
-    "Usage",
-    "doctor",
-    "errors",
-    "on_preemption",
-    "release_memory",
-]
-
-# These are imported when they are asked for: not every program needs them, and some need torch.
-_LATER = {
-    "CheckReport": "casnap.maintenance.check",
-    "CopyReport": "casnap.transfer.copy_jobs",
-    "Diff": "casnap.maintenance.diff",
-    "DoctorReport": "casnap.diagnosis.report",
-    "DoctorRow": "casnap.diagnosis.report",
-    "ExportReport": "casnap.files.file_reports",
-    "FollowEvent": "casnap.serving.options",
-    "FollowerState": "casnap.serving.handshake",
-    "GcReport": "casnap.storage",
-    "Handle": "casnap.restore.entry_handle",
-    "ImportReport": "casnap.files.file_reports",
-    "Mirror": "casnap.mirror.mirror",
-    "MirrorOptions": "casnap.mirror.status",
-    "MirrorStatus": "casnap.mirror.status",
-    "PendingSnapshot": "casnap.pending",
-    "PendingTry": "casnap.pending",
-    "Preemption": "casnap.preemption",
-    "PruneReport": "casnap.storage",
-    "PullReport": "casnap.serving.options",
-    "RNGState": "casnap.state.stateful",
-    "RepairReport": "casnap.maintenance.repair",
-    "RestoreReport": "casnap.restore.restore_report",
-    "Retention": "casnap.storage",
-    "StateDict": "casnap.state.stateful",
-    "Stateful": "casnap.state.stateful",
-    "TagMove": "casnap.storage",
-    "Usage": "casnap.maintenance.usage",
-    "doctor": "casnap.diagnosis.doctor",
-    "on_preemption": "casnap.preemption",
-    "release_memory": "casnap.runtime.buffers",
-}
-
-
-__getattr__ = _imported_later(globals(), _LATER)
+__getattr__, _later = _imported_later(globals())
+__all__ = sorted(
+    [
+        *("CasnapError", "EntriesByPath", "NewStore", "Snapshot", "SnapshotMetadata", "Store"),
+        *("TakeStats", "errors", *_later),
+    ]
+)
 
 
 def __dir__() -> list[str]:

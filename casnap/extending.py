@@ -93,40 +93,4 @@ if TYPE_CHECKING:
     from casnap.take.capture import StateSource as StateSource
     from casnap.take.options import TakeOptions as TakeOptions
 
-# Where each name is. A module is loaded when one of its names is asked for: a pull needs no torch.
-_NAMES = {
-    "backends.local.local_paths": (
-        "exists is_file is_folder is_link is_taken matching paths_in status"
-    ),
-    "backends.local.system_errors": "translated",
-    "divided": (
-        "Fit Target WithOthers boxes_of_run check_fit check_together leaf_of_parts load_together"
-    ),
-    "files.dcp_names": "ObjectPath casnap_path containers_above",
-    "format.digest": "Digest digest_of",
-    "format.entries": "ContainerEntry Entry TensorEntry",
-    "format.names": "component_of key_of",
-    "format.region": "Region",
-    "joined_take": "JoinedTake",
-    "ranks.comm": "Comm SingleProcess",
-    "ranks.joining": "join own_rank",
-    "restore.targets": "why_unfit",
-    "runtime.backoff": "Backoff",
-    "runtime.environment": "local_path",
-    "runtime.fork": "cached_property in_child new_lock new_rlock",
-    "runtime.progress": "Progress ProgressCounter",
-    "runtime.sizes": "size",
-    "runtime.threads": "cores mapped",
-    "runtime.torch_modes": "without_torch_modes",
-    "runtime.typing": "override",
-    "runtime.units": "Duration Size bytes_of count_of seconds_of",
-    "state.flatten": "flatten map_leaves",
-    "state.tensors": "Leaf describe",
-    "take.capture": "DividedLeaves LiveState StateSource",
-    "take.options": "TakeOptions",
-}
-
-_MODULES = {name: f"casnap.{module}" for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_MODULES)
-
-__getattr__ = imported_later(globals(), _MODULES)
+__getattr__, __all__ = imported_later(globals())

@@ -134,7 +134,7 @@ class Store:
         new = create if isinstance(create, NewStore) else NewStore()
         self._view = View.at(
             uri,
-            create=create is not False,
+            create=bool(create),
             storage_options=storage_options,
             threads=count_if_given("threads", threads),
             mirror_options=_mirror_options(mirror),

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from casnap import extending
+import casnap
+from casnap import extending, storage
+from casnap.storage import inspecting
 from tools.commits import faults_of
 from tools.waist import DOOR, taken_by_guests
 
@@ -153,16 +157,20 @@ def test_guests_come_in_by_the_door() -> None:
     assert len(taken) - len(at_the_door) <= MOST_INSIDE
 
 
-def test_type_checkers_find_the_names_of_the_door_where_they_are() -> None:
+@pytest.mark.parametrize("module", [casnap, storage, inspecting, extending])
+def test_names_are_imported_later_from_where_type_checkers_find_them(module: ModuleType) -> None:
+    assert module.__file__ is not None
     typed = {
-        (alias.name, node.module)
-        for node in ast.walk(tree_of(ROOT / "casnap" / "extending.py"))
+        alias.name: node.module
+        for node in ast.walk(tree_of(Path(module.__file__)))
         if isinstance(node, ast.ImportFrom) and node.col_offset
         for alias in node.names
     }
-    assert typed == set(extending._MODULES.items())
-    for name in extending.__all__:
-        getattr(extending, name)
+    assert typed.keys() <= set(module.__all__)
+    for name, giver in typed.items():
+        assert getattr(module, name) is getattr(importlib.import_module(str(giver)), name)
+    with pytest.raises(AttributeError, match="has no attribute 'absent'"):
+        _ = module.absent
 
 
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])

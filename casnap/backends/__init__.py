@@ -15,7 +15,7 @@ from casnap.runtime.environment import local_path
 from casnap.runtime.later import imported_later
 
 if TYPE_CHECKING:
-    from casnap.backends.memory import MemoryBackend
+    from casnap.backends.memory import MemoryBackend as MemoryBackend
 
 __all__ = ["Backend", "LocalBackend", "MemoryBackend", "backend_at"]
 
@@ -47,4 +47,4 @@ def backend_at(uri: str, storage_options: Mapping[str, Any] | None = None) -> Ba
     return remote_backend(uri, storage_options or {})
 
 
-__getattr__ = imported_later(globals(), {"MemoryBackend": "casnap.backends.memory"})
+__getattr__, _ = imported_later(globals())

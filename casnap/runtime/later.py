@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dis
+import sys
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 
-def imported_later(package: dict[str, Any], modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` (PEP 562) for a package, which imports names at their first use.
+def imported_later(package: dict[str, Any]) -> tuple[Callable[[str], Any], list[str]]:
+    """Return a ``__getattr__`` (PEP 562) for a module, which imports names at their first use.
+
+    The names stand once: in the imports that the module makes ``if TYPE_CHECKING:``. These are for
+    readers and type checkers, and are never run. Here their code tells which module has each name.
 
     Args:
-        package: The globals of the package, which keep the imported names.
-        modules: The name → the module that defines it.
+        package: The globals of the module that calls this, below these imports. They keep what is
+            imported.
+
+    Returns:
+        The function, and the names.
     """
+    modules: dict[str, str] = {}
+    module, is_imported = "", False
+    for each in dis.get_instructions(sys._getframe(1).f_code):
+        if each.opname == "IMPORT_NAME":
+            module = each.argval
+        elif each.opname == "STORE_NAME" and is_imported and each.argval not in package:
+            modules[each.argval] = module
+        is_imported = each.opname == "IMPORT_FROM"
 
     def get(name: str) -> Any:
         if name not in modules:
@@ -22,7 +38,7 @@ def imported_later(package: dict[str, Any], modules: Mapping[str, str]) -> Calla
         value = package[name] = getattr(import_module(modules[name]), name)
         return value
 
-    return get
+    return get, sorted(modules)
 
 
 class ModuleLater(ModuleType):

@@ -65,40 +65,4 @@ if TYPE_CHECKING:
     from casnap.storage.writing.session import Session as Session
     from casnap.storage.writing.starting_over import again as again
 
-# The module of each name. It is imported at the first use of a name: a reader needs no writer.
-_NAMES = {
-    "collecting.automatic": "AutomaticCollector Outlook",
-    "collecting.gc": "GcOptions GcReport collect",
-    "commit_log.put_if_absent_probe": "PutIfAbsent",
-    "commit_log.settings": "CODECS new_settings",
-    "packs.chunk_reads": "Fill ReadOptions Want",
-    "packs.pack_writer": "Raw SelectNew",
-    "opening.creation": "chunk_size_of",
-    "opening.location": "Location",
-    "opening.foreign_checkpoints": "ForeignCheckpoints",
-    "reading.cached_stores": "CachedStore",
-    "reading.repository": "Repository",
-    "snapshots.cell_pairs": "bases_in",
-    "snapshots.changes": "Changes",
-    "snapshots.contents": "Contents Entries Listed",
-    "snapshots.marker_files": "Markers",
-    "opening.opening": "open_at",
-    "snapshots.published": "TagMove Tags",
-    "snapshots.retention": "Best PruneReport Retention Verdict",
-    "snapshots.run_changes": "Runs",
-    "snapshots.run_upkeep": "Upkeep",
-    "reading.table": "Table",
-    "writing.copying": "ChunkBuffer",
-    "writing.handovers": "Handover",
-    "writing.hooks": "CommitHooks",
-    "writing.reliance": "Reliance",
-    "writing.starting_over": "again",
-    "writing.session": "Session",
-}
-
-_MODULES = {
-    name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()
-}
-__all__ = list(_MODULES)
-
-__getattr__ = imported_later(globals(), _MODULES)
+__getattr__, __all__ = imported_later(globals())

@@ -38,26 +38,4 @@ if TYPE_CHECKING:
     from casnap.storage.snapshots.references import walk as walk
     from casnap.storage.writing.mending import Mending as Mending
 
-_NAMES = {
-    "collecting.stored_files": "StoredFiles",
-    "commit_log.config": "config_content config_in read_config",
-    "commit_log.put_if_absent_probe": "put_if_absent_warnings",
-    "commit_log.roots": "COPIES read_root",
-    "lookup.chains": "ShortestChains bases_at",
-    "lookup.given_places": "GivenPlaces",
-    "lookup.index": "IndexView",
-    "lookup.index_cache": "preferred",
-    "lookup.pack_lengths": "listed_packs",
-    "packs.chunk_reads": "Failure Reason is_possible",
-    "packs.footers": "read_footer",
-    "snapshots.marker_files": "unknown_markers",
-    "snapshots.references": "MANIFEST digest_in is_node references walk",
-    "writing.mending": "Mending",
-}
-
-_MODULES = {
-    name: f"casnap.storage.{module}" for module, names in _NAMES.items() for name in names.split()
-}
-__all__ = list(_MODULES)
-
-__getattr__ = imported_later(globals(), _MODULES)
+__getattr__, __all__ = imported_later(globals())
