@@ -273,7 +273,9 @@ class AutomaticCollector:
             # Nobody knows how many bytes earlier processes have let go.
             return True
         has_time = _spent.seconds <= SHARE * time.process_time()
-        return self._released >= (report.live_bytes / _PARTS if has_time else MOST)
+        enough = report.live_bytes / _PARTS if has_time else MOST
+        # An empty store keeps no bytes, so that none at all would be enough.
+        return self._released > 0 and self._released >= enough
 
     def _collect(
         self, store: Repository, options: GcOptions, progress: Progress | None = None

@@ -567,6 +567,20 @@ def test_children_of_a_take_that_was_killed_hold_no_collector_up(tmp_path: Path)
         os.close(waits)
 
 
+def test_an_empty_store_is_collected_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It keeps no bytes, so that an eighth of them is none."""
+    forget_collectors()
+    store = Store(tmp_path / "store")
+    store.take({"s": StateDict(w=dense(0))}, "gone")
+    with caplog.at_level("INFO", "casnap"):
+        store.delete("gone")
+        (collector,) = automatic._collectors.values()
+        while (worker := collector._worker) is not None and not worker.ended:
+            assert caplog.text.count("collected garbage") <= 1
+            time.sleep(0.01)
+    assert caplog.text.count("collected garbage") == 1
+
+
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.EBADF, errno.EOPNOTSUPP])
 def test_takes_are_seen_where_there_are_no_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
