@@ -27,6 +27,7 @@ SOURCES = sorted(
     if "__pycache__" not in path.parts
 )
 MOST_LEVELS = 10
+MOST_NAMES, MOST_ASKING = 40, 8
 
 
 def statements(tree: ast.AST) -> Iterator[ast.AST]:
@@ -180,6 +181,23 @@ def test_the_house_is_drawn_as_the_layers_are(page: str) -> None:
     layers = re.search(r"^layers = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
     assert layers is not None
     assert re.findall(r"(\w+)(?:/|\.py)", drawing) == re.findall(r"\w+", layers[1])
+
+
+def test_the_face_of_the_storage_is_small() -> None:
+    """Others see the storage by its face. A new name takes the place of another one."""
+    assert len(storage.__all__) <= MOST_NAMES
+    for name in (*storage.__all__, *inspecting.__all__):
+        assert getattr(storage, name, None) or getattr(inspecting, name)
+
+
+def test_few_ask_whether_a_place_is_remote() -> None:
+    """What differs is a number of `Costs`, or the lookup."""
+    asking = {
+        name
+        for name, path in MODULES.items()
+        if not name.startswith("casnap.backends") and "costly_requests" in path.read_text()
+    }
+    assert len(asking) <= MOST_ASKING, asking
 
 
 _FROM_A_TEST = re.compile(r"from tests\.([\w.]*\btest_|[\w.]+ import (\([^)]*|.*)\btest_)")

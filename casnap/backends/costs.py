@@ -36,6 +36,14 @@ class Costs(NamedTuple):
             set otherwise. To do so it reads them, and a bucket charges that.
         has_grace: Whether condemned packs wait for a grace even where processes collect by
             themselves, and the store sets no grace. Otherwise they wait for the next collection.
+        free_looks: Whether a look at one file costs nothing that counts. Otherwise callers leave
+            out looks that only make sure, and prefer one listing to many looks.
+        waiting: Whether a thread that reads or writes only waits for a server. Then as many run at
+            once as calls are in flight, however few cores there are.
+        writes_hints: Whether the last pack of nodes of a commit gets hints, so that a reader need
+            not read the index.
+        keeps_counts: Whether a process goes on from the counts of its last collection. So another
+            one is short, and a process that ends waits for it.
     """
 
     gap: int
@@ -56,6 +64,10 @@ class Costs(NamedTuple):
     one_asks: bool
     recodes: bool
     has_grace: bool
+    free_looks: bool
+    waiting: bool
+    writes_hints: bool
+    keeps_counts: bool
 
 
 _SMALL = 10_000
@@ -82,6 +94,10 @@ _TABLE: dict[str, tuple[Any, Any]] = {
     "one_asks": (False, True),
     "recodes": (True, False),
     "has_grace": (False, True),
+    "free_looks": (True, False),
+    "waiting": (False, True),
+    "writes_hints": (False, True),
+    "keeps_counts": (True, False),
 }
 LOCAL = Costs(**{name: disk for name, (disk, _) in _TABLE.items()})
 REMOTE = Costs(**{name: bucket for name, (_, bucket) in _TABLE.items()})

@@ -186,7 +186,7 @@ class PackSurvey:
     def look(self) -> None:
         """Compare the size and the footer of each pack with the index."""
         packs, backend = self.chosen, self._store.backend
-        listed = listed_packs(backend, are_many=False) if backend.costly_requests else None
+        listed = None if backend.costs.free_looks else listed_packs(backend, are_many=False)
         states = mapped(lambda pack: self._state_of(pack, listed), packs, backend.in_flight)
         for number, (pack, state) in enumerate(states):
             self._progress("looking at packs", number, len(packs))

@@ -124,13 +124,13 @@ def disk_usage(store: Repository) -> DiskUsage:
 
 
 def _disk_usage(store: Repository, root: Root) -> DiskUsage:
-    view = store.index.view(root)
+    view = store.view_at(root)
     files = StoredFiles(store, view.root)
     segments = (segment_key(segment) for segment in view.segments)
     kept = files.size_of([*map(pack_key, view.live), *segments])
     waiting = files.size_of(map(pack_key, view.root.condemned))
     orphaned = files.size_of(files.unnamed(view))
-    if store.backend.costly_requests:
+    if not store.backend.costs.free_looks:
         # All other files were listed above.
         other = store.backend.taken_up("roots")
     else:
@@ -189,7 +189,7 @@ def shared_bytes(
 
 def _snapshots(store: Repository, root: Root) -> tuple[IndexView, list[Contents]]:
     rows = store.table(root).items_in()
-    return store.index.view(root), [Contents(store, name, row) for name, row in rows]
+    return store.view_at(root), [Contents(store, name, row) for name, row in rows]
 
 
 class _Walk:

@@ -171,7 +171,7 @@ class _SharedFetch:
             # Each rank has its part of this memory, in which all ranks find the chunks it has read.
             window = min(window, _LEAST_WINDOW)
             share = max(window // size, chunk_size)
-            if not self._store.backend.costly_requests:
+            if not self._store.backend.costs.waiting:
                 # Small units are shared out more evenly. A rank asks a server for long runs: with
                 # small units it would also get the units of other ranks in between.
                 unit = chunk_size

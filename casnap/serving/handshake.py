@@ -311,7 +311,7 @@ class _Keeper:
         try:
             store.check_writable("note who follows it", dry_run=True)
             # Of a store that was deleted, no folder is to come back by this.
-            is_cheap = not store.backend.costly_requests
+            is_cheap = store.backend.costs.free_looks
             if is_cheap and store.backend.size_if_there(CONFIG_KEY) is None:
                 raise UnavailableError(f"{store.backend.uri}: there is no store just now")
             self._note.put(name, content)
@@ -550,7 +550,7 @@ def wait_served(
                 + _lag_text(tag, number, quorum, serving, followers),
                 tuple(f.label for f in followers if f not in serving),
             )
-        look = _LOOKS[store.backend.costly_requests]
+        look = _LOOKS[not store.backend.costs.free_looks]
         time.sleep(look if seconds_left is None else min(look, seconds_left))
 
 

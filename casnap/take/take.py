@@ -191,7 +191,7 @@ class _Steps:
             return
         # Collectors must see the take at once, since chunks that stay on the device cannot be
         # written anew. In an object store, rank 0 announces the take for all ranks.
-        is_seen = self._comm.rank == 0 or not store.backend.costly_requests
+        is_seen = self._comm.rank == 0 or not store.backend.costs.one_asks
 
         def begin(_: Crew) -> None:
             self._reliance = Reliance(

@@ -224,7 +224,7 @@ class AutomaticCollector:
                 self._worker.start()
 
     def _run(self, store: Repository) -> None:
-        patience = 0.0 if store.backend.costly_requests else _LAST_SECONDS
+        patience = _LAST_SECONDS if store.backend.costs.keeps_counts else 0.0
         progress = _ending_with_process(patience)
         while self._collect_in_background(store, progress):
             with self._lock:
@@ -282,7 +282,7 @@ class AutomaticCollector:
     ) -> GcReport:
         with self._lock:
             released, self._released = self._released, 0
-        counts = None if store.backend.costly_requests else self._counts
+        counts = self._counts if store.backend.costs.keeps_counts else None
         last = self.last_report
         since_whole = self._since_whole + released
         # The whole store is searched then: failed takes may have left packs in it, and other

@@ -572,7 +572,7 @@ class _Collector:
         self.report.refused |= refused
         self.report.freed_bytes += sum(sizes.values())
         # At a remote place, a collection that deletes nothing spares this request too.
-        if passed or not self._backend.costly_requests:
+        if passed or self._backend.costs.free_looks:
             self.report.freed_bytes += self._backend.tidy(self._grace)
         return bool(passed)
 

@@ -91,7 +91,7 @@ def _first_look(backend: Backend, cached: Root | None, *, stands: bool) -> tuple
     """
     if cached is not None and stands:
         return cached, _after(backend, cached)
-    if not backend.costly_requests:
+    if backend.costs.free_looks:
         root = cached if cached is not None and _stands(backend, cached) else last_listed(backend)
         return root, _after(backend, root)
     if cached is not None:

@@ -84,7 +84,7 @@ def create_store(
     backend.make()
     ours: StoreConfig | None = None
     # At a remote place, one listing answers more questions, and it is short.
-    names = set(backend.names("")) if backend.costly_requests else None
+    names = None if backend.costs.free_looks else set(backend.names(""))
     is_new = not has_object(backend, CONFIG_KEY) if names is None else CONFIG_KEY not in names
     if is_new:
         names = set(backend.names("")) if names is None else names
@@ -193,7 +193,7 @@ def _put_config(
         )
     # A process that was killed while it made the store leaves only temporary files.
     others = names - {"tmp"}
-    if not backend.costly_requests and "tmp" in names:
+    if backend.costs.free_looks and "tmp" in names:
         expire = (TEMPORARY, NOTE)
         left = (n for n in backend.names("tmp") if not any(e.fullmatch(n) for e in expire))
         others.update(f"tmp/{name}" for name in left)

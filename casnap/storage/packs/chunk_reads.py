@@ -172,7 +172,7 @@ def read_places(
             failures.append(FailedRead(place, wants, Failure(Reason.IMPOSSIBLE)))
     direct, joined = _split_direct(backend, wanted_places, options)
     read_direct = partial(_read_in_place, backend, direct, options)
-    if direct and joined and backend.costly_requests and options.readers:
+    if direct and joined and backend.costs.waiting and options.readers:
         # Read both kinds at once: one after the other would take one more round trip.
         read_joined = partial(_read_joined, backend, chunk_size, joined, options)
         retried, bad = run_both(read_direct, read_joined)
@@ -257,7 +257,7 @@ def _read_in_place(
         chunk is damaged, or another thread wrote to its memory.
     """
     total = sum(place.stored_size for place, _ in in_place)
-    if backend.costly_requests:
+    if backend.costs.waiting:
         least, readers = _SMALL_BYTES, backend.in_flight
     else:
         readers = min(_readers(backend), options.readers, total // _SHARE_BYTES)

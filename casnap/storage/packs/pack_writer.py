@@ -152,7 +152,7 @@ class PackWriter:
         # Each writing thread holds a slot of the pool. Threads that write to a remote store only
         # wait, so the limit of the crew does not bind them.
         at_once = crew.limited(_WRITERS)
-        if backend.costly_requests:
+        if backend.costs.waiting:
             at_once = min(backend.in_flight, SLOTS)
         self._most_writers = at_once
         self.packs: list[PackId] = []

@@ -219,6 +219,10 @@ class Repository:
         """Return the view of the index at the newest root."""
         return self.read_at_newest(self.index.view)
 
+    def view_at(self, root: Root) -> IndexView:
+        """Return the view of the index at a root, within :meth:`read_at_newest`."""
+        return self.index.view(root)
+
     def recent_view(self, base_root: Root | None = None) -> IndexView:
         """Return the view of the index at a given root; by default at a recent one."""
         return self.read_at_newest(self.index.view, lambda: base_root or self.recent())
@@ -241,7 +245,7 @@ class Repository:
 
         def read(root: Root) -> V:
             note(root)
-            if not self.backend.costly_requests:
+            if self.backend.costs.free_looks:
                 self.index.check_there(root)
             return look(self.table(root))
 
@@ -459,7 +463,7 @@ class Repository:
 
         reader = DeltaReader(read_links, self.lookup.bases(), options.base)
         one_by_one = options.budget is not None or options.readers == 0
-        at_once = self.backend.in_flight if self.backend.costly_requests else cores()
+        at_once = self.backend.in_flight if self.backend.costs.waiting else cores()
         return reader.read(deltas, 1 if one_by_one else at_once)
 
     def read_at(self, place: Place, digest: Digest, known: Mapping[Digest, bytes]) -> bytes | None:

@@ -47,7 +47,7 @@ def mark(store: Repository, name: str, row: Row) -> None:
     }
     try:
         store.backend.mark(f"{name}/{MARKER}", msgspec.json.encode(content))
-        now = row if store.backend.costly_requests else _row_now(store, name, row)
+        now = _row_now(store, name, row) if store.backend.costs.free_looks else row
     except Exception as e:  # noqa: BLE001
         _log.warning("%s is committed, but its marker file cannot be written: %s", name, e)
         return

@@ -130,7 +130,7 @@ class Session:
             store.check_writable("write to", based_on, dry_run=dry_run or not puts_root)
             self._crew = crew or stack.enter_context(Crew())
             # In an object store, rank 0 announces the change of all ranks.
-            is_seen = not dry_run and (puts_root or not store.backend.costly_requests)
+            is_seen = not dry_run and (puts_root or not store.backend.costs.one_asks)
             reliance = Reliance(store, base_root, announced=based_on.seq if is_seen else None)
             stack.callback(reliance.end)
             self.base: IndexView = reliance.base
@@ -367,7 +367,7 @@ class Session:
             return None
         top = self._write_table(table, changes)
         like = _serving_all(update_root(m), changes)
-        if self.store.backend.costly_requests:
+        if self.store.backend.costs.writes_hints:
             find = partial(self.store.index.find, latest)
             self.new_packs.finish(find, self._upper_lists(top))
         else:
@@ -480,12 +480,12 @@ class Session:
         store, packs = self.store, self.new_packs
         # The rank that commits compares the packs of all ranks with the newest root. So at a remote
         # place, this rank looks at that root only if it is asked to move its packs.
-        compares_with_base = store.backend.costly_requests and not seq
+        compares_with_base = store.backend.costs.one_asks and not seq
         latest = self.base if compares_with_base else store.view()
         self._reliance.confirm(latest)
         if not self.may_be_referenced:
             find = partial(store.index.find, latest)
-            packs.finish(find if store.backend.costly_requests else None)
+            packs.finish(find if store.backend.costs.writes_hints else None)
             self._cache_nodes()
         if seq > packs.base_seq:
             self._move(seq)
