@@ -55,9 +55,8 @@ def main(checkout: Path, names: bool) -> None:
             if giver not in faces
             and any((module.parts[0] == "maintenance") == is_counted for module in modules)
         }
-        print(
-            f"{title}: {len(inside)} names of {len({giver for giver, _ in inside})} rooms' modules"
-        )
+        givers = {giver for giver, _ in inside}
+        print(f"{title}: {len(inside)} names past the face, of {len(givers)} modules")
     print(f"{reaches} times a repository is reached through, to its index")
     print(
         f"{sum(asks.values())} times in {len(asks)} modules it is asked whether a place is remote"
