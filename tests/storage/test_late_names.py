@@ -142,6 +142,30 @@ def test_a_client_that_has_listed_a_store_before_its_first_root(folder: Path) ->
         assert value_of(Store(backend), "step_2") == 2
 
 
+def test_a_name_that_another_host_takes_just_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server of sshfs refuses the link without a reason, and sshfs makes that EPERM."""
+    backend = LocalBackend(tmp_path)
+    backend._place._name_lag = 60.0
+    backend.put_if_absent("roots/0/0", b"theirs")
+    link, refused = os.link, []
+
+    def refuse_once(*names: Any, **folders: Any) -> None:
+        try:
+            link(*names, **folders)
+        except FileExistsError:
+            if refused:
+                raise
+            refused.append(names)
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM)) from None
+
+    monkeypatch.setattr(os, "link", refuse_once)
+    assert not backend.put_if_absent("roots/0/0", b"ours")
+    assert refused
+    assert backend.read("roots/0/0") == b"theirs"
+
+
 def test_the_server_is_asked_for_a_name(tmp_path: Path) -> None:
     for place in ("folder", "folder/file", "folder/inner/file"):
         assert not is_taken_at_server(str(tmp_path / place))

@@ -233,6 +233,9 @@ class LocalBackend(Backend):
                 except FileExistsError:
                     return False
                 except OSError as e:
+                    if e.errno in NO_LINKS and self.name_lag and is_taken_at_server(path):
+                        # sshfs gives this error where another host has just taken the name.
+                        return False
                     if e.errno in NO_LINKS:
                         raise no_links_error(e, path) from e
                     raise
