@@ -58,7 +58,7 @@ def wait_for(what: str, look: Callable[[], bool], still: Callable[[], object], l
     return True
 
 
-def is_taken_at_server(path: str) -> bool:
+def is_taken_at_server(path: str, *, is_again: bool = False) -> bool:
     """Whether the server of a file system has a name, whatever the client remembers of it.
 
     A client that is to make a link asks the server for the new name. This link is never made, since
@@ -66,6 +66,7 @@ def is_taken_at_server(path: str) -> bool:
 
     Args:
         path: The path of the name. Its folder may seem to be absent too.
+        is_again: Whether the server has just said that it has that folder.
     """
     parent, _, name = path.rpartition("/")
     try:
@@ -74,7 +75,10 @@ def is_taken_at_server(path: str) -> bool:
     except FileExistsError:
         return True
     except FileNotFoundError:
-        return is_taken_at_server(parent) and is_taken_at_server(path)
+        # In /proc, and where else nothing can be made, a link is refused so too.
+        if is_again or not parent or not is_taken_at_server(parent):
+            return False
+        return is_taken_at_server(path, is_again=True)
     except OSError:
         return False
     return False

@@ -261,7 +261,7 @@ def test_a_remote_store_that_a_casnap_before_1_0_made(name: str, new_host: NewHo
     assert put_next_root(double, newest_root(double), store={}, settings=settings) is not None
     new_host()
     for use in (lambda: Store(RemoteDouble(name)), lambda: take_many(name, 1)):
-        with pytest.raises(UnsupportedFormatError, match=r"a casnap before 1\.0 made"):
+        with pytest.raises(UnsupportedFormatError, match=r"of a casnap before 1\.0"):
             use()
 
 
