@@ -68,7 +68,7 @@ class PendingSnapshot:
     def _tried(self) -> casnap.Snapshot | None:
         """Wait for the end; return None if a fault of the storage was tolerated."""
         self._take.wait_for_end()
-        return None if self._take.tolerated else self.wait()
+        return None if self._take.tolerated else self._stored(self._take.wait_for_result())
 
 
 class PendingTry:

@@ -229,6 +229,12 @@ class PendingTake:
             CasnapError: This take failed. Or this take is stored, but an earlier one of the same
                 store failed, and no call has raised that yet; call again for the result.
         """
+        result = self.wait_for_result()
+        _raise_unseen(self.store_id, self.number, f"{self.name!r} is stored")
+        return result
+
+    def wait_for_result(self) -> TakeResult:
+        """Wait for the end; return the result, or raise the error of this take alone."""
         self.wait_for_end()
         if self.error is not None:
             self.note_seen()
@@ -238,7 +244,6 @@ class PendingTake:
                 f"the take of {self.name!r} goes on in the process that began it; wait for it "
                 "there, not in a fork"
             )
-        _raise_unseen(self.store_id, self.number, f"{self.name!r} is stored")
         return self._result
 
 
