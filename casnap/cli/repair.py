@@ -58,7 +58,7 @@ def repair(
 ) -> None:
     """Repair a damaged store as far as possible.
 
-    The exit status is 1 if anything stays lost.
+    The exit status is 1 if anything stays lost, or if an older root is the last again.
 
     Reads every byte. Rebuilds lost parts of the index from the packs, and copies whole chunks
     out of damaged packs. Looks for lost chunks in --from: other casnap stores. Nothing is deleted;
@@ -83,7 +83,7 @@ def repair(
     else:
         _print(uri, report)
         print_requests(place.requests)
-    if not report.ok:
+    if not report.ok or report.restored_root is not None:
         raise click.exceptions.Exit(1)
 
 
@@ -162,7 +162,8 @@ def _print(uri: str, report: RepairReport) -> None:
     if any(damage.object.startswith("roots/") for damage in report.found):
         say("roots are damaged or lost (see `casnap check`): no snapshot needs them")
     if report.ok:
-        say("nothing would stay lost" if report.dry_run else "everything is whole")
+        whole = "all that is listed is whole" if report.restored_root else "everything is whole"
+        say("nothing would stay lost" if report.dry_run else whole)
         print_warnings(report.warnings)
         return
     say("what may stay lost:" if report.dry_run else "what stays lost:")

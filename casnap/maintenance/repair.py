@@ -63,8 +63,9 @@ class RepairReport:
         restored_root: The older root whose snapshots the store has again, if files that the newest
             root named are missing and its table of snapshots cannot be read; else None.
         skipped: Sources that could not be used, and why; also packs that no segment lists.
-        warnings: Snapshots that markers name, but the newest root does not, as in a check. No
-            repair can bring them back.
+        warnings: What went with the newer roots, if an older one is restored. Snapshots that
+            markers name, but the newest root does not, as in a check. No repair can bring either
+            back.
     """
 
     dry_run: bool = False
@@ -131,6 +132,8 @@ class _Repair:
         self._must_replace: set[int] = set()
         # The newest whole root, if files that the newest root names are missing.
         self._whole_root: Root | None = None
+        # The newest root as the repair found it.
+        self._found_root = -1
         self._tries = 0
         self.report = RepairReport(dry_run=dry_run)
 
@@ -146,6 +149,7 @@ class _Repair:
         if record and not self.report.dry_run:
             restore_config(self._store.backend, self._store.config)
         self._must_replace = {survey.root.seq} if stood_in_for else set()
+        self._found_root = survey.root.seq
         if survey.damages:
             older = self._store.as_of_whole_root()
             self._whole_root = None if older is None else older.newest()
@@ -160,7 +164,7 @@ class _Repair:
             self.report.remaining = survey.damages
         self.report.root = survey.root.seq
         if not survey.damages:
-            self.report.warnings = lost_commits(self._store)
+            self.report.warnings += lost_commits(self._store)
         return self.report
 
     def _change(self) -> bool:
@@ -200,14 +204,21 @@ class _Repair:
     def _go_back(self) -> bool:
         """Put a root with the snapshots of the newest whole root, if the newest table is lost."""
         survey, whole, index = self._survey, self._whole_root, self._survey.index
-        # A dry run does not know whether the table could be read once packs are adopted.
-        if whole is None or self._would_adopt or not survey.snapshots.table_is_lost:
+        if whole is None or not survey.snapshots.table_is_lost:
+            return False
+        # A dry run does not know whether the table could be read with what is found elsewhere.
+        if self.report.dry_run and (self._would_adopt or self._healed):
             return False
         if self.report.dry_run:
             self.report.remaining = []
         elif not self._mending.go_back(survey.root, whole, index.packs, index.of_pack):
             return True
         self.report.restored_root, self._whole_root = whole.seq, None
+        self.report.warnings.append(
+            f"the snapshots, tags and deletions that roots {whole.seq + 1} to {self._found_root} "
+            "added are given up. Their names are not known, since no table lists them: look "
+            "whether the last snapshots of your runs are there"
+        )
         return True
 
     # --- packs that no segment lists ---
