@@ -131,6 +131,8 @@ class Store:
     ) -> None:
         from casnap.storage import new_settings
 
+        if not isinstance(create, bool | NewStore):
+            raise TypeError(f"create is a bool or a NewStore; got {create!r:.80}")
         new = create if isinstance(create, NewStore) else NewStore()
         self._view = View.at(
             uri,

@@ -1,7 +1,8 @@
 """Folders of safetensors that are kept at the newest snapshot, for inference engines.
 
-They may import ``casnap.extending``. Begin with ``pull.py``, then
-``writing.py``.
+A module here imports ``casnap.errors`` and ``casnap.extending``, and what the contract ``door`` in
+pyproject.toml lists. Begin with ``pull.py``, then read ``writing.py``. A :class:`Follower` fills
+live tensors instead.
 """
 
 from __future__ import annotations

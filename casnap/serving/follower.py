@@ -124,7 +124,9 @@ class Follower:
         cache_bytes: Size | None = None,
         pg: Any = None,
     ) -> None:
-        options = options or FollowerOptions()
+        options = FollowerOptions() if options is None else options
+        if not isinstance(options, FollowerOptions):
+            raise TypeError(f"options= is a FollowerOptions; got {options!r:.80}")
         timeout = options.timeout
         check_plain(on_version)
         place = Location.of_store(uri, storage_options, may_take=False)

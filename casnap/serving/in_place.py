@@ -404,7 +404,7 @@ class _WriterInPlace(Writer):
         if fd not in self._names:
             super()._write(fd, piece, raw)
             return
-        # A delta takes a hundredth, and its base is read once more when it is applied.
+        # A kept delta takes about a hundredth of the bytes; applying it reads its base again.
         is_delta = stored_form is not None and self._holds(fd, piece.cell, base_of(stored_form))
         content = bytes(stored_form if stored_form is not None and is_delta else raw)
         with self._keeping:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from casnap.extending import Size, bytes_of, count_of
+from casnap.extending import Size, bytes_of, count_of, seconds_of
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 """The dtypes that tensors are cast from and to."""
@@ -114,6 +114,15 @@ class FollowerOptions:
     every: int = 1
     timeout: float | None = None
     notes: bool = True
+
+    def __post_init__(self) -> None:
+        if not (self.rename is None or isinstance(self.rename, Mapping) or callable(self.rename)):
+            raise TypeError(
+                f"rename= is a mapping of names, or a function; got {self.rename!r:.80}"
+            )
+        object.__setattr__(self, "every", count_of("every", self.every))
+        if self.timeout is not None:
+            object.__setattr__(self, "timeout", seconds_of("timeout", self.timeout))
 
 
 def _substitution(text: str) -> tuple[re.Pattern[str], str, int]:

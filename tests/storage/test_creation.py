@@ -6,6 +6,7 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,6 +154,13 @@ def test_a_place_where_no_folder_can_be_made() -> None:
     ):
         with pytest.raises(StoreError, match="no folder can be made at /proc/x; choose another"):
             make()
+
+
+@pytest.mark.parametrize("wrong", ["zstd", {"codec": "zstd"}, NewStore])
+def test_what_a_new_store_is_like_has_its_own_type(tmp_path: Path, wrong: Any) -> None:
+    """Its chunk size could not be changed afterwards."""
+    with pytest.raises(TypeError, match="create is a bool or a NewStore"):
+        Store(tmp_path / "store", create=wrong)
 
 
 def test_what_stands_where_a_store_would(tmp_path: Path) -> None:

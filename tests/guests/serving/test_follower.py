@@ -29,7 +29,7 @@ from casnap.errors import (
 )
 from casnap.runtime import buffers
 from casnap.runtime.typing import override
-from casnap.serving import AppliedVersion, Follower, FollowerOptions
+from casnap.serving import AppliedVersion, Follower, FollowerOptions, PullOptions
 from tests.support.bitwise import assert_same
 from tests.support.ranks import Worlds
 from tests.support.remote import RemoteDouble
@@ -68,6 +68,20 @@ def store(tmp_path: Path) -> Store:
     store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     take(store, 0)
     return store
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"every": 0}, {"every": "2"}, {"timeout": -1}, {"timeout": "soon"}, {"rename": "s/a/b/"}],
+)
+def test_wrong_options(wrong: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
+        FollowerOptions(**wrong)
+
+
+def test_options_of_another_kind(store: Store) -> None:
+    with pytest.raises(TypeError, match="options= is a FollowerOptions"):
+        Follower(store.uri, Net(), options=PullOptions(), interval=None)  # type: ignore[arg-type]
 
 
 def following(store: Store, target: Any, **options: Any) -> Follower:
