@@ -7,6 +7,7 @@ kernel lacks skips the test. All servers listen on loopback.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -186,7 +187,13 @@ class GlusterVolume:
         os.kill(int(pid), signal.SIGKILL)
 
     def restart_brick(self) -> None:
-        _gluster("volume", "start", self.name, "force")
+        # The daemon does nothing as long as it has not noticed that the brick is gone.
+        for _ in range(_MANY):
+            _gluster("volume", "start", self.name, "force")
+            told = _gluster("volume", "status", self.name, "detail")
+            if re.search(r"Online\s*: Y", told):
+                return
+            time.sleep(1)
 
     def mount(self, folder: Path) -> AbstractContextManager[Path]:
         return mounted(folder, "-t", "glusterfs", f"127.0.0.1:/{self.name}")

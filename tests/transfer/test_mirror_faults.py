@@ -159,8 +159,8 @@ def test_exit_waits_while_the_mirror_works(tmp_path: Path) -> None:
 def test_exit_does_not_wait_for_a_mirror_that_fails(tmp_path: Path) -> None:
     """What it lacks is said, and kept."""
     script = SCRIPT.replace("mirror=sys.argv[2])", "mirror=sys.argv[2])\nbreak_it()").replace(
-        "from casnap import Store\n",
-        "from casnap import Store\n"
+        "from casnap import NewStore, Store\n",
+        "from casnap import NewStore, Store\n"
         "def break_it():\n"
         "    import os; store.wait_mirrored(60); os.rename(sys.argv[2], sys.argv[2] + '-gone')\n"
         "    open(sys.argv[2], 'w').close()\n",
