@@ -22,7 +22,8 @@ arguments                   ``Size``, ``bytes_of``; ``Duration``, ``seconds_of``
 figures, and classes         ``size``; ``override``, ``cached_property``
 ==========================  ====================================================================
 
-Each name is loaded when it is asked for. It may import all that lies below.
+Each name is loaded when it is asked for, so some come from modules that lie above this one. Begin
+with the guide. A guest may import this module, whatever this module imports.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class View:
         self._create = create
         self._mirror_options = mirror_options
         self._repository: Repository | None = None
-        # It as of an older root, once that has shown to be the newest whole one.
+        # The same repository as of an older root, once no newer root has proved whole.
         self._older: Repository | None = None
         self.threads = threads or threads_asked()
         self.mirror: Mirror | None = None

@@ -68,7 +68,7 @@ class Note:
     def _delete(self, key: str | None) -> None:
         # Not in a forked child: the note is its parent's.
         if key is not None and os.getpid() == self._pid:
-            # A note that stays does no harm, and another store may be at this place by now.
+            # Errors do not matter: a note that stays expires, and the store may be gone by now.
             with suppress(CasnapError):
                 self._backend.delete(key)
 

@@ -61,7 +61,8 @@ class ImportReport:
     Attributes:
         dry_run: Whether nothing was changed.
         name: The name of the snapshot.
-        format: What was found: ``safetensors``, ``torch``, ``dcp`` or ``torchsnapshot``.
+        format: What was found: ``safetensors``, ``torch``, ``dcp``, ``torchsnapshot`` or
+            ``torch_checkpointing``.
         files: How many files hold it.
         keys: The keys of the snapshot.
         tensors: How many tensors there are.

@@ -394,7 +394,7 @@ class RemoteBackend(Backend):
                 except TransientError as e:
                     await self._pause(operation, e)
                 except TakenError as e:
-                    # The request has no condition. The user's options add one, or the server lies.
+                    # casnap sets no condition here, so the user's options or a faulty server did.
                     raise BackendError(f"cannot {action} at {self.uri}: {e}") from e
 
     def _operation(self, action: str) -> Operation:

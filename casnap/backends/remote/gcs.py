@@ -83,7 +83,7 @@ class GcsClient(Client):
         self._prefix = f"{prefix}/" if prefix else ""
         self.is_bucket = not self._prefix
         self._timeout = aiohttp.ClientTimeout(
-            # `Operation` watches for silence; this only ends a request that nobody waits for.
+            # `Operation` watches for silence; `sock_read` ends a request that nobody waits for.
             total=None,
             sock_connect=retries.connect,
             sock_read=2 * retries.silence,
