@@ -1,4 +1,7 @@
-"""Tensors that a framework has divided among ranks: each rank stores and fills its own boxes."""
+"""Tensors that a framework has divided among ranks: each rank stores and fills its own boxes.
+
+Imports ``take`` and ``restore``, and no public class.
+"""
 
 from __future__ import annotations
 

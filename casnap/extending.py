@@ -1,7 +1,7 @@
-"""What a guest of casnap stands on: a trainer, an engine, or a report of its own.
+"""The door for guests: what a trainer, an engine or a report outside of the core stands on.
 
-A guest imports the names of ``casnap`` and ``casnap.errors``, and the names below. The versions of
-casnap hold for all of them (semantic versioning). ``docs/guides/own-trainer.md`` uses them.
+A guest imports the names of ``casnap`` and ``casnap.errors``, and the names below. Semantic
+versioning holds for all of them. ``docs/guides/own-trainer.md`` uses them.
 
 ==========================  ====================================================================
 take what a trainer has     ``JoinedTake``, ``TakeOptions``; a ``StateSource`` is a ``LiveState``
@@ -19,11 +19,11 @@ digests                     ``Digest``, ``digest_of``
 work, and forks             ``mapped``, ``cores``, ``new_lock``, ``new_rlock``, ``in_child``,
                             ``Backoff``, ``Progress``, ``ProgressCounter``, ``without_torch_modes``
 arguments                   ``Size``, ``bytes_of``; ``Duration``, ``seconds_of``; ``count_of``
-figures, and classes         ``size``; ``override``, ``cached_property``
+figures, and classes        ``size``; ``override``, ``cached_property``
 ==========================  ====================================================================
 
-Each name is loaded when it is asked for, so some come from modules that lie above this one. Begin
-with the guide. A guest may import this module, whatever this module imports.
+Each name is loaded at its first use. So this module may lie below modules whose names it offers
+(``joined_take.py``, ``divided.py``). Begin with the guide.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A take of leaves that a trainer makes itself, by ranks that have joined.
 
 :meth:`casnap.Snapshot.take` captures an app state. A trainer whose framework divides tensors in its
-own way hands over a source of leaves instead (``take/capture.py``).
+own way hands over a source of leaves instead (``take/capture.py``). Imports ``snapshot.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Which snapshot of a name, or of a run, counts: the one of this store, or of its mirror."""
+"""Choose which snapshot of a name, or of a run, counts: the one of this store or of its mirror.
+
+Imports ``view.py``; ``store.py`` imports this.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A take in the background, as its caller sees it."""
+"""A take in the background, as its caller sees it. Imports ``take/pending.py``."""
 
 from __future__ import annotations
 

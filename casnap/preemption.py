@@ -1,4 +1,7 @@
-"""A last take before the machine is taken away: all ranks agree that a signal came."""
+"""A last take before the machine is taken away: all ranks agree that a signal came.
+
+Imports ``take`` and ``state``; no public class imports it.
+"""
 
 from __future__ import annotations
 

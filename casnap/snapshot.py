@@ -1,4 +1,7 @@
-"""A snapshot: take, restore and read, under TorchSnapshot's names."""
+"""A snapshot: take, restore and read, under TorchSnapshot's names.
+
+Imports ``view.py`` and ``pending.py``; ``store.py`` imports this.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A store: many snapshots at one URI, which share their chunks."""
+"""A store: many snapshots at one URI, which share their chunks.
+
+Imports ``snapshot.py``, ``latest.py`` and ``view.py``.
+"""
 
 from __future__ import annotations
 

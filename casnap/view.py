@@ -1,4 +1,4 @@
-"""The snapshots of a store that lie below a prefix: what a ``Store`` and its snapshots stand on."""
+"""The snapshots of a store that lie below a prefix. ``Store`` and ``Snapshot`` stand on this."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Where objects live: a local folder, this process's memory, or another machine.
 
-May import ``format`` and ``runtime``. Begin with ``base.py``, the contract of a backend.
+Imports ``format``, ``runtime`` and ``errors``. Begin with ``base.py``, the contract of a backend.
 """
 
 from __future__ import annotations

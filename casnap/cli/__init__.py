@@ -3,7 +3,8 @@
 Each subcommand is a module that is imported when it is called. Only those import torch that read or
 decode tensors and values: ``import``, ``export``, ``pull --dtype``, ``check``, ``repair``.
 
-The command may import all of casnap. Begin with ``output.py``, then with any subcommand.
+The highest layer: no other module but ``__main__`` imports it. It imports the public classes,
+``view.py``, and what the rooms below offer. Begin with ``output.py``, then read any subcommand.
 """
 
 from __future__ import annotations

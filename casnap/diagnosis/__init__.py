@@ -1,6 +1,6 @@
-"""What a place can do, tried: whether it can hold a store, and how fast.
+"""Try whether a place can hold a store, and how fast it is.
 
-It uses a backend as others do, and the calls of the system. Nothing but the command and
-``casnap.doctor`` uses it. Imports ``storage`` and ``backends``. Begin with ``doctor.py``, then read
-any probe in ``folder_probes.py``.
+The probes call a backend as a take does, and the system itself. Only the command and
+``casnap.doctor`` call this folder. Imports ``storage``, ``backends``, ``format`` and ``runtime``.
+Begin with ``doctor.py``, then read any probe in ``folder_probes.py``.
 """

@@ -1,9 +1,9 @@
-"""Snapshots from files of other formats, and files of other formats from snapshots.
+"""Make snapshots from files of other formats, and files of other formats from snapshots.
 
-Formats: safetensors, ``torch.save``, folders of ``torch.distributed.checkpoint``; and, to be read
-only, folders of TorchSnapshot and torch_checkpointing. An import is a take, and an export reads as
-a restore does.
+The formats are safetensors, ``torch.save`` and folders of ``torch.distributed.checkpoint``. Folders
+of TorchSnapshot and torch_checkpointing are read, never written. An import is a take, and an export
+reads as a restore does.
 
-Imports ``take``, ``restore`` and what these import. Begin with ``importing.py`` and
-``exporting.py``.
+A verb: imports ``take``, ``restore``, ``storage``, ``state`` and lower layers; neither ``mirror``
+nor ``diagnosis``. Begin with ``importing.py`` and ``exporting.py``.
 """

@@ -1,4 +1,5 @@
 """Communication of ranks: collectives that carry errors, and the connections below them.
 
-This room imports ``format`` and ``runtime``. Begin with ``comm.py``.
+Imports ``format``, ``runtime`` and ``errors``; nothing of ``storage``, ``state`` or ``backends``.
+Begin with ``comm.py``.
 """

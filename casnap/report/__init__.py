@@ -1,5 +1,5 @@
 """Show a store as one HTML page: what each snapshot holds, adds and changes.
 
-Only digests and sizes are read, never a tensor. Imports ``casnap`` and ``casnap.extending``.
+A guest: imports ``casnap`` and ``casnap.extending``. It reads digests and sizes, never a tensor.
 Begin with ``facts.py``, which gathers what ``page.py`` shows.
 """

@@ -1,4 +1,5 @@
 """The state side: turn a state into leaves with paths, and back. Does no I/O.
 
-Imports ``format`` and ``runtime``. Begin with ``flatten.py``.
+Imports ``format``, ``runtime`` and ``errors``; nothing of ``storage``, ``ranks`` or ``backends``.
+Begin with ``flatten.py``.
 """

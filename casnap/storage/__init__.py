@@ -1,20 +1,22 @@
 """The bytes side: a repository of chunks, trees and commits on any backend, without torch.
 
-Its rooms, each above the ones before it:
+Its rooms; each may import those that stand before it:
 
 - ``commit_log``: the roots of a store, its settings and record, and put-if-absent.
 - ``packs``: files of many chunks, how they are written and read.
 - ``lookup``: which pack has a chunk: the index, and the memory of this host and process.
 - ``reading``: the repository: nodes and chunks by digest, and the cache of chunks.
-- ``writing`` and ``opening``: new packs, segments and commits; finding, making and opening a store.
+- ``writing | opening``, of which neither imports the other: new packs, segments and commits |
+  finding, making and opening a store.
 - ``snapshots``: the table of snapshots, the contents of each, and which of them stay.
 - ``collecting``: garbage is found, condemned, and deleted once its grace is over.
 
 The rest of casnap uses only the names below; import-linter refuses any other. Check, repair and
-usage look into the rooms: ``inspecting.py`` lists the names that they use besides.
+usage look into the rooms: ``inspecting.py``, above all rooms, lists the names that they use
+besides.
 
-The rooms import ``backends``, ``format`` and ``runtime``. Begin with ``reading/repository.py`` and
-``writing/session.py``.
+The rooms import ``backends``, ``format``, ``runtime`` and ``errors``; neither ``state``, ``ranks``
+nor torch. Begin with ``reading/repository.py`` and ``writing/session.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The tests that every backend must pass, for pytest: see ``casnap.testing.backend_suite``.
 
-This folder may import ``backends`` and ``errors``. Begin with ``backend_suite.py``.
+Imports ``backends`` and ``errors``. Begin with ``backend_suite.py``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """A folder of this machine or of a network file system: safe paths, durable names, locks.
 
-Imports the contract in :mod:`casnap.backends.base`, ``format`` and ``runtime``. Begin with
+Imports the modules of :mod:`casnap.backends`, ``format``, ``runtime`` and ``errors``. Begin with
 ``backend.py``.
 """

@@ -1,5 +1,5 @@
 """A bucket, or any other URI of fsspec: requests, retries, and what each server's errors mean.
 
-Imports the contract in :mod:`casnap.backends.base`, ``format`` and ``runtime``. Begin with
-``backend.py``.
+Imports the modules of :mod:`casnap.backends`, ``format``, ``runtime`` and ``errors``. Begin with
+``backend.py``, then ``client.py``.
 """

@@ -1,7 +1,8 @@
-"""Snapshots whose folders somebody deletes, as trainers and scripts rotate checkpoints.
+"""Delete the snapshots whose folders were deleted, as trainers and scripts rotate checkpoints.
 
-May import ``casnap``, ``casnap.extending`` and the modules beside this folder. Begin with
-``missing.py``, or with ``rotation.py``, which each save of a trainer goes through.
+Imports ``casnap``, ``casnap.errors``, ``casnap.extending`` and the modules beside this folder, and
+what the contract ``door`` in pyproject.toml lists. Begin with ``missing.py``, or with
+``rotation.py``, which each save of a trainer goes through.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Snapshots by name, the contents of each, and the rules by which they stay.
 
-This room imports all rooms of ``storage`` except ``collecting``. Begin with ``contents.py``,
-then ``changes.py``.
+This room imports ``commit_log``, ``reading``, ``writing`` and ``opening``. Begin with
+``contents.py``, then ``changes.py``.
 """
