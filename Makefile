@@ -126,13 +126,13 @@ $(TITAN_STAMP): $(STAMP) Makefile constraints-torchtitan.txt
 $(DEEPSPEED_STAMP): $(STAMP) Makefile
 	$(call over_venv,$(DEEPSPEED))
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--no-build-isolation -c constraints.txt 'deepspeed>=0.19,<0.20' accelerate transformers
+		--no-build-isolation -c constraints.txt deepspeed accelerate transformers
 	@touch $@
 
 $(MEGATRON_STAMP): $(STAMP) Makefile
 	$(call over_venv,$(MEGATRON))
 	$(MEGATRON)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c constraints.txt 'megatron-core>=0.16,<0.17'
+		-c constraints.txt megatron-core
 	@touch $@
 
 # First vLLM alone, then what it says that it needs, but for torch, which is there, and what is for images.

@@ -25,14 +25,14 @@ from casnap.integrations.trainers import (
     StrPath,
     Value,
     both_there_error,
-    check_version,
     check_whole,
     load_own,
     not_found_error,
     snapshot_at,
 )
+from casnap.integrations.versions import check_version
 
-check_version("accelerate", "1.15", "1.16")
+check_version("accelerate")
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402

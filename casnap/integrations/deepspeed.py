@@ -52,12 +52,12 @@ from casnap.integrations.trainers import (
     StrPath,
     agreed,
     check_saved_by,
-    check_version,
     not_found_error,
     snapshot_at,
 )
+from casnap.integrations.versions import check_version
 
-check_version("deepspeed", "0.19", "0.20")
+check_version("deepspeed")
 
 __all__ = ["async_save_checkpoint", "load_checkpoint", "save_checkpoint"]
 

@@ -45,13 +45,13 @@ from casnap.integrations.trainers import (
     Save,
     StrPath,
     Value,
-    check_version,
     not_found_error,
     snapshot_at,
 )
+from casnap.integrations.versions import check_version
 from casnap.runtime.nesting import is_within_call
 
-check_version("lightning", "2.6", "2.7")
+check_version("lightning")
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO  # noqa: E402
 from lightning.fabric.utilities.apply_func import move_data_to_device  # noqa: E402

@@ -55,15 +55,15 @@ from casnap.integrations.trainers import (
     Notices,
     Save,
     check_saved_by,
-    check_version,
     not_found_error,
     snapshot_at,
     step_in,
 )
+from casnap.integrations.versions import check_version
 from casnap.state.tensors import allocate
 from casnap.state.values import decode_value
 
-check_version("megatron-core", "0.16", "0.17", "megatron")
+check_version("megatron")
 
 from megatron.core.dist_checkpointing.dict_utils import (  # noqa: E402
     dict_list_map_outplace,

@@ -39,15 +39,15 @@ from casnap.extending import (
 from casnap.integrations.trainers import (
     Save,
     Value,
-    check_version,
     load_own,
     snapshot_at,
     step_in,
 )
+from casnap.integrations.versions import check_version
 from casnap.state.containers import live_components
 from casnap.storage import ForeignCheckpoints
 
-check_version("torch_checkpointing", "0.1.1", "0.2")
+check_version("torch_checkpointing")
 
 from torch_checkpointing import schema  # noqa: E402
 from torch_checkpointing.checkpoint_manager import CheckpointManager  # noqa: E402

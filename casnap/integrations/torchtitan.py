@@ -28,10 +28,11 @@ from casnap.extending import is_file, local_path
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from casnap.integrations.folders.rotation import forget
 from casnap.integrations.notices import is_notice
-from casnap.integrations.trainers import Checkpoints, check_version, snapshot_at
+from casnap.integrations.trainers import Checkpoints, snapshot_at
+from casnap.integrations.versions import check_version
 from casnap.storage import ForeignCheckpoints
 
-check_version("torchtitan", "0.3", "0.4")
+check_version("torchtitan")
 
 from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager  # noqa: E402
 from torchtitan.tools.utils import GarbageCollection  # noqa: E402

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,7 +23,6 @@ from casnap.errors import (
     NotAStoreError,
     SnapshotNotFoundError,
     StateError,
-    pip_install,
 )
 from casnap.extending import (
     Comm,
@@ -45,38 +43,6 @@ from casnap.storage import ForeignCheckpoints
 
 StrPath: TypeAlias = str | os.PathLike[str]
 _log = logging.getLogger("casnap")
-
-
-def check_version(package: str, minimum: str, limit: str, extra: str | None = None) -> None:
-    """Check that a framework is installed, in a version that its integration was tested with.
-
-    Args:
-        package: The name of its package.
-        minimum: The first version.
-        limit: The first version after the last one.
-        extra: The name of the integration, and of the extra of casnap; by default the package's.
-
-    Raises:
-        ImportError: It is not; the message says what was found, and what to do.
-    """
-    try:
-        installed = version(package)
-    except PackageNotFoundError:
-        problem = "it is not installed"
-    else:
-        if _numbers(minimum) <= _numbers(installed) < _numbers(limit):
-            return
-        problem = f"this is {package} {installed}"
-    extra = extra or package
-    raise ImportError(
-        f"casnap.integrations.{extra} is tested with {package} >={minimum},<{limit}, and "
-        f"{problem}: {pip_install(extra)}",
-        name=package,
-    )
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
 
 
 class Value(NamedTuple):

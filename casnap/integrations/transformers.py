@@ -41,14 +41,14 @@ from casnap.integrations.trainers import (
     Value,
     both_there_error,
     check_saved_by,
-    check_version,
     check_whole,
     load_own,
     snapshot_at,
 )
+from casnap.integrations.versions import check_version
 from casnap.storage import ForeignCheckpoints, Markers
 
-check_version("transformers", "5.23", "5.24")
+check_version("transformers")
 
 from transformers import PreTrainedModel, Trainer  # noqa: E402
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints  # noqa: E402

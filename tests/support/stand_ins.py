@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from casnap.integrations import trainers
+from casnap.integrations import versions
 
 TRAINERS = (
     "accelerate",
@@ -65,13 +65,13 @@ def trainers_stood_in() -> Iterator[list[ModuleType]]:
     Afterwards these integrations count as not imported.
     """
     missing = [name for name in TRAINERS if find_spec(name) is None]
-    finder, check = _Finder(missing), trainers.check_version
-    trainers.check_version = lambda package, *versions: None
+    finder, check = _Finder(missing), versions.check_version
+    versions.check_version = lambda integration, tested=None: None
     sys.meta_path.insert(0, finder)
     try:
         yield [importlib.import_module(f"casnap.integrations.{name}") for name in TRAINERS]
     finally:
-        trainers.check_version = check
+        versions.check_version = check
         sys.meta_path.remove(finder)
         for name in [*sys.modules]:
             if name.removeprefix("casnap.integrations.").partition(".")[0] in missing:

@@ -1,50 +1,85 @@
-"""A framework that is missing, or of a version that was not tried, is one clear error."""
+"""Frameworks that are missing, fail with casnap, or were not tried."""
 
 from __future__ import annotations
 
 import importlib
 import logging
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from casnap.integrations.trainers import check_version
+from casnap.integrations.versions import TESTED, Failing, Versions, check_version
 
-# Each with the package that it is of.
-FRAMEWORKS = {
-    "lightning": "lightning",
-    "transformers": "transformers",
-    "accelerate": "accelerate",
-    "deepspeed": "deepspeed",
-    "megatron": "megatron-core",
-    "torch_checkpointing": "torch_checkpointing",
-    "torchtitan": "torchtitan",
-}
+PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
 
-@pytest.mark.parametrize(("framework", "package"), FRAMEWORKS.items())
-def test_a_framework_that_is_missing(framework: str, package: str) -> None:
+@pytest.mark.parametrize("framework", TESTED)
+def test_a_framework_that_is_missing(framework: str) -> None:
+    package = TESTED[framework].package
     try:
         metadata.version(package)
     except metadata.PackageNotFoundError:
         pass
     else:
         pytest.skip(f"{framework} is installed")
-    install = rf"pip install '/path/to/casnap\[{framework}\]'"
-    wanted = rf"{package} >=.*,<.*, and it is not installed: {install}"
+    wanted = rf"{package}, which is not installed: pip install '/path/to/casnap\[{framework}\]'"
     with pytest.raises(ImportError, match=wanted):
         importlib.import_module(f"casnap.integrations.{framework}")
 
 
-def test_a_framework_of_another_version() -> None:
-    found = metadata.version("msgspec")
-    check_version("msgspec", "0.1", "9000")
-    check_version("msgspec", found, "9000")
-    for first, below in (("0.1", found), ("9000", "9001")):
-        with pytest.raises(ImportError, match=f"this is msgspec {found}: pip install"):
-            check_version("msgspec", first, below)
+MSGSPEC = metadata.version("msgspec")
+RANGES = {
+    "the only one": ((MSGSPEC, MSGSPEC), None),
+    "between": (("0.1", "9000"), None),
+    "a later patch": (("0.1", MSGSPEC.rpartition(".")[0] + ".0"), None),
+    "older": (("9000.0.1", "9000.2"), "9000.0.1 to 9000.2, and this is an older one"),
+    "newer": (("0.1", "0.9"), "0.1 to 0.9, and this is a newer one"),
+}
+
+
+@pytest.mark.parametrize("range_", RANGES)
+def test_a_version_outside_of_the_range_is_warned_of_once(
+    range_: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (oldest, newest), warning = RANGES[range_]
+    for _ in range(2):
+        check_version("some", Versions("msgspec", oldest, newest))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (warning is not None)
+    assert all(f"casnap.integrations.some was tested with msgspec {warning}" in s for s in said)
+
+
+@pytest.mark.parametrize(
+    ("first", "below", "refused"),
+    [("0.1", "", True), (MSGSPEC, "9000", True), ("0.1", MSGSPEC, False), ("9000", "", False)],
+)
+def test_a_version_that_is_known_to_fail_is_refused(
+    first: str, below: str, *, refused: bool
+) -> None:
+    failing = Failing(first, below, "it decodes nothing", "msgspec>=9000")
+    tested = Versions("msgspec", "0.1", "9000", (failing,))
+    if not refused:
+        check_version("some", tested)
+        return
+    wanted = f"msgspec {MSGSPEC}: it decodes nothing. Run: pip install 'msgspec>=9000'"
+    with pytest.raises(ImportError, match=wanted):
+        check_version("some", tested)
+
+
+@pytest.mark.parametrize("framework", TESTED)
+def test_the_extra_has_the_range_that_was_tested(framework: str) -> None:
+    """Without an upper bound, unless all that is newer is known to fail."""
+    package, oldest, _, failing = TESTED[framework]
+    ends = [f",<{fails.first}" for fails in failing if not fails.below]
+    extra = re.search(
+        rf"^{framework.replace('_', '-')} = \[(.*)\]$", PYPROJECT.read_text(), re.MULTILINE
+    )
+    assert extra is not None
+    requirements = [found.partition(";")[0] for found in re.findall(r'"([^"]*)"', extra[1])]
+    assert f"{package}>={oldest}{''.join(ends)}" in requirements
 
 
 VLLM = {

@@ -1,0 +1,116 @@
+"""Which versions of each framework its integration was tested with: one table, and the check of it.
+
+An integration is refused by a version that is known to fail. With any other version outside of the
+range it warns once and goes on: what it needs of a framework it looks for where it uses it.
+``pyproject.toml`` has the same ranges, and ``docs/compatibility.md`` says what was run.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
+from typing import NamedTuple
+
+from casnap.errors import pip_install
+
+_log = logging.getLogger("casnap")
+
+
+class Failing(NamedTuple):
+    """Versions of a package that are known to fail.
+
+    Attributes:
+        first: The first of them.
+        below: The first version after them; empty if there is none yet.
+        why: What goes wrong.
+        instead: What pip is to install in their place.
+    """
+
+    first: str
+    below: str
+    why: str
+    instead: str
+
+
+class Versions(NamedTuple):
+    """The versions of a package that its integration was tested with.
+
+    Attributes:
+        package: The name of the package.
+        oldest: The oldest version that was tested.
+        newest: The newest one. Later patches of it count as tested.
+        failing: Those that are known to fail, inside of this range or outside.
+    """
+
+    package: str
+    oldest: str
+    newest: str
+    failing: tuple[Failing, ...] = ()
+
+
+TESTED: Mapping[str, Versions] = MappingProxyType(
+    {
+        "accelerate": Versions("accelerate", "1.15.0", "1.15.0"),
+        "deepspeed": Versions("deepspeed", "0.19.8", "0.19.8"),
+        "lightning": Versions("lightning", "2.6.6", "2.6.6"),
+        "megatron": Versions("megatron-core", "0.16.1", "0.16.1"),
+        "torch_checkpointing": Versions("torch_checkpointing", "0.1.1", "0.1.1"),
+        "torchtitan": Versions("torchtitan", "0.3.0", "0.3.0"),
+        "transformers": Versions("transformers", "5.23.0", "5.23.0"),
+    }
+)
+"""Integration → versions. The integration's name is that of its module, and of an extra."""
+
+
+def check_version(integration: str, tested: Versions | None = None) -> None:
+    """Check that the package of an integration is installed, in a version that may work.
+
+    Args:
+        integration: The name of the integration, as in `TESTED`.
+        tested: Its versions; by default those of `TESTED`.
+
+    Raises:
+        ImportError: It is not installed, or in a version that is known to fail; the message says
+            what to install.
+    """
+    package, oldest, newest, failing = tested or TESTED[integration]
+    module = f"casnap.integrations.{integration}"
+    try:
+        installed = version(package)
+    except PackageNotFoundError:
+        raise ImportError(
+            f"{module} needs {package}, which is not installed: {pip_install(integration)}",
+            name=package,
+        ) from None
+    found = _release(installed)
+    for fails in failing:
+        if _release(fails.first) <= found and (not fails.below or found < _release(fails.below)):
+            raise ImportError(
+                f"{module} does not work with {package} {installed}: {fails.why}. "
+                f"Run: pip install '{fails.instead}'",
+                name=package,
+            )
+    is_newer = found[:2] > _release(newest)[:2]
+    if is_newer or found < _release(oldest):
+        range_ = oldest if oldest == newest else f"{oldest} to {newest}"
+        _warn_once(
+            f"{module} was tested with {package} {range_}, and this is "
+            f"{'a newer' if is_newer else 'an older'} one, {installed}. It goes on; let a short "
+            "run save and resume before you rely on it"
+        )
+
+
+@cache
+def _warn_once(text: str) -> None:
+    _log.warning("%s", text)
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """Return the numbers of a version, without what comes after them (``rc1``, ``+cpu``)."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    numbers = [int(number) for number in match[0].split(".")] if match else []
+    return (*numbers, 0, 0, 0)[: max(3, len(numbers))]
