@@ -9,10 +9,10 @@ from typing import Any
 
 
 def check_plain(on_version: Callable[..., object] | None) -> None:
-    """Check that a callback is no coroutine function.
+    """Check that a callback is a plain function.
 
     Raises:
-        TypeError: It is one, or cannot be called.
+        TypeError: The callback is a coroutine function, or cannot be called.
     """
     if on_version is None:
         return
@@ -29,7 +29,7 @@ def call_plain(on_version: Callable[..., object], *args: object) -> None:
     """Call a callback.
 
     Raises:
-        TypeError: It has returned a coroutine, so what it should do was not done.
+        TypeError: The callback has returned a coroutine, so its body has not run.
     """
     answer = on_version(*args)
     if isawaitable(answer):

@@ -1,7 +1,7 @@
 """The folder that readers are given: a link to one version of several.
 
 ``DIR`` is a link to ``DIR.versions/<name>@<commit>``. A version appears whole under its name, and
-the link is replaced by a rename. So whoever follows the link once has one whole version.
+a rename replaces the link. So a reader that resolves the link once has one whole version.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _log = logging.getLogger("casnap")
 _LOCK, _CALLED, _TURN = ".lock", ".called.json", ".turn"
 _MOST_TURN = 9  # characters
 FILE_MODE = 0o644
-"""The mode of all files of a pull. Who may write to them could have anything served."""
+"""The mode of all files of a pull. Other users may not write to them: engines serve these files."""
 _FOLDER_MODE = FILE_MODE | 0o111
-# What a shell, JSON, HTML or a URL may interpret.
+# The characters that a shell, JSON, HTML or a URL may interpret.
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.=-]")
 _PARTIAL, VERSION = re.compile(r"\..*\.partial"), re.compile(r".*@[0-9a-f]{32}(\.[0-9]+)?")
 
 
 def is_in_place(folder: Path) -> bool:
-    """Whether a folder, without links, is one that pulls change in place."""
+    """Whether pulls change this folder, whose path has no links, in place."""
     return is_taken(folder.with_name(f"{folder.name}.versions") / _LOCK)
 
 
 def name_of(folder: Path) -> str:
-    """Return the name of a version: that of its folder, unless that is changed in place."""
+    """Return the name of a version: its folder's, or what the record of one in place says."""
     record = read_record(folder / RECORD) if is_in_place(folder) else None
     return folder.name if record is None else _name(record.snapshot, record.commit)
 
@@ -68,9 +68,9 @@ class ServedFolder:
         out: The folder. Its parent must be there.
 
     Raises:
-        FileFormatError: It is a URI, or something else stands there.
-        FileNotFoundError: There is no such parent.
-        PlaceError: It cannot be looked at.
+        FileFormatError: ``out`` is a URI, or something stands there that no pull made.
+        FileNotFoundError: The parent does not exist.
+        PlaceError: The system cannot look at ``out``.
     """
 
     def __init__(self, out: Path) -> None:
@@ -79,7 +79,7 @@ class ServedFolder:
             raise FileFormatError(
                 f"{out} cannot become a link; name a folder that is not there yet"
             )
-        # Not resolved as a whole: it is a link itself.
+        # Only the parent is resolved: the folder is a link itself.
         with translated(str(out.parent)):
             parent = Path(os.path.realpath(out.parent, strict=True))
         self.link = parent / out.name
@@ -87,7 +87,7 @@ class ServedFolder:
         self.versions = parent / f"{out.name}.versions"
         self._known: tuple[object, ...] = ()
         self._record: VersionRecord | None = None
-        # While it is locked: the folder of the versions and the lock, open, and whose files count.
+        # While the folder is locked: the open folder of the versions, and the lock.
         self._opened = ExitStack()
         self._held: HeldFolder | None = None
         self._fd = -1
@@ -120,7 +120,7 @@ class ServedFolder:
 
     @property
     def _has_files(self) -> bool:
-        """Whether the folder itself has what a pull puts into a version."""
+        """Whether the folder itself has the files that a pull puts into a version."""
         return any(is_taken(self.link / name) for name in (RECORD, CHUNKS, CHANGING))
 
     def _check_kind(self, is_other: bool, option: str) -> None:
@@ -132,10 +132,10 @@ class ServedFolder:
 
     @contextmanager
     def locked(self) -> Iterator[ServedFolder]:
-        """Be the only one who changes the folder, and remove what others have left unfinished.
+        """Lock the folder for this process, and remove what killed pulls have left unfinished.
 
         Raises:
-            CasnapError: Another process is.
+            CasnapError: Another process has locked the folder.
         """
         try:
             self.hold()
@@ -146,14 +146,14 @@ class ServedFolder:
             self._free()
 
     def hold(self) -> None:
-        """Lock the folder of the versions, unless it is; make it again if somebody has removed it.
+        """Lock the folder of the versions, unless this holds the lock; make the folder if need be.
 
         Raises:
             CasnapError: Another process has locked it.
             FileFormatError: Something that no pull of this user made stands in its place, or other
                 users may write there.
-            PlaceError: It cannot be made, locked or looked at.
-            FileNotFoundError: The folder around it is gone.
+            PlaceError: The folder cannot be made, locked or looked at.
+            FileNotFoundError: The parent of the folder is gone.
         """
         if self._fd >= 0:
             there = status(self.versions / _LOCK, follow=False)
@@ -171,7 +171,7 @@ class ServedFolder:
                     "may at a time. Stop it, or name another folder"
                 )
             self._fd = fd
-            # On a full disk too: to go on may free some of it.
+            # A full disk is no reason to stop: the pull may free some of it.
             with suppress(OSError):
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
@@ -184,13 +184,13 @@ class ServedFolder:
         """Turn the system's errors into casnap's, except ``FileNotFoundError``."""
 
         def path_of(error: OSError) -> str:
-            # A name alone is one in the folder of the versions; a write knows none.
+            # A bare name lies in the folder of the versions. An error of a write has no name.
             return str(self.versions / os.fsdecode(error.filename or ""))
 
         return translated(path_of, f"{self.link} stays as it is")
 
     def _open_folder(self) -> None:
-        """Open the folder of the versions; make it if it is not there."""
+        """Open the folder of the versions; make it if it does not exist."""
         with suppress(FileExistsError):
             self.versions.mkdir(_FOLDER_MODE)
         info = status(self.versions, follow=False)
@@ -199,7 +199,7 @@ class ServedFolder:
                 f"{self.versions} is no folder, and no pull made it; remove it, or name another "
                 "folder"
             )
-        # All that is changed lies in this very folder, also if another one is put in its place.
+        # Each change is made through this handle, even if somebody moves another folder here.
         self._held = self._opened.enter_context(HeldFolder(str(self.versions)))
         self._owners = self._held.owners()
         self._owners.close_to_others(self._held.fd)
@@ -221,7 +221,7 @@ class ServedFolder:
                 raise
             raise FileFormatError(f"{path} is no file, and no pull made it; remove it") from e
         info = os.fstat(fd)
-        # It is written to.
+        # This process writes its id into the file, so no other file may share its bytes.
         why = "has another name too" if info.st_nlink > 1 else self._owners.why_not(info)
         if why is not None:
             raise FileFormatError(f"{path} {why}, and no pull made it; remove it")
@@ -234,7 +234,7 @@ class ServedFolder:
         return self._held
 
     def close_to_others(self) -> None:
-        """Take from other users the right to write to the versions, such as a mount has given."""
+        """Take the right to write to the versions from other users; a mount may have given it."""
         self._owners.close_to_others(self._folder.fd)
         for name in self._names(VERSION.fullmatch):
             path = f"{self._folder.path}/{name}"
@@ -252,12 +252,12 @@ class ServedFolder:
         """Return the version that the link leads to; None if there is none, or it is damaged.
 
         Raises:
-            PlaceError: It cannot be looked at.
+            PlaceError: The system cannot look at the version.
         """
         return self._version(self.versions / self._target.name) if is_link(self.link) else None
 
     def _version(self, folder: Path) -> Version | None:
-        """Return a version; None if there is none, it is damaged, or may be another user's."""
+        """Return the version in a folder; None if it is absent, damaged, or another user's."""
         info, about = status(folder / RECORD, follow=False), status(folder, follow=False)
         if info is None or about is None:
             return None
@@ -266,14 +266,14 @@ class ServedFolder:
         if self._owners.why_not(info) or self._owners.why_not(about):
             return None
         known = (folder, info.st_ino, info.st_mtime_ns, info.st_size)
-        # What could not be read may be readable now.
+        # A record that could not be read may be readable now.
         if known != self._known or self._record is None:
-            # Of many tensors, it takes long to read.
+            # The record of many tensors takes long to read, so it is kept.
             self._known, self._record = known, read_record(folder / RECORD)
         return None if self._record is None else Version(folder, self._record, self._owners)
 
     def is_whole(self) -> bool:
-        """Whether there is a current version, and no file of it has changed."""
+        """Whether there is a current version none of whose files has changed."""
         version = self.current()
         return version is not None and version.is_whole()
 
@@ -282,7 +282,13 @@ class ServedFolder:
         return self.versions / self.link.readlink().name
 
     def of(self, store_id: str, commit: str, mapping: object) -> Version | None:
-        """Return a whole version of this content, current or not; None if there is none."""
+        """Return a whole version of a snapshot and a mapping, current or not, or None.
+
+        Args:
+            store_id: The id of the store.
+            commit: The commit id of the snapshot.
+            mapping: The options that a version depends on: :meth:`PullOptions.mapping`.
+        """
         for name in self._names(lambda name: name.split("@")[-1].startswith(commit)):
             version = self._version(self.versions / name)
             if version is not None and version.is_of(store_id, commit, mapping):
@@ -290,7 +296,7 @@ class ServedFolder:
         return None
 
     def new_name(self, snapshot: str, commit: str) -> Path:
-        """Return a folder for a new version that is not there yet."""
+        """Return the path of a folder for a new version, at which nothing stands yet."""
         name = _name(snapshot, commit)
         number, path = 1, self.versions / name
         while is_taken(path):
@@ -299,17 +305,20 @@ class ServedFolder:
         return path
 
     def next_turn(self) -> int:
-        """Return which part of what it keeps a pull has to read: the one after the last pull's."""
+        """Return which part of the kept bytes this pull has to read: the one after the last pull's.
+
+        See :data:`~casnap.serving.version.PARTS`.
+        """
         turn = 0
         with suppress(FileNotFoundError, ValueError, DamagedError, *PLACE_ERRORS):
             turn = int(read_file(str(self.versions / _TURN), _MOST_TURN)[0]) + 1
-        # Whatever cannot be noted, this part is read.
+        # If the turn cannot be noted, this pull reads its part all the same.
         with suppress(OSError, *PLACE_ERRORS):
             self._put(_TURN, str(turn).encode())
         return turn
 
     def switch(self, version: Version) -> Version:
-        """Have the link lead to another version, which is durable already; return that."""
+        """Make the link lead to another version, which is durable already; return that version."""
         self._check_link()
         with suppress(OSError):
             self._note_current(version.folder.name)
@@ -322,7 +331,7 @@ class ServedFolder:
             sync_folder(str(self.link.parent))
             self._may_return = False
         except (CasnapError, OSError) as e:
-            # The link leads to it all the same.
+            # Only the sync failed: the link leads to the version.
             _log.warning(
                 "%s leads to %s, but may lead to the version before after a crash of this machine: "
                 "%s",
@@ -335,20 +344,20 @@ class ServedFolder:
     def _note_current(self, name: str) -> None:
         """Give a version the latest time of all, also if the clock of this host was set back.
 
-        Of the others, those stay that were current last: an engine has one of them loaded.
+        :meth:`clean_up` keeps the versions of the latest times: an engine has one of them loaded.
         """
         before = [self._folder.status(each).st_mtime_ns for each in self._names(VERSION.fullmatch)]
-        # Not all file systems tell nanoseconds apart.
+        # 1000: not all file systems tell nanoseconds apart.
         now = max(time.time_ns(), max(before, default=0) + 1000)
         os.utime(name, ns=(now, now), dir_fd=self._folder.fd, follow_symlinks=False)
 
     def clean_up(self, keep: int, *, is_announced: bool = False) -> None:
-        """Delete all versions but the last ones that were current; warn of what stays.
+        """Delete all versions but those that were current last; warn of each that has to stay.
 
         Args:
-            keep: How many stay.
-            is_announced: Whether a callback is called for each: then that for which it has
-                succeeded last is the first to stay. An engine may have it loaded.
+            keep: How many versions stay.
+            is_announced: Whether a callback is called for each version. The last one for which it
+                has succeeded then stays before all others: an engine may have it loaded.
         """
         if self._may_return:
             return
@@ -370,18 +379,18 @@ class ServedFolder:
         self._remove([*before, *others[: max(0, len(others) - (keep - 1))]])
 
     def _remove(self, names: Iterable[str]) -> None:
-        """Delete folders of versions; warn, once, of what cannot be deleted: it is tried again."""
+        """Delete folders of versions; warn once of each that it cannot delete. Pulls try again."""
         for name in names:
             left = name
             try:
                 if not _PARTIAL.fullmatch(name):
-                    # A half of it never has the name of a version.
+                    # Renamed first: a half-deleted folder must not have the name of a version.
                     left = f".{name}.{os.urandom(6).hex()}.partial"
                     self._folder.rename(name, left)
                 with translated(str(self.versions / left)):
                     self._delete(left)
             except FileNotFoundError:
-                continue  # of a pull that was refused meanwhile
+                continue  # another pull made it, was refused meanwhile, and has removed it
             except (CasnapError, OSError) as e:
                 if left not in self._undeletable:
                     self._undeletable.add(left)
@@ -390,55 +399,56 @@ class ServedFolder:
                     )
 
     def _delete(self, name: str) -> None:
-        """Delete a folder, or a file, with all that can be deleted in it.
+        """Delete a file, or a folder; delete as much of a folder as possible.
 
         Raises:
-            OSError: Some of it is still there.
+            OSError: Something could not be deleted.
         """
         if not stat.S_ISDIR(self._folder.status(name).st_mode):
             self._folder.unlink(name)
             return
-        # Before Python 3.11 it takes no handle of a folder.
+        # Before Python 3.11 rmtree takes no handle of a folder.
         path = f"/proc/self/fd/{self._folder.fd}/{name}"
         try:
             shutil.rmtree(path)
         except OSError:
-            # It stops at the first thing that cannot be deleted.
+            # rmtree stopped at the first thing that it could not delete.
             shutil.rmtree(path, ignore_errors=True)
             if self._names(name.__eq__):
                 raise
 
-    # --- whom it was announced to ---
+    # --- the version that the callback was called for ---
 
     def called(self) -> VersionRecord | None:
-        """Return the version that a callback was called for; None if nobody knows.
+        """Return the record of the version that the callback has loaded; None if it is unknown.
 
-        If the last call has failed, or has not returned, it is the one that has succeeded last,
-        of no snapshot, with only the tensors that no call can have changed since.
+        After a call that failed or has not returned, this is the record of the last call that
+        succeeded, with an empty ``snapshot``, and without the tensors that a later call may have
+        loaded.
         """
         path = self.versions / _CALLED
         info = status(path, follow=False)
-        # Who could write it could have the callback left out.
+        # Another user who could write this note could keep the callback from being called.
         return None if info is None or self._owners.why_not(info) else read_record(path)
 
     def note_calling(self, version: Version) -> None:
-        """Note that a callback is about to be called for a version.
+        """Note that the callback is about to be called for a version.
 
-        It may load the version and fail then. So from now on it has to be called for each version,
-        also for the one before.
+        The callback may load the version and then fail. So it has to be called again for whichever
+        version comes next, also for the one before.
 
         Raises:
-            PlaceError: It cannot be noted.
+            PlaceError: The note cannot be written.
         """
         last = self.called()
         if last is not None:
             self.note_doubtful(version.record.changed_since(last))
 
     def note_doubtful(self, names: Iterable[str]) -> None:
-        """Note tensors that the next call has to name: who was called before may hold others.
+        """Note tensors that the next call has to name, since the engine may hold other bytes.
 
         Raises:
-            PlaceError: It cannot be noted.
+            PlaceError: The note cannot be written.
         """
         last, doubtful = self.called(), set(names)
         if last is None:
@@ -450,10 +460,10 @@ class ServedFolder:
             self._note(begun)
 
     def note_called(self, version: Version) -> None:
-        """Note that a callback was called for a version, and has succeeded.
+        """Note that the callback has succeeded for a version.
 
         Raises:
-            PlaceError: It cannot be noted.
+            PlaceError: The note cannot be written.
         """
         self._note(version.record)
 

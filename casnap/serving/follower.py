@@ -1,7 +1,8 @@
 """Following a store in the process that serves: live tensors are patched between two forwards.
 
-A version is staged in the background, read and verified, and then copied into the tensors while no
-forward runs. Ranks that hold slices of one model agree on each version before they copy it.
+A thread reads, verifies and stages a version in the background. The version is copied into the
+tensors while no forward runs. Ranks that hold slices of one model agree on each version before they
+copy it.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ _PATIENCE = 60.0
 _EXIT_PATIENCE = 10.0
 # How many seconds the end of a follower waits for its note to be deleted.
 _GOODBYE = 5.0
-# Those whose threads were started.
+# The followers whose threads were started.
 _followers: WeakSet[Follower] = WeakSet()
 
 
 @atexit.register
 def _stop_all() -> None:
-    # What is left of a daemon thread ends wherever it is; within torch that aborts the process.
+    # The interpreter ends daemon threads wherever they are. Within torch that aborts the process.
     for follower in list(_followers):
         follower._stop(_EXIT_PATIENCE)
 
@@ -64,9 +65,10 @@ class AppliedVersion(NamedTuple):
     Attributes:
         name: The full name of the snapshot.
         commit: Its commit id.
-        copied_bytes: How many bytes were copied to come to it.
-        copy_seconds: How long that took, in which no forward could begin.
-        received_bytes: How many bytes came from the store for that, by this rank, such as deltas.
+        copied_bytes: How many bytes were copied into the tensors.
+        copy_seconds: How long that copy took. No forward could begin meanwhile.
+        received_bytes: How many bytes this rank received from the store, as stored: deltas are
+            smaller than what they change.
     """
 
     name: str
@@ -79,25 +81,26 @@ class AppliedVersion(NamedTuple):
 class Follower:
     """Keeps the tensors of a module, or of a state dict, at the newest version, in place.
 
-    The first version is read at once, whole, and then only chunks that change. Run each forward in
-    ``with follower.applied():``, in a coroutine ``async with follower.async_applied():``. All of a
-    forward then sees one version. What fails is logged and tried again; until then the tensors
-    stay as they are.
+    The constructor reads the first version whole; later, only chunks that change are read. Run each
+    forward in ``with follower.applied():``, in a coroutine ``async with
+    follower.async_applied():``. A forward then sees one version from its beginning to its end. A
+    look that fails is logged and tried again; until then the tensors stay as they are.
 
     With ``torch.distributed``, all ranks of ``pg`` make a follower together, each with its slices
-    (DTensors) of one model, and all enter :meth:`applied` equally often, from one thread. There
-    they agree, so that all take a version before the same forward, or none does.
+    (DTensors) of one model, and all enter :meth:`applied` equally often, each from one thread. They
+    agree there, so that all ranks apply a version before the same forward, or none does.
 
     Args:
-        uri: The store; or a folder of it, whose snapshots alone count.
-        target: The module or state dict. Its tensors must be there, of the right shapes.
+        uri: The store, or a folder in it: then only the snapshots below that folder count.
+        target: The module or state dict. It has all tensors already, in the right shapes.
         options: Which snapshots are followed, and how: a :class:`FollowerOptions`.
         interval: How often a thread looks for another version: seconds, or such as ``"30s"``. With
             None there is no thread, and :meth:`update` looks.
-        on_version: Called after each version but the first, before the next forward begins, with an
-            :class:`AppliedVersion`: to drop caches that the old weights filled. It may run forwards
-            itself; those of other threads wait until it has returned. If it fails, that is logged,
-            forwards go on, and it is called again, on all ranks. No coroutine function.
+        on_version: Called with an :class:`AppliedVersion` after each version but the first, before
+            the next forward begins: to drop caches that the old weights filled. It may run forwards
+            itself; other threads' forwards wait until it has returned. If it fails, the error is
+            logged, forwards go on, and it is called again, on all ranks. It is a plain function, no
+            coroutine function.
         storage_options: How to reach a remote store.
         cache_bytes: As for :class:`casnap.Store`.
         pg: The process group; by default the world, or this process alone.
@@ -142,7 +145,7 @@ class Follower:
         self._timeout = _PATIENCE if timeout is None else timeout
         self._forwards = 0
         self._seen_root = b""
-        # Only of several ranks: what rank 0 wants all to stage.
+        # Used by several ranks alone: the commit that rank 0 wants all ranks to stage.
         self._wanted, self._wanted_since = _NONE, 0.0
         self._staged: LivePatch | None = None
         self._received = 0
@@ -158,15 +161,15 @@ class Follower:
             self._handshake: Handshake | None = None
             if options.notes and self._leads:
                 self._handshake = Handshake(store, options.tag, place.name)
-            # What rank 0 knows of the versions that may be applied, by commit.
+            # The versions that may be applied, by commit; rank 0 alone knows them.
             self._numbered: dict[bytes, Wanted] = {}
             self._applied_commit = _NONE
             newest = self._newest() if self._leads else None
             commit = bytes(comm.broadcast(newest.row.commit if newest is not None else b""))
             patch = self._stage(newest or self._contents_of(commit))
-            comm.all_gather(b"")  # all have staged it
+            comm.all_gather(b"")  # returns once all ranks have staged the version
             self._copy(patch)
-        # The version that on_version was called for last, and has not failed.
+        # The last version for which on_version has succeeded.
         self._called: AppliedVersion | None = self.version
         self._starting = new_lock()
         self._thread = self._new_thread()
@@ -186,7 +189,7 @@ class Follower:
                     self._handshake.wake()
 
     def _begin_anew(self) -> None:
-        """Begin in a forked child: nobody is in, and the next forward starts the thread."""
+        """Begin anew in a forked child: no forward runs there; the next one starts the thread."""
         is_stopped = self._gate.is_stopped
         self._gate, self._looker = Gate(), None
         self._thread = self._new_thread()
@@ -197,15 +200,15 @@ class Follower:
 
     @contextmanager
     def applied(self) -> Iterator[AppliedVersion]:
-        """Run a forward with one version of all tensors; yield which.
+        """Run a forward with one version of all tensors; yield that version.
 
-        Many threads may do so at once, unless there are several ranks. A version is applied when
-        all of them have left; those that come meanwhile wait for the copy, unless their thread, or
-        what they are called by, is in already. In a coroutine use :meth:`async_applied`: one thread
-        of coroutines, of which one is always in, never comes to a version here.
+        Many threads may be inside at once, unless there are several ranks. A new version is copied
+        once all forwards have left. A forward that begins meanwhile waits for the copy, unless its
+        thread or its caller is inside already. A coroutine uses :meth:`async_applied`: here its
+        wait would block the thread's other coroutines, which have to leave first.
 
         Raises:
-            CasnapError: Copying a version has failed half way, so that the tensors hold a mix.
+            CasnapError: Copying a version has failed half way, so the tensors hold a mix of two.
             RankError: Another rank failed, died or did not answer in time.
         """
         self._begin_forward()
@@ -214,11 +217,11 @@ class Follower:
 
     @asynccontextmanager
     async def async_applied(self) -> AsyncIterator[AppliedVersion]:
-        """Do the same in a coroutine of asyncio: while it waits, others of its thread go on.
+        """Do as :meth:`applied`, in a coroutine of asyncio: other coroutines run while it waits.
 
         Raises:
-            CasnapError: As :meth:`applied`.
-            RankError: As there.
+            CasnapError: As for :meth:`applied`.
+            RankError: As for :meth:`applied`.
         """
         self._begin_forward()
         async with self._gate.shared_async():
@@ -243,11 +246,11 @@ class Follower:
     def update(self) -> bool:
         """Look for another version now, and apply it; return whether there was one.
 
-        Of several ranks, all call this together.
+        All ranks call this together.
 
         Raises:
-            CasnapError: It failed, and the tensors hold the version before; or this was called
-                within :meth:`applied`, ``on_version``, or this itself.
+            CasnapError: The update failed, and the tensors hold the version before; or the caller
+                is within :meth:`applied`, ``on_version`` or another call of this method.
         """
         if self._gate.is_inside or self._looker == threading.get_ident():
             raise CasnapError(
@@ -256,7 +259,8 @@ class Follower:
             )
         commit, thread = self.version.commit, threading.get_ident()
         with self._looking:
-            # At once: a signal handler that comes after a call would wait for its own thread.
+            # Set at once, before any other call: a signal handler that runs after such a call would
+            # wait for its own thread.
             self._looker = thread
             try:
                 if self._is_alone:
@@ -273,10 +277,10 @@ class Follower:
         return self.version.commit != commit
 
     def stop(self) -> None:
-        """Stop to look for versions. The tensors stay as they are.
+        """Stop looking for versions. The tensors stay as they are.
 
-        A signal handler may call this, wherever it comes: within another call of casnap the thread
-        that looks is told to end, and not waited for.
+        A signal handler may call this at any time. If it has interrupted another call of casnap,
+        this method tells the thread that looks to end, and does not wait for it.
         """
         self._stop(None, waits=not is_within_call())
 
@@ -290,7 +294,7 @@ class Follower:
 
     @property
     def error(self) -> BaseException | None:
-        """Why the last look, or call of ``on_version``, failed; None if it did not."""
+        """The error of the last look, or of the last ``on_version``; None if both worked."""
         return self._looks.error or self._calls.error
 
     def __enter__(self) -> Follower:
@@ -308,10 +312,11 @@ class Follower:
 
     def _follow(self) -> None:
         while not self._gate.sleep(self._pause()):
-            # A thread that serves copies a version just now; or that has failed half way.
+            # A thread that serves is copying a version just now, or its copy has failed half way.
             if self._is_mixed:
                 continue
-            # Else update() looks; it may be what a signal handler that stops this has interrupted.
+            # If update() holds it, do not wait long: the signal handler that stops this thread may
+            # have interrupted that update().
             if not self._looking.acquire(timeout=0.1):
                 continue
             try:
@@ -339,7 +344,8 @@ class Follower:
         """Look for another version; apply it, or have all ranks stage it.
 
         Args:
-            patience: For how many seconds all ranks may stage one version while another is newer.
+            patience: For how many seconds the ranks may go on staging one version although a newer
+                one is there.
         """
         root = self._source.store.newest().commit if self._leads else self._seen_root
         if root == self._seen_root:
@@ -347,14 +353,14 @@ class Follower:
         contents = self._newest()
         commit = contents.row.commit
         if commit.hex() == self.version.commit:
-            # What was wanted and staged since may have been withdrawn.
+            # A version that was wanted or staged since may have been withdrawn.
             self._wanted, self._staged = _NONE, None
             self._note(Handshake.serving, commit)
         elif not self._is_alone:
             if self._is_withdrawn(contents):
-                # No rank may take it any more; the others hear so at their next forward.
+                # No rank may apply it any more. The other ranks hear so at their next forward.
                 self._wanted, self._staged = _NONE, None
-            # If another one were wanted at once, they might never come to any.
+            # If each newer version were wanted at once, the ranks might never apply any.
             waited = time.monotonic() - self._wanted_since
             if waited >= patience or self._wanted == _NONE:
                 self._wanted, self._wanted_since = commit, time.monotonic()
@@ -362,8 +368,8 @@ class Follower:
         else:
             patch = self._stage(contents)
             if self._source.has_withdrawn(contents, self._options):
-                return  # the next look finds what is meant now
-            # Until nobody writes to the tensors between the two.
+                return  # the next look finds the version that is meant now
+            # Again, if somebody has written to the tensors between staging and applying.
             while not self._apply(patch):
                 patch = self._stage(contents)
         self._seen_root = root
@@ -373,7 +379,7 @@ class Follower:
         try:
             wanted = self._source.newest(self._options)
         except SnapshotNotFoundError:
-            # What was wanted and staged was withdrawn.
+            # The version that was wanted or staged was withdrawn.
             self._wanted, self._staged = _NONE, None
             raise
         kept = (self._wanted, self._applied_commit)
@@ -382,7 +388,7 @@ class Follower:
         return wanted.contents
 
     def _note(self, phase: Callable[[Handshake, int], None], commit: bytes) -> None:
-        """Note in the store that a version has come to a phase."""
+        """Note in the store that a version has reached a phase."""
         wanted = self._numbered.get(commit)
         if self._handshake is not None and wanted is not None:
             name = wanted.contents.name
@@ -390,7 +396,7 @@ class Follower:
             phase(self._handshake, wanted.number)
 
     def _stage(self, contents: Contents) -> LivePatch:
-        """Return what brings the tensors to a snapshot, as it was staged, or staged now."""
+        """Return the patch that brings the tensors to a snapshot; stage it, unless it is staged."""
         staged = self._staged
         is_staged = staged is not None and staged.contents.row.commit == contents.row.commit
         if staged is None or not is_staged or not self._weights.fits(staged):
@@ -404,10 +410,10 @@ class Follower:
         return staged
 
     def _apply(self, patch: LivePatch) -> bool:
-        """Copy what was staged into the tensors, once no forward runs; call ``on_version``.
+        """Copy a staged patch into the tensors once no forward runs, then call ``on_version``.
 
         Returns:
-            Whether it fits still. If not, nothing was copied.
+            Whether the patch still fits the tensors. If not, nothing was copied.
         """
         with self._between_forwards():
             if not self._weights.fits(patch):
@@ -425,7 +431,7 @@ class Follower:
     def _copy(self, patch: LivePatch) -> None:
         start = time.monotonic()
         self._note(Handshake.paused, patch.contents.row.commit)
-        # Until it is done: it may fail, and a signal handler may come.
+        # True until the copy is done: the copy may fail, or a signal handler may interrupt it.
         self._is_mixed = True
         self._weights.apply(patch)
         seconds = time.monotonic() - start
@@ -446,13 +452,13 @@ class Follower:
                 self._calls.note_failure(e)
 
     def _call(self) -> None:
-        """Call ``on_version`` for the version. If it fails, the version stays applied."""
+        """Call ``on_version`` for the applied version, which stays applied if the call fails."""
         version = self.version
         try:
             if self._on_version is not None:
                 call_plain(self._on_version, version)
         except BaseException as e:
-            # Whatever it is, it is called again.
+            # on_version is called again, whatever the error is.
             self._calls.note_failure(e)
             if not isinstance(e, Exception) and threading.current_thread() is not self._thread:
                 raise
@@ -463,7 +469,7 @@ class Follower:
     # --- several ranks ---
 
     def _is_withdrawn(self, newest: Contents) -> bool:
-        """Whether what all ranks are to stage is gone, or an older one is meant by now."""
+        """Whether the version that all ranks are to stage is gone, or the newest one is older."""
         wanted = self._numbered.get(self._wanted)
         if wanted is None or newest.row.seq < wanted.contents.row.seq:
             return True
@@ -488,7 +494,7 @@ class Follower:
         )
 
     def _hear(self, wanted: bytes) -> None:
-        """Note what rank 0 wants all ranks to stage."""
+        """Remember which commit rank 0 wants all ranks to stage."""
         if not self._leads:
             self._wanted = wanted
 
@@ -498,7 +504,7 @@ class Follower:
             self._stage(self._contents_of(wanted))
 
     def _agree(self) -> None:
-        """Apply what is staged, if all ranks have staged the same; hear what rank 0 wants."""
+        """Apply the staged version if all ranks have staged it; hear what rank 0 wants next."""
         staged = self._staged
         is_mine = staged is not None and self._weights.fits(staged)
         mine = staged.contents.row.commit if staged is not None and is_mine else _NONE
@@ -513,6 +519,6 @@ class Follower:
             if self._wanted == mine:
                 self._wanted = _NONE
         elif any(part[32] for part in parts):
-            # On all, since it may have the ranks do something together.
+            # On all ranks: on_version may run collectives.
             self._called = None
             self._call_again()

@@ -18,9 +18,9 @@ from casnap.serving.version import Version, verify
 
 _log = logging.getLogger("casnap")
 OnVersion = Callable[[Path, list[str]], object]
-"""Called with the folder of a version, and the tensors that are new since the last call.
+"""Called with the folder of a version, and the names of tensors that are new since the last call.
 
-Those of a call that has failed are named again: it may have loaded them, or not.
+If a call fails, the next one names its tensors again: the failed call may have loaded them or not.
 """
 
 
@@ -30,9 +30,9 @@ class Following:
     Args:
         open_source: Opens the store.
         out: The folder.
-        options: Which snapshots, and how.
-        interval: How often to look, in seconds.
-        on_version: Called after each switch, until it raises nothing.
+        options: Which snapshots are pulled, and how.
+        interval: The seconds between two looks.
+        on_version: Called after each switch, and again until it succeeds.
         progress: As for a pull.
         notes: Whether to note in the store which version is served here.
     """
@@ -60,17 +60,17 @@ class Following:
         self._report: PullReport | None = None
         self._notes = notes
         self._handshake: Handshake | None = None
-        # Whether there is no snapshot to pull at the root that was seen, and whether the callback
-        # was called for the current version.
+        # Whether the last root that was seen had no snapshot to pull; and whether the callback was
+        # called for the current version.
         self._is_waiting = self._is_called = False
         self._pulls = Backoff(f"the pull into {self._served.link}")
         self._calls = Backoff(f"the callback for {self._served.link}")
 
     def events(self) -> Iterator[FollowEvent]:
-        """Follow, and yield what happens; for ever.
+        """Follow for ever, and yield what happens.
 
         Raises:
-            CasnapError: It cannot begin; or another process follows into this folder.
+            CasnapError: Following cannot begin, or another process follows into this folder.
         """
         with self._served.locked(), ExitStack() as at_end:
             at_end.callback(self._close)
@@ -104,7 +104,7 @@ class Following:
     def _look(self) -> Iterator[FollowEvent]:
         began = self._report is not None or self._is_waiting
         try:
-            # Somebody may have removed DIR.versions.
+            # Locks it again if somebody has removed DIR.versions.
             self._served.hold()
             if self._source is None:
                 self._source = self._open_source()
@@ -112,7 +112,7 @@ class Following:
             if root == self._seen_root and (self._is_waiting or self._served.is_whole()):
                 return
             self._seen_root, self._is_waiting = root, False
-            # Whatever fails after the switch, the callback is called for the version.
+            # Set before the switch: if a later step fails, the callback is called for the version.
             self._is_called = False
             last = self._report
             report = update(self._served, self._source, self._options, self._progress)
@@ -125,13 +125,13 @@ class Following:
                 self._calls.hurry()
                 yield FollowEvent("switched", report)
         except SnapshotNotFoundError as e:
-            # There is none yet, or it was deleted meanwhile: what comes next is another root.
+            # No snapshot exists yet, or it was deleted meanwhile. The next look needs another root.
             self._is_waiting = True
             _log.warning("nothing is pulled into %s yet: %s", self._served.link, e)
             yield FollowEvent("failed", self._report, str(e))
         except (CasnapError, OSError) as e:
             self._seen_root = b""
-            # At the beginning, only what may pass is tried again: it may be a wrong argument.
+            # The first pull retries only errors that may pass: others may come from an argument.
             passes = isinstance(e, UnavailableError) or not isinstance(e, CasnapError)
             if not (began or passes):
                 raise
@@ -141,10 +141,10 @@ class Following:
             self._pulls.note_success()
 
     def _call(self, on_version: OnVersion) -> Iterator[FollowEvent]:
-        """Call the callback, unless it was called for the current version; then delete old ones.
+        """Call the callback unless it was called for the current version; then delete old versions.
 
-        An engine that waits for the version does not wait for that too: of a version in memory it
-        takes long.
+        Versions are deleted after the call, so that an engine does not wait for it. It takes long
+        if a version lies in memory.
         """
         event = self._event_of_call(on_version)
         self._served.clean_up(self._options.keep, is_announced=True)
@@ -152,7 +152,7 @@ class Following:
             yield event
 
     def _is_pulled(self, version: Version) -> bool:
-        """Whether a version is that of the last pull; one in place may have failed after it."""
+        """Whether a version is the last pull's; a later pull in place may have failed."""
         return self._report is None or version.record.commit == self._report.commit
 
     def _event_of_call(self, on_version: OnVersion) -> FollowEvent | None:
@@ -169,7 +169,7 @@ class Following:
             try:
                 call_plain(on_version, version.folder.resolve(), changed)
             except DamagedError:
-                # What is damaged is made anew by the next look.
+                # Marks the damaged files, so that the next look makes them anew.
                 verify(version.folder)
                 raise
         except Exception as e:  # noqa: BLE001 - whatever it is, it is tried again

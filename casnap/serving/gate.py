@@ -1,12 +1,12 @@
-"""Who is in: many forwards together, or one copy alone.
+"""A gate that lets many forwards in together, or one copy alone.
 
-Who is in is neither a thread nor a task: a generator is begun by one thread of a pool and ended by
-another, and coroutines of one thread overlap. So each that enters is counted as an entry of its
-own. Its thread and its context only tell who would wait for itself.
+A visitor is neither a thread nor a task: one thread of a pool may begin a generator and another one
+end it, and coroutines of one thread overlap. So the gate counts each entrance as a visit of its
+own. The thread and the context of a visit only tell who would wait for itself.
 
-An interrupt may come at the beginning and after the end of each call. So the lock is taken itself,
-not by the condition, which could lose it then; whoever leaves does so before it calls anything; and
-who waits looks again.
+An interrupt may come before the first and after the last line of each call. So methods take the
+lock itself, not the condition, which could lose the lock then; a visit ends before its end calls
+anything; and who waits looks again from time to time.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from contextvars import ContextVar
 from casnap.errors import CasnapError
 from casnap.extending import new_rlock
 
-# After how many seconds who waits looks again, since an interrupt may have lost what wakes it.
+# After how many seconds a waiting thread looks again: an interrupt may have lost its wake-up.
 _LOOK = 1.0
 
 
 class Stopped(Exception):  # noqa: N818 - no failure
-    """The gate was stopped, so nobody gets in alone who gives up then."""
+    """The gate was stopped, so :meth:`Gate.alone` has given up."""
 
 
-class _Entry:
-    """One who is in.
+class _Visit:
+    """A visit to a gate: one forward, or one copy.
 
     Attributes:
-        gate: The gate; None once it has left.
+        gate: The gate; None once the visit is over.
         thread: The thread that entered. Another one may leave.
     """
 
@@ -42,29 +42,29 @@ class _Entry:
         self.thread = threading.get_ident()
 
 
-_entries: ContextVar[frozenset[_Entry]] = ContextVar("casnap_entries", default=frozenset())
-"""The entries, of any gate, that this code runs within."""
+_visits: ContextVar[frozenset[_Visit]] = ContextVar("casnap_visits", default=frozenset())
+"""The visits, to any gate, that this context runs within."""
 
 
 class Gate:
-    """Lets many in at once, or one alone; who wants to be alone has the next turn.
+    """Lets many in at once, or one alone. Nobody else gets in before one who waits to be alone.
 
     Attributes:
         is_stopped: Whether :meth:`stop` was called.
     """
 
     def __init__(self) -> None:
-        # It can be taken again by a signal handler of the thread that has it.
+        # Reentrant: a signal handler may take it in the thread that holds it.
         self._lock = new_rlock()
         self._changed = threading.Condition(self._lock)
-        self._inside: set[_Entry] = set()
-        self._alone: _Entry | None = None
+        self._inside: set[_Visit] = set()
+        self._alone: _Visit | None = None
         self._coroutines: list[asyncio.Future[None]] = []
         self.is_stopped = False
 
     @property
     def is_inside(self) -> bool:
-        """Whether whoever waits here until all have left may wait for itself."""
+        """Whether this code is inside, so that it would wait for itself if it waited for all."""
         if self._has_context:
             return True
         with self._lock:
@@ -72,51 +72,51 @@ class Gate:
 
     @property
     def _has_context(self) -> bool:
-        return any(entry.gate is self for entry in _entries.get())
+        return any(visit.gate is self for visit in _visits.get())
 
     @property
     def _has_thread(self) -> bool:
         thread, alone = threading.get_ident(), self._alone
         if alone is not None and alone.thread == thread:
             return True
-        return any(entry.thread == thread for entry in tuple(self._inside))
+        return any(visit.thread == thread for visit in tuple(self._inside))
 
     # --- together ---
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Be in, with others. Whoever would wait for itself does not wait."""
-        entry = _Entry(self)
+        """Be in, with others. Code that is inside already does not wait for a copy."""
+        visit = _Visit(self)
         try:
             with self._lock:
-                # Asked under the lock: else what this runs within may leave meanwhile.
+                # Asked under the lock: the visit that this runs within could end meanwhile.
                 self._wait_for(lambda: self._alone is None or self._has_context or self._has_thread)
-                self._inside.add(entry)
-            _enter_context(entry)
+                self._inside.add(visit)
+            _enter_context(visit)
             yield
         finally:
-            entry.gate = None
-            self._inside.discard(entry)
+            visit.gate = None
+            self._inside.discard(visit)
             self._wake()
 
     @asynccontextmanager
     async def shared_async(self) -> AsyncIterator[None]:
-        """Be in, with others; other coroutines of the thread go on while this one waits."""
-        entry = _Entry(self)
+        """Do as :meth:`shared`; other coroutines of the thread go on while this one waits."""
+        visit = _Visit(self)
         try:
             while True:
                 with self._lock:
                     if self._alone is None or self._has_context:
-                        self._inside.add(entry)
+                        self._inside.add(visit)
                         break
                     opened = asyncio.get_running_loop().create_future()
                     self._coroutines.append(opened)
                 await opened
-            _enter_context(entry)
+            _enter_context(visit)
             yield
         finally:
-            entry.gate = None
-            self._inside.discard(entry)
+            visit.gate = None
+            self._inside.discard(visit)
             self._wake()
 
     # --- alone ---
@@ -128,14 +128,14 @@ class Gate:
         """Be in alone: wait until all have left, while nobody else gets in.
 
         Args:
-            timeout: How many seconds to wait for that; None for as long as it takes.
+            timeout: How many seconds to wait for others to leave; None: as long as it takes.
             unless_stopped: Whether to give up if the gate is stopped.
 
         Raises:
-            CasnapError: They did not leave in time. Others get in again.
-            Stopped: The gate is stopped.
+            CasnapError: The others did not leave in time. The gate lets forwards in again.
+            Stopped: The gate was stopped.
         """
-        entry = _Entry(self)
+        visit = _Visit(self)
 
         def gives_up() -> bool:
             return unless_stopped and self.is_stopped
@@ -144,7 +144,7 @@ class Gate:
             with self._lock:
                 self._wait_for(lambda: self._alone is None or gives_up())
                 if not gives_up():
-                    self._alone = entry
+                    self._alone = visit
                     self._wait_for(lambda: not self._inside or gives_up(), timeout)
                 if gives_up():
                     raise Stopped
@@ -154,11 +154,11 @@ class Gate:
                         "and can only be copied when none is in; those that came meanwhile go on. "
                         "Leave applied() after each forward, or pass a longer timeout="
                     )
-            _enter_context(entry)
+            _enter_context(visit)
             yield
         finally:
-            entry.gate = None
-            if self._alone is entry:
+            visit.gate = None
+            if self._alone is visit:
                 self._alone = None
                 self._wake()
                 self._wake_coroutines()
@@ -173,19 +173,19 @@ class Gate:
     # --- the end ---
 
     def stop(self) -> None:
-        """Wake who sleeps, and who gives up then."""
+        """Stop the gate: wake :meth:`sleep`, and calls of :meth:`alone` that give up then."""
         self.is_stopped = True
         self._wake()
 
     def sleep(self, seconds: float) -> bool:
-        """Wait; return whether the gate is stopped, which ends it."""
+        """Wait until the time is over or the gate is stopped; return whether it is stopped."""
         with self._lock:
             return self._wait_for(lambda: self.is_stopped, seconds)
 
     # --- waiting, and waking ---
 
     def _wait_for(self, is_so: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait, with the lock, until something is so, or the time is over; return whether it is."""
+        """Wait until ``is_so()`` or the time is over; return which. The caller holds the lock."""
         until = None if timeout is None else time.monotonic() + timeout
         while not is_so():
             seconds = _LOOK if until is None else min(_LOOK, until - time.monotonic())
@@ -199,9 +199,9 @@ class Gate:
             self._changed.notify_all()
 
 
-def _enter_context(entry: _Entry) -> None:
-    # No token of the variable is kept: who leaves may be in another context.
-    _entries.set(frozenset(each for each in _entries.get() if each.gate is not None) | {entry})
+def _enter_context(visit: _Visit) -> None:
+    # The token is not kept for a reset: the visit may end in another context.
+    _visits.set(frozenset(each for each in _visits.get() if each.gate is not None) | {visit})
 
 
 def _go_on(future: asyncio.Future[None]) -> None:

@@ -1,12 +1,12 @@
-"""Who serves which version: notes of followers in the store, and waiting for what they say.
+"""Followers note in the store which version they serve, and a trainer waits for these notes.
 
-A follower notes in the store which version it has staged and which one it serves, and puts its note
-anew as long as it lives (``backends/announcement.py``). So a trainer can wait until its new weights
-serve. Versions are told apart by the number of the root that published them.
+A follower notes which version it has staged and which one it serves, and puts its note anew as long
+as it lives (``backends/announcement.py``). So a trainer can wait until engines serve its new
+weights. The number of the root that published a version tells it from others.
 
-Nothing rests on the clocks of hosts being equal. Who waits sees for itself whether a note changes:
-one that has not for three beats is of a dead follower. A time in a note can only cast doubt: one
-that looks old, or of the future, counts from its first change on (decision 89).
+The clocks of hosts need not be equal. The waiting process watches each note: if a note does not
+change for three beats, its follower is dead. A time in a note can only cast doubt: a note whose
+time looks old, or lies in the future, counts only once it has changed (decision 89).
 """
 
 from __future__ import annotations
@@ -50,21 +50,22 @@ if TYPE_CHECKING:
 _log = logging.getLogger("casnap")
 PHASES = ("published", "fetched", "staged", "paused", "applied")
 """The phases of a version at a follower, in their order."""
-# The names of notes: which follower, and its note: the later, the greater.
+# The name of a note has the id of the follower, then a number: later notes have greater ones.
 _NOTE = re.compile("follower-([0-9a-f]{12})-([0-9a-f]{12})")
-# A note is put anew so often, in seconds. After so many times that it is of a dead follower.
+# The seconds between two notes of a follower; and how many of these beats without a new note mean
+# that the follower is dead.
 _BEAT, _BEATS = 30.0, 3
 _LEAST_BEAT, _MOST_BEAT = 0.01, 600.0
 _MOST_NOTE_BYTES = 16 << 10
-# So often notes are listed in a look at most, while some are replaced before they are read.
+# How often a look lists the notes at most, if followers replace some before it has read them.
 _LISTS = 5
 _MOST_CHARS = 200
-# How often who waits looks, on this machine and at a remote store; each look is one request, and
-# one more for each note that has changed.
+# The seconds between two looks of a waiting process, at a store on this machine and at a remote
+# one. A look is one request, and one more for each note that has changed.
 _LOOKS = (0.1, 0.5)
-# How often who waits looks whether the version is still there, in seconds.
+# The seconds after which a waiting process looks again whether the version is still published.
 _ROOT_LOOKS = 5.0
-# How long the end of a follower waits for its note to be deleted, in seconds.
+# How many seconds the end of a follower waits for its note to be deleted.
 _GOODBYE = 5.0
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
@@ -75,10 +76,10 @@ class FollowedVersion(Struct, frozen=True):
     Attributes:
         number: The number of the root that published it by the tag, or else committed it.
         name: The full name of its snapshot.
-        commit: The commit id of that.
-        phases: When it came to each of ``published``, ``fetched``, ``staged``, ``paused`` and
-            ``applied``, as far as that is known, in seconds since the epoch: the first by the clock
-            of who published it, the others by that of the follower's host.
+        commit: The commit id of the snapshot.
+        phases: When the version reached each phase of ``published``, ``fetched``, ``staged``,
+            ``paused`` and ``applied`` that is known, in seconds since the epoch. ``published`` is
+            by the clock of the host that published it, the others by the follower's clock.
     """
 
     number: int
@@ -88,9 +89,9 @@ class FollowedVersion(Struct, frozen=True):
 
 
 class _NoteContent(Struct, frozen=True):
-    """What a note says; see :class:`FollowerState`.
+    """The content of a note; see :class:`FollowerState`.
 
-    The store is named too: what follows one that was deleted may still write to its place.
+    It names the store: a follower of a deleted store may still write where a new one is now.
     """
 
     store_id: str
@@ -107,7 +108,7 @@ class _NoteContent(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class FollowerState:
-    """What a follower has last said of itself.
+    """The state of a follower, by its last note.
 
     Attributes:
         host: Its host.
@@ -115,12 +116,12 @@ class FollowerState:
         tag: The tag that it follows; empty for the newest snapshot.
         folder: The folder of the store that it follows; empty for all.
         began_time: When it began to follow, in seconds since the epoch, by the clock of its host.
-        noted_time: When it said this, by that clock.
+        noted_time: When it wrote the note, by the same clock.
         staged: The last version that it has staged.
         serving: The version that it serves.
         is_silent: Whether it seems to be dead: it has not changed its note for three beats.
-        is_doubtful: Whether its note looks old, or of the future, so that it may be dead, or its
-            clock wrong: which of both shows only while it is watched.
+        is_doubtful: Whether the time of its note looks old, or lies in the future. Either the
+            follower is dead or its clock is wrong; only watching its notes tells which.
     """
 
     host: str
@@ -140,12 +141,12 @@ class FollowerState:
         return f"{self.host}:{self.pid}"
 
     def follows(self, tag: str, name: str) -> bool:
-        """Whether it is to serve a snapshot that a tag is published on."""
+        """Whether this follower is to serve the snapshot ``name``, which has the tag."""
         below = name == self.folder or name.startswith(f"{self.folder}/")
         return self.tag == tag and (not self.folder or below)
 
     def serves(self, number: int) -> bool:
-        """Whether it serves a version, or a later one."""
+        """Whether this follower serves the version of this number, or a later one."""
         return self.serving is not None and self.serving.number >= number
 
 
@@ -153,11 +154,11 @@ class FollowerState:
 
 
 class Handshake:
-    """What a follower says of itself: which version it has staged, and which one it serves.
+    """The notes of one follower: which version it has staged, and which one it serves.
 
-    Each of its methods returns at once, and none fails or waits because of the store: a thread puts
-    the note. ``paused`` puts none at all. Where this user may not write, that is said once, and
-    nothing is noted any more; any other failure is tried again.
+    A thread writes the notes, so each method returns at once, and none fails because of the store.
+    ``paused`` writes no note: the next one tells of the pause. If this user may not write to the
+    store, one warning says so and the thread ends. Any other failure is tried again.
 
     Args:
         store: The store.
@@ -169,31 +170,31 @@ class Handshake:
         self._store = store
         self._followed = (tag or "", folder)
         self._began_time = time.time()
-        # It can be taken again by a signal handler of the thread that has it, which ends this.
+        # Reentrant: a signal handler may call close() in the thread that holds it.
         self._lock = new_rlock()
         self._versions: dict[int, FollowedVersion] = {}
-        # By phase, of the phases that are told at once: the last version that came to it.
+        # By phase, for those that are noted at once: the last version that reached it.
         self._last: dict[str, FollowedVersion] = {}
         self._is_closed = False
         self._begin()
         in_child(self._begin)
 
     def _begin(self) -> None:
-        """Begin as a follower of this process: a forked child is another one."""
+        """Begin as a follower of this process; a forked child is another follower."""
         self._ident = os.urandom(6).hex()
         self._millis = 0
-        # What wakes the thread; also in a signal handler.
+        # Wakes the thread. A signal handler may put into this kind of queue.
         self._wakes = SimpleQueue[None]()
         self._thread: threading.Thread | None = None
 
     def fetched(self, number: int, name: str, commit: str, published_time: float) -> None:
-        """Note that a version is on this host, verified; the other methods name it by its number.
+        """Note that this host has a version, verified. Other methods name it by its number.
 
         Args:
             number: The number of the root that published it.
             name: The full name of its snapshot.
-            commit: The commit id of that.
-            published_time: When it was published.
+            commit: The commit id of the snapshot.
+            published_time: When it was published, in seconds since the epoch.
         """
         phases = {"published": published_time, "fetched": time.time()}
         with self._lock:
@@ -202,16 +203,16 @@ class Handshake:
             self._versions.setdefault(number, FollowedVersion(number, name, commit, phases))
 
     def staged(self, number: int) -> None:
-        """Note that a version is ready to be applied, without a request to the store."""
+        """Note that a version can be applied without another request to the store."""
         self._tell(number, "staged")
 
     def paused(self, number: int) -> None:
-        """Note that the engine has paused for a version. It is told with what comes next."""
+        """Note that the engine has paused for a version; the next note tells of it."""
         with self._lock:
             self._in_phase(number, "paused")
 
     def serving(self, number: int) -> None:
-        """Note that a version serves now."""
+        """Note that the engine serves a version now."""
         self._tell(number, "applied")
 
     def _tell(self, number: int, phase: str) -> None:
@@ -223,13 +224,13 @@ class Handshake:
 
     def _in_phase(self, number: int, phase: str) -> FollowedVersion:
         version = self._versions.get(number) or FollowedVersion(number, "", "")
-        # Of a pause that was given up and tried again, the last time counts.
+        # A pause may be given up and tried again: its last time counts.
         version = msgspec.structs.replace(version, phases={**version.phases, phase: time.time()})
         self._versions[number] = version
         return version
 
     def wake(self) -> None:
-        """Go on in a forked child, where what the parent served is served too."""
+        """Go on in a forked child, which serves the versions that its parent served."""
         if self._last:
             self._wake()
 
@@ -244,16 +245,16 @@ class Handshake:
                     name="casnap-handshake",
                     daemon=True,
                 )
-                # Without a thread nothing is noted; following goes on.
+                # If no thread can start, nothing is noted, and following goes on.
                 with suppress(RuntimeError):
                     self._thread.start()
         self._wakes.put(None)
 
     def close(self, patience: float | None = _GOODBYE) -> None:
-        """Say no more, and delete the note.
+        """Stop noting, and delete the note.
 
         Args:
-            patience: For how many seconds to wait for that at most; None for as long as it takes.
+            patience: How many seconds to wait at most for that; None: as long as it takes.
         """
         with self._lock:
             self._is_closed = True
@@ -271,7 +272,7 @@ class Handshake:
         """Return the name and the content of the next note."""
         with self._lock:
             now = time.time()
-            # The later note has the greater name, whatever the clock does.
+            # A later note has a greater name, even if the clock was set back.
             self._millis = max(self._millis + 1, int(now * 1000))
             content = _NoteContent(
                 self._store.config.store_id,
@@ -289,7 +290,7 @@ class Handshake:
 
 
 class _Keeper:
-    """Puts the notes of one follower.
+    """Writes the notes of one follower to the store.
 
     Args:
         store: The store.
@@ -302,15 +303,15 @@ class _Keeper:
 
     @property
     def delay(self) -> float:
-        """In how many seconds to put the note again."""
+        """After how many seconds to put the note again."""
         return _BEAT if self._backoff.error is None else max(0.01, self._backoff.delay)
 
     def put(self, name: str, content: bytes) -> bool:
-        """Put the note; return whether to go on."""
+        """Put the note; return whether to go on. False means that this user may not write there."""
         store = self._store
         try:
             store.check_writable("note who follows it", dry_run=True)
-            # Of a store that was deleted, no folder is to come back by this.
+            # A note must not bring back the folder of a store that was deleted.
             is_cheap = store.backend.costs.free_looks
             if is_cheap and store.backend.size_if_there(CONFIG_KEY) is None:
                 raise UnavailableError(f"{store.backend.uri}: there is no store just now")
@@ -337,18 +338,18 @@ class _Keeper:
 
 
 def _is_refused(error: CasnapError) -> bool:
-    """Whether the next try fails as well, until this user gets a right, or another casnap."""
+    """Whether each further try fails too, until this user gets a right or another casnap."""
     if isinstance(error, UnavailableError):
         return error.reason == "denied"
     if isinstance(error, BackendError):
         cause = error.__cause__
         return isinstance(cause, OSError) and cause.errno in _REFUSED
-    # Anything else may pass, such as a store that is put back.
+    # Any other error may pass, such as that of a store that is moved back.
     return isinstance(error, UnsupportedFormatError)
 
 
 def _keep(handshake_ref: ref[Handshake], keeper: _Keeper, wakes: SimpleQueue[None]) -> None:
-    """Put the note of a follower, as long as there is one."""
+    """Put the note of a follower again and again, until the follower is closed or collected."""
     while True:
         while not wakes.empty():
             wakes.get()
@@ -368,13 +369,13 @@ def _keep(handshake_ref: ref[Handshake], keeper: _Keeper, wakes: SimpleQueue[Non
 
 
 class _Seen(NamedTuple):
-    """A note that was seen.
+    """A note that this process has seen.
 
     Attributes:
         name: Its name.
-        content: What it says.
+        content: Its content.
         since: When it was first seen, by the monotonic clock.
-        was_other: Whether another note of this follower was seen before.
+        was_other: Whether this process has seen an earlier note of the same follower.
     """
 
     name: str
@@ -384,9 +385,9 @@ class _Seen(NamedTuple):
 
 
 class FollowerWatch:
-    """What a process has seen of the followers of a store.
+    """The followers of a store, as this process has seen their notes.
 
-    Each look is one request, and one more for each note that has changed.
+    A look is one request, and one more for each note that has changed.
 
     Args:
         store: The store.
@@ -395,20 +396,22 @@ class FollowerWatch:
     def __init__(self, store: Repository) -> None:
         self._backend, self._store_id = store.backend, store.config.store_id
         self._seen: dict[str, _Seen] = {}
-        # By follower, its last note that does not count; and notes that could not be deleted.
+        # By follower, the name of its last note that does not count; followers whose unreadable
+        # note was warned of; and the names of notes that could not be deleted.
         self._ignored: dict[str, str] = {}
         self._unreadable: set[str] = set()
         self._kept: set[str] = set()
         self._lock = new_lock()
 
     def look(self, *, forget: bool = False) -> list[FollowerState]:
-        """Return the followers, by their hosts.
+        """Return the followers, sorted by host.
 
         Args:
-            forget: Delete the notes of those that are dead, as far as this user may.
+            forget: Delete the notes of dead followers, as far as this user may.
         """
         with self._lock:
-            # Who lives puts a new note before the old one goes, so another list has it.
+            # A live follower puts its new note before it deletes the old one, so the next list has
+            # that note.
             for _ in range(_LISTS):
                 if self._look():
                     break
@@ -452,12 +455,12 @@ class FollowerWatch:
         return not gone
 
     def _read(self, name: str) -> _NoteContent | None:
-        """Return what a note says; None if it does not count, and is not read again.
+        """Return the content of a note; None if the note does not count.
 
-        It is of another store, makes no sense, or cannot be read.
+        Such a note belongs to another store, is malformed or unreadable, and is not read again.
 
         Raises:
-            FileNotFoundError: It was replaced, or deleted.
+            FileNotFoundError: The note was replaced or deleted.
         """
         ident = name.split("-")[1]
         try:
@@ -486,7 +489,7 @@ class FollowerWatch:
             if name in self._kept:
                 continue
             try:
-                # If it lives after all, it puts another one.
+                # If the follower lives after all, it puts another note.
                 self._backend.delete(f"tmp/{name}")
                 del self._seen[ident]
             except PLACE_ERRORS:
@@ -496,7 +499,7 @@ class FollowerWatch:
 def _lasts(content: _NoteContent) -> float:
     """Return after how many seconds without another note a follower counts as dead."""
     beat = content.beat_seconds
-    # Also not a number is none.
+    # NaN fails the comparison too, and counts as the least.
     return _BEATS * (min(beat, _MOST_BEAT) if beat >= _LEAST_BEAT else _LEAST_BEAT)
 
 
@@ -522,13 +525,14 @@ def wait_served(
     quorum: int | None,
     timeout: float | None,
 ) -> list[FollowerState]:
-    """Wait until followers serve a version. :meth:`casnap.Store.wait_served` describes the rest."""
+    """Wait until followers serve a version, as :meth:`casnap.Store.wait_served` describes."""
     published = _published(store, tag, number)
     number = published.number if number is None else number
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
         followers = watch.look(forget=True)
-        # It may be withdrawn while nobody serves it. And no follower serves what is not there yet.
+        # Look again: the version may be withdrawn while nobody serves it. And if a follower serves
+        # a later one than this process has seen, the root that was looked at is old.
         is_old = time.monotonic() - published.since > _ROOT_LOOKS
         if is_old or any(f.serving and f.serving.number > published.root for f in followers):
             published = _published(store, tag, number)
@@ -555,12 +559,12 @@ def wait_served(
 
 
 class _Published(NamedTuple):
-    """What a root says of a tag.
+    """A tag, as a root has it.
 
     Attributes:
         name: The snapshot that the tag is published on.
-        number: The number of that.
-        root: The number of the root.
+        number: The number of the root that published it.
+        root: The number of the root that was looked at.
         since: When it was looked at, by the monotonic clock.
     """
 
@@ -571,11 +575,11 @@ class _Published(NamedTuple):
 
 
 def _published(store: Repository, tag: str, number: int | None) -> _Published:
-    """Return what is published by a tag.
+    """Return the snapshot that a tag is published on.
 
     Raises:
-        SnapshotNotFoundError: It was never published, or not with this number; or the snapshot was
-            deleted, or has lost the tag, so that no follower comes to it any more.
+        SnapshotNotFoundError: The tag was never published, or not with this number; or the snapshot
+            was deleted, or has lost the tag, so no follower will serve it.
     """
     since = time.monotonic()
 

@@ -1,9 +1,10 @@
-"""Pulling in place: into one real folder, in whose files only chunks that differ are written.
+"""Pulling in place: into one real folder, whose files get only the chunks that differ.
 
-Chunks are read and verified first, and kept in memory: deltas as they are stored. Then the folder
-says durably that it is being changed: ``casnap-changing.json`` takes the place of the record. From
-then on each chunk may be of an old version or of the new one, which its digest tells. The new
-record comes last. Files of another layout are written anew, and renamed.
+The pull first reads and verifies chunks, and keeps them in memory: deltas in their stored form.
+Then ``casnap-changing.json`` durably takes the place of the record: it says that the folder is
+being changed. From then on a chunk may be the one of an old version or of the new one; its digest
+tells which. The pull writes the new record last. Files whose layout changes are written anew, and
+renamed into the folder.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from casnap.serving.version import (
     VersionRecord,
     read_traces,
 )
-from casnap.serving.writing import Piece, Writer, layout_of
+from casnap.serving.writing import ChunkToWrite, Writer, layout_of
 from casnap.storage import Contents
 
 _WEIGHTS = re.compile(r"(adapter_)?model(-[0-9]+-of-[0-9]+)?\.safetensors(\.index\.json)?")
@@ -70,18 +71,18 @@ def _memory() -> int:
     return found
 
 
-# So many bytes of chunks, and of deltas, are kept before anything is written.
+# How many bytes of chunks and deltas a pull keeps before it writes any of them.
 _MOST_KEPT = min(16 << 30, _memory() // 8)
 
 
 class WithdrawnError(Exception):
-    """A snapshot is no more meant; nothing was changed."""
+    """The snapshot was withdrawn before its version was written; the folder is unchanged."""
 
 
 class FolderInPlace(ServedFolder):
     """A real folder that is changed in place.
 
-    ``DIR.versions`` beside it has the lock, and what is not whole yet.
+    ``DIR.versions`` beside it has the lock, and files that are not whole yet.
     """
 
     @override
@@ -109,11 +110,11 @@ class FolderInPlace(ServedFolder):
 
     @override
     def current(self) -> Version | None:
-        """Return the version that the folder is; None if there is none, or it is not whole."""
+        """Return the version in the folder; None if there is none, or it is not whole."""
         return self._version(self.link)
 
     def held(self) -> Version | None:
-        """Return what the folder holds; None if nobody knows."""
+        """Return the version, whole or mixed, in the folder; None if no record tells which."""
         version = self.current()
         if version is None:
             path = self.link / CHANGING
@@ -125,12 +126,12 @@ class FolderInPlace(ServedFolder):
 
     @property
     def is_there(self) -> bool:
-        """Whether there is a folder to change."""
+        """Whether something stands at the folder's path."""
         return is_taken(self.link)
 
     @override
     def of(self, store_id: str, commit: str, mapping: object) -> Version | None:
-        """Return the first version if a crash came before it had its name; delete all others."""
+        """Return the first version if a crash has kept it from its name; delete all others."""
         if self.is_there:
             return None
         found = super().of(store_id, commit, mapping)
@@ -140,7 +141,7 @@ class FolderInPlace(ServedFolder):
 
     @override
     def switch(self, version: Version) -> Version:
-        """Give the first version its name. Others are in place already."""
+        """Rename the first version to the folder's name. Later versions are in place already."""
         if version.folder == self.link:
             return version
         if self.is_there:
@@ -151,7 +152,7 @@ class FolderInPlace(ServedFolder):
 
     @override
     def clean_up(self, keep: int, *, is_announced: bool = False) -> None:
-        """Delete the note that the folder was being changed, if it is whole."""
+        """Delete ``casnap-changing.json``, if the folder is whole."""
         with suppress(OSError, *PLACE_ERRORS):
             if is_taken(self.link / RECORD):
                 with HeldFolder(str(self.link)) as folder:
@@ -167,12 +168,12 @@ class FolderInPlace(ServedFolder):
         return translated(lambda e: str(self.link / os.fsdecode(e.filename or "")), kept)
 
     def can_change(self, fd: int, file: PlannedFile) -> bool:
-        """Whether a file has this layout, and nobody else has it."""
+        """Whether a file has this layout, and no other name or user shares it."""
         info, header = os.fstat(fd), bytearray(len(file.header))
         return (
             stat.S_ISREG(info.st_mode)
             and info.st_size == file.nbytes
-            # Under another name, somebody may have kept what it is now.
+            # Somebody may have kept the present content under another name.
             and info.st_nlink == 1
             and self._owners.why_not(info) is None
             and read_run(fd, memoryview(header), 0) == len(header)
@@ -188,11 +189,11 @@ def change(
     progress: Progress | None,
     is_withdrawn: Callable[[], bool],
 ) -> Version:
-    """Bring a folder that is there to a snapshot, and return the version once it is durable.
+    """Bring an existing folder to a snapshot; return the version once it is durable.
 
     Raises:
-        WithdrawnError: The snapshot is no more meant.
-        OSError: It cannot be written.
+        WithdrawnError: The snapshot was withdrawn; the folder is unchanged.
+        OSError: The folder cannot be written.
     """
     layout = layout_of(contents, options)
     report.equal = layout.equal
@@ -213,7 +214,7 @@ def change(
                 fd = stack.enter_context(opened(file.name, _OPENED, folder=folder.fd))
             except OSError as e:
                 if e.errno in {*ABSENT, errno.ENXIO, errno.EACCES, errno.EPERM}:
-                    continue  # it is made anew
+                    continue  # the file is made anew
                 raise
             if served.can_change(fd, file):
                 files[file.name] = fd
@@ -229,15 +230,15 @@ def change(
 
 
 class _ChangedFolder(ExportOutput):
-    """The output of a pull in place: some files are there, and new ones are renamed into it.
+    """The output of a pull in place: it changes some files, and renames new ones into the folder.
 
     Args:
         link: The folder.
-        folder: The same, open.
-        files: The files that are changed where they are, open.
-        old: What the folder holds.
-        out: A name beside the new files.
-        nbytes: About how many bytes these will have.
+        folder: The same folder, open.
+        files: By name, handles of the files that are changed where they are.
+        old: The version that the folder holds; None if it is unknown.
+        out: Where new files are written before they are renamed.
+        nbytes: About how many bytes the new files will have.
     """
 
     def __init__(
@@ -270,7 +271,8 @@ class _ChangedFolder(ExportOutput):
         """Keep a file as it is.
 
         Raises:
-            OSError: It has another name by now. A link of it would change with it.
+            OSError: The new version gives the file another name. A hard link would not do: later
+                pulls would change both names.
         """
         if file != self._link / name:
             raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(file))
@@ -283,7 +285,12 @@ class _ChangedFolder(ExportOutput):
         return self._folder.status(name)
 
     def mark(self, record: VersionRecord, chunks: bytes) -> None:
-        """Say durably that the folder is being changed, and to what, unless it says so."""
+        """Write durably that the folder is being changed to a version, unless that is written.
+
+        Args:
+            record: The record of the new version.
+            chunks: The digests of its chunks.
+        """
         if self.is_marked:
             return
         before = [] if self._old is None else self._old.traces
@@ -299,10 +306,10 @@ class _ChangedFolder(ExportOutput):
         self._folder.sync()
 
     def sync(self, name: str) -> None:
-        """Sync a file that is changed where it is; delete it if that fails.
+        """Sync a file that is changed where it is; delete it if the sync fails.
 
-        The system may keep in memory, as if it were written, what the disk did not take. So the
-        next pull would find it there, and sync it without an error.
+        After a failed sync the system may go on showing bytes that the disk did not take. The next
+        pull would find them, and its sync would report no error.
         """
         try:
             os.fsync(self.files[name])
@@ -320,7 +327,8 @@ class _ChangedFolder(ExportOutput):
         new = {*self._staying, *self.sizes}
         for name in [name for name in self.sizes if name != RECORD]:
             self._move(name)
-        # A loader might take them for a part of it, also if the record that names them is damaged.
+        # Files of weights that the new version lacks go, even if no record names them: a loader
+        # might take them for a part of it.
         there = set(self._folder.names(_WEIGHTS.fullmatch))
         for trace in [] if self._old is None else self._old.traces:
             there |= trace.record.files.keys()
@@ -332,7 +340,7 @@ class _ChangedFolder(ExportOutput):
 
 
 class _Kept(NamedTuple):
-    """A chunk that is to be written: to which file, where, and it, or the delta that makes it."""
+    """A chunk to be written: its file, its place there, and its bytes or the delta for them."""
 
     fd: int
     cell: PlacedChunk
@@ -341,10 +349,10 @@ class _Kept(NamedTuple):
 
 
 class _WriterInPlace(Writer):
-    """Writes what differs into the files of a folder, once it is all known."""
+    """Writes the chunks that differ into the files of a folder, once it has read all of them."""
 
     def begin(self, output: _ChangedFolder, is_withdrawn: Callable[[], bool]) -> None:
-        """Say where to."""
+        """Set the output, and the function that tells whether the snapshot was withdrawn."""
         self._output = output
         self._is_withdrawn = is_withdrawn
         self._takes_deltas = True
@@ -358,7 +366,7 @@ class _WriterInPlace(Writer):
 
     @cached_property
     def _places(self) -> dict[tuple[str, int], list[tuple[Digest, str, StoredCell]]]:
-        """What may lie at each place of a file: digest in the store, cast, and digest here."""
+        """By file and offset, the chunks that may lie there: digest in the store, cast, cell."""
         found: dict[tuple[str, int], list[tuple[Digest, str, StoredCell]]] = {}
         for _, source, cast, cell in () if self._old is None else self._old.each_cell():
             found.setdefault((cell.file, cell.start), []).append((source, cast, cell))
@@ -369,20 +377,20 @@ class _WriterInPlace(Writer):
         return self._names[fd] if fd in self._names else super()._clone(fd, file)
 
     @override
-    def _copy(self, fd: int, cloned: str, piece: Piece) -> bool:
-        here = self._here(fd, piece) if fd in self._names else None
+    def _copy(self, fd: int, cloned: str, chunk: ChunkToWrite) -> bool:
+        here = self._here(fd, chunk) if fd in self._names else None
         if here is None:
-            return super()._copy(fd, cloned, piece)
-        if piece.tensor.cast:
-            piece.tensor.cast_digests[piece.number] = here
+            return super()._copy(fd, cloned, chunk)
+        if chunk.tensor.cast:
+            chunk.tensor.cast_digests[chunk.number] = here
         with self._lock:
-            self._report.copied_bytes += piece.cell.nbytes
-        self.counter.add(piece.cell.nbytes)
+            self._report.copied_bytes += chunk.cell.nbytes
+        self.counter.add(chunk.cell.nbytes)
         return True
 
-    def _here(self, fd: int, piece: Piece) -> Digest | None:
-        """Return the digest of what lies at the place of a chunk, if it is that chunk."""
-        name, (_, tensor, _, cell) = self._names[fd], piece
+    def _here(self, fd: int, chunk: ChunkToWrite) -> Digest | None:
+        """Return the digest of the bytes at a chunk's place if they are that chunk, else None."""
+        name, (_, tensor, _, cell) = self._names[fd], chunk
         wanted = {
             here.digest
             for source, cast, here in self._places.get((name, cell.start), [])
@@ -399,29 +407,29 @@ class _WriterInPlace(Writer):
 
     @override
     def _write(
-        self, fd: int, piece: Piece, raw: memoryview, stored_form: memoryview | None = None
+        self, fd: int, chunk: ChunkToWrite, raw: memoryview, stored_form: memoryview | None = None
     ) -> None:
         if fd not in self._names:
-            super()._write(fd, piece, raw)
+            super()._write(fd, chunk, raw)
             return
         # A kept delta takes about a hundredth of the bytes; applying it reads its base again.
-        is_delta = stored_form is not None and self._holds(fd, piece.cell, base_of(stored_form))
+        is_delta = stored_form is not None and self._holds(fd, chunk.cell, base_of(stored_form))
         content = bytes(stored_form if stored_form is not None and is_delta else raw)
         with self._keeping:
-            self._kept.append(_Kept(fd, piece.cell, content, is_delta))
+            self._kept.append(_Kept(fd, chunk.cell, content, is_delta))
             self._kept_bytes += len(content)
             if self._kept_bytes > _MOST_KEPT:
                 self._flush()
 
     def _holds(self, fd: int, cell: PlacedChunk, base: Digest) -> bool:
-        """Whether a chunk of the store lies at a place, so that a delta can be applied there."""
+        """Whether a chunk of the store certainly lies at a place: a delta can be applied there."""
         name = self._names[fd]
-        # In other files, it is only one of those that may lie there.
+        # In files that are not intact, several chunks may lie at one place.
         places = self._places.get((name, cell.start), []) if name in self._intact else []
         return any((source, cast) == (base, "") for source, cast, _ in places)
 
     def _flush(self) -> None:
-        """Write what is kept."""
+        """Write the kept chunks and deltas."""
         kept, self._kept, self._kept_bytes = self._kept, [], 0
         self._output.mark(*self._described())
         for _ in mapped(self._put_kept, kept, cores()):
@@ -448,6 +456,6 @@ class _WriterInPlace(Writer):
         if not self._output.is_marked and self._is_withdrawn():
             raise WithdrawnError
         self._flush()
-        # What a pull that was killed has written may be nowhere but in memory.
+        # Bytes that a killed pull has written may not be on the disk yet.
         for name in self._output.files.keys() - self._synced:
             self._output.sync(name)

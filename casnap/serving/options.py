@@ -20,23 +20,25 @@ class PullOptions:
 
     Args:
         tag: Only snapshots with this tag.
-        match: Only snapshots whose name, below the folder that is pulled from, this glob matches.
-            ``*`` crosses ``/``.
+        match: Only snapshots whose name this glob matches. The name is the part below the folder
+            that is pulled from. ``*`` matches ``/`` too.
         path: The part of the snapshot that holds the weights; None for all of it. The names of
             tensors are the keys below it, joined by dots.
-        rename: Changes of names as sed has them, such as ``s/^module\.//``, made in this order.
+        rename: Changes of names, in this order, in the syntax of sed, such as ``s/^module\.//``.
             The patterns are Python's.
-        dtype: Cast tensors of floats to this dtype, such as ``bfloat16``. They are no longer those
-            of the training, bit for bit, and the version file says so.
-        tied: Tensors to store only under another name with equal bytes, by their new names. Not for
-            the head of a model in vLLM on CPUs, which keeps its old one when it reloads then.
-        max_shard_size: The most bytes of a file, if a tensor fits. More are shards with an index.
+        dtype: Cast floating-point tensors to this dtype, such as ``bfloat16``. The tensors are then
+            not those of the training bit for bit, and the version file says so.
+        tied: Tensors, by their new names, to leave out because another name has equal bytes. Do not
+            use it for the head of a model that vLLM serves on CPUs: vLLM would keep its old head
+            when it reloads.
+        max_shard_size: The most bytes of a file, if a tensor fits. More bytes make shards with an
+            index.
         keep: How many versions to keep, the current one included.
-        patches: Note in each version what leads to it from the one before, so that engines which
-            take patches need not wait until both were compared.
-        in_place: Make a real folder of one version, and write into its files what has changed, so
-            that the disk needs no room for two. Who reads them meanwhile, or has mapped them, sees
-            a mix. ``keep`` means nothing then.
+        patches: Put into each version the patches that lead to it from the one before. Engines that
+            take patches then need not wait for a comparison of both.
+        in_place: Make a real folder of one version, and write changes into its files, so that the
+            disk needs no room for two versions. A process that reads these files meanwhile, or has
+            mapped them, sees a mix. ``keep`` has no effect then.
     """
 
     tag: str | None = None
@@ -81,7 +83,7 @@ class PullOptions:
 
     @property
     def mapping(self) -> dict[str, Any]:
-        """What a version depends on, besides the snapshot."""
+        """The options that change the content of a version."""
         names = ("path", "rename", "dtype", "tied", "max_shard_size")
         values = {name: getattr(self, name) for name in names}
         return {n: list(v) if n in ("rename", "tied") else v for n, v in values.items()}
@@ -95,15 +97,14 @@ class FollowerOptions:
         tag: Only snapshots with this tag. :meth:`casnap.Store.publish` moves it.
         match: Only snapshots whose name, below the folder, this glob matches.
         path: Where the weights are in a snapshot, as for :meth:`casnap.Snapshot.load_into`.
-        rename: The names in the target for those of the snapshot: a mapping, or a function.
-        strict: Whether it is an error if the snapshot or the target has a name that the other one
-            has not.
-        every: Ranks agree at every so-many-th forward.
-        timeout: Seconds that a rank waits for another; and that a version waits until forwards have
-            ended, while others wait for it. Then these go on, and it is tried again. By default
-            600 and 60.
+        rename: Gives names of the snapshot their names in the target: a mapping, or a function.
+        strict: Whether it is an error that the snapshot or the target lacks a name of the other.
+        every: Ranks agree at each forward whose number is a multiple of this.
+        timeout: The seconds that a rank waits for another (by default 600), and that a version
+            waits for running forwards to end (by default 60). Forwards that want to begin wait
+            meanwhile. After that time they go on, and the version is tried again later.
         notes: Whether to note in the store which version is staged and served here, for
-            :meth:`casnap.Store.wait_served`. Of several ranks, one does.
+            :meth:`casnap.Store.wait_served`. With several ranks, rank 0 writes the notes.
     """
 
     tag: str | None = None
@@ -147,22 +148,24 @@ class PullReport:
         folder: The folder of the version that is current now, without links.
         snapshot: The full name of its snapshot.
         commit: The commit id of the snapshot.
-        number: The number of the root that published it by the tag, or else committed it: what
-            ``Store.wait_served`` waits for.
-        published_time: When that was, in seconds since the epoch, by the clock of who did it.
-        switched: Whether another version was current before, or none.
-        changed: The tensors that the version before did not have, or not with these bytes.
-        tensors: How many tensors there are.
+        number: The number of the root that published the snapshot by the tag, or else committed it.
+            ``Store.wait_served`` waits for this number.
+        published_time: When that root was put, in seconds since the epoch, by its writer's clock.
+        switched: Whether this pull made the version current.
+        changed: The tensors that the version before did not have, or had with other bytes.
+        tensors: How many tensors the version has.
         total_bytes: The bytes of all files.
-        linked_bytes: Those of files that are hard links of the version before, or stay in place.
-        copied_bytes: Those of tensors that were copied from it, or stay in place.
-        fetched_bytes: Those of tensors that needed the store: in it, deltas are smaller.
-        received_bytes: What came from the store for that: chunks as they are stored, deltas above
-            all, nodes of trees, parts of the index; and what other threads read there meanwhile.
+        linked_bytes: The bytes of files that are links to the version before, or stay in place.
+        copied_bytes: The bytes of tensors that were copied from that version, or stay in place.
+        fetched_bytes: The bytes of tensors that the store had to give, as the tensors have them.
+        received_bytes: The bytes that came from the store meanwhile: chunks in their stored form,
+            which is smaller for deltas, nodes of trees, and parts of the index. Reads of other
+            threads in this store count too.
         left_out: The paths of values that safetensors cannot hold.
-        equal: Tensors with the bytes of an earlier name, and that name: perhaps tied weights.
-        seconds: How long it took.
-        written_bytes: Those of tensors that were written: copied or fetched, and not there already.
+        equal: By name, tensors with the bytes of an earlier one, and that one's name: perhaps tied
+            weights.
+        seconds: How long the pull took.
+        written_bytes: The bytes of tensors that were written: copied or fetched, and not in place.
     """
 
     folder: str
@@ -190,9 +193,10 @@ class FollowEvent:
 
     Attributes:
         event: ``switched``: another version is current; ``called``: ``on_version`` has returned;
-            ``failed``: a pull failed; ``call_failed``: ``on_version`` did. Both are tried again.
-        report: The last pull; None if there was none.
-        error: What failed.
+            ``failed``: a pull has failed, and is tried again; ``call_failed``: ``on_version`` has
+            failed, and is called again.
+        report: The report of the last pull; None if there was none.
+        error: The error's text, if something has failed.
     """
 
     event: Literal["switched", "called", "failed", "call_failed"]

@@ -1,8 +1,8 @@
 """Patches: the elements in which a version differs from another one of this host.
 
-An engine that holds the one comes to the other by them alone. A pull knows what it changes: by the
-deltas of the store, or by comparing what it replaces. Else both folders are compared. Each chunk
-is verified on the way.
+An engine that holds one version needs only the patches to come to the other. A pull knows what it
+changes: from the deltas of the store, or by comparing the bytes that it replaces. If no pull has
+noted the patches, both folders are compared. Each chunk is verified on the way.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 PATCHES = "casnap-patches"
-"""How the name of the file begins that a pull puts into a version; its BLAKE3 follows."""
+"""A pull puts patches into a version in a file of this name, followed by the file's BLAKE3."""
 _WHOLE = "whole"
 _MOST_INT32 = (1 << 31) - 1
 _INDICES, _BEFORE, _VALUES = "indices/", "before/", "values/"
@@ -46,13 +46,13 @@ class StagedPatches(NamedTuple):
     """A file of patches.
 
     Attributes:
-        path: Where it is.
+        path: Where the file is.
         digest: Its BLAKE3.
-        base: The content that they apply to: :attr:`Version.content`.
-        content: The content that they lead to.
-        whole: Tensors that have changed, and are not in the file: a patch would be larger.
+        base: The content that the patches apply to: :attr:`Version.content`.
+        content: The content that the patches lead to.
+        whole: Changed tensors that are not in the file, since their patch would be larger.
         nbytes: The length of the file.
-        is_of_version: Whether it lies in the version that it leads to, and is deleted with that.
+        is_of_version: Whether the file lies in the version that it leads to, and goes with it.
     """
 
     path: Path
@@ -64,7 +64,7 @@ class StagedPatches(NamedTuple):
     is_of_version: bool = False
 
     def remove(self) -> None:
-        """Delete the file, unless a pull has made it: others may need it too."""
+        """Delete the file, unless a pull has made it: other engines may need such a file."""
         if self.is_of_version:
             return
         with suppress(OSError):
@@ -75,10 +75,10 @@ class Patch(NamedTuple):
     """The elements of a tensor that have changed.
 
     Attributes:
-        dtype: Their dtype, by torch's name.
-        indices: Where they are in the tensor, flat, in ascending order.
-        before: What they were, as unsigned integers of their size.
-        values: What they are now.
+        dtype: The dtype of the tensor, by torch's name.
+        indices: The flat positions of the elements in the tensor, ascending.
+        before: The old elements, as unsigned integers of the same size. Shape as ``indices``.
+        values: The new elements, in the same way.
     """
 
     dtype: str
@@ -88,10 +88,10 @@ class Patch(NamedTuple):
 
 
 def version_of(folder: Path) -> Version | None:
-    """Return the version that a folder is; None if it is none.
+    """Return the version in a folder; None if the folder is no version.
 
     Raises:
-        PlaceError: It cannot be looked at.
+        PlaceError: The system cannot look at the folder.
     """
     place = Path(os.path.realpath(folder))
     record = read_record(place / RECORD)
@@ -99,21 +99,21 @@ def version_of(folder: Path) -> Version | None:
 
 
 def stage(base: Path, folder: Path) -> StagedPatches | None:
-    """Find what a pull has noted that leads from one version to another, or else compare both.
+    """Return the patches from one version to another: those of a pull, or else by comparing both.
 
-    What is found so is written beside the version; the next pull deletes it.
+    A comparison writes its patches beside the newer version; the next pull deletes them.
 
     Args:
-        base: The folder of the one.
-        folder: That of the other.
+        base: The folder of the older version.
+        folder: The folder of the newer version.
 
     Returns:
-        The patches; None if there can be none: one of the two is no version, or they have other
-        tensors, of other shapes or dtypes.
+        The patches; None if there can be none: one of the two folders is no version, or the tensors
+        of the two differ in names, shapes or dtypes.
 
     Raises:
         DamagedError: A file of ``folder`` does not hold what was pulled.
-        PlaceError: It cannot be read or written.
+        PlaceError: A file cannot be read or written.
     """
     old, new = version_of(base), version_of(folder)
     if old is None or new is None or not are_alike(old.record.tensors, new.record.tensors):
@@ -138,7 +138,7 @@ def stage(base: Path, folder: Path) -> StagedPatches | None:
 
 
 def _made_by_pull(new: Version, base: str) -> StagedPatches | None:
-    """Return the patches that a pull has put into a version, if they are whole, and for a base."""
+    """Return the patches for a base that a pull has put into a version; None if none are whole."""
     with translated(str(new.folder)):
         paths = list(new.folder.iterdir())
     for path in paths:
@@ -168,13 +168,13 @@ def read_patches(path: Path, digest: str, base: str, content: str) -> dict[str, 
     Args:
         path: The file.
         digest: Its BLAKE3.
-        base: The content that they must apply to.
-        content: That which they must lead to.
+        base: The content that the patches must apply to.
+        content: The content that the patches must lead to.
 
     Raises:
-        DamagedError: It is another file, or damaged.
-        FileNotFoundError: It is not there.
-        PlaceError: It cannot be read.
+        DamagedError: The file is damaged, or another one.
+        FileNotFoundError: The file does not exist.
+        PlaceError: The file cannot be read.
     """
     import numpy as np
 
@@ -210,12 +210,12 @@ def are_alike(old: Mapping[str, VersionTensor], new: Mapping[str, VersionTensor]
 
 
 class Differences:
-    """The elements in which a version differs from an older one, as they become known.
+    """Collects the elements in which a new version differs from an old one, chunk by chunk.
 
     Args:
         old: The older version.
-        new: What the newer one says of its tensors.
-        sizes: The bytes of each chunk of the tensors that have changed.
+        new: The tensors of the newer version, by name.
+        sizes: By tensor that has changed, the lengths of its chunks in bytes.
     """
 
     def __init__(
@@ -223,13 +223,13 @@ class Differences:
     ) -> None:
         self._old = old
         self._new = new
-        # Another store may cut tensors in other places.
+        # Only tensors that both versions cut alike: another store may cut them in other places.
         self._cells = {
             name: old.cells_of[name]
             for name, wanted in sizes.items()
             if [cell.nbytes for _, cell in old.cells_of.get(name, [])] == wanted
         }
-        self._parts: dict[str, dict[int, _Part]] = {name: {} for name in sizes}
+        self._parts: dict[str, dict[int, _ChunkPatch]] = {name: {} for name in sizes}
         self._counts = dict.fromkeys(sizes, 0)
         self._whole = dict.fromkeys(sizes, False)
         self._lock = new_lock()
@@ -237,16 +237,16 @@ class Differences:
     def note(
         self, name: str, number: int, raw: memoryview, stored_form: memoryview | None = None
     ) -> None:
-        """Note a verified chunk of the newer version; from any thread.
+        """Note a verified chunk of the newer version. Any thread may call this.
 
         Args:
-            name: Its tensor.
-            number: Which of its chunks it is.
-            raw: Its bytes.
-            stored_form: The delta that they were made by, if they were.
+            name: The tensor.
+            number: The number of the chunk in the tensor.
+            raw: The bytes of the chunk.
+            stored_form: The delta that has made the bytes, if there was one.
 
         Raises:
-            DamagedError: It cannot be that delta.
+            DamagedError: The delta cannot have made these bytes.
         """
         if self._whole.get(name, True):
             return
@@ -256,7 +256,7 @@ class Differences:
         part = self._part(name, number, raw, size, stored_form)
         with self._lock:
             if self._whole[name]:
-                return  # another of its chunks has decided that meanwhile
+                return  # another chunk has shown meanwhile that the tensor is sent whole
             if part is not None:
                 self._counts[name] += len(part.indices)
                 index_type = "i8" if is_wide else "i4"
@@ -268,8 +268,8 @@ class Differences:
 
     def _part(
         self, name: str, number: int, raw: memoryview, size: int, stored_form: memoryview | None
-    ) -> _Part | None:
-        """Return the elements of a chunk that differ; None if nobody knows."""
+    ) -> _ChunkPatch | None:
+        """Return the elements of a chunk that differ; None if the old chunk cannot be verified."""
         import numpy as np
 
         if name not in self._cells:
@@ -279,15 +279,15 @@ class Differences:
         if stored_form is not None and base_of(stored_form) == source:
             found = changed_by(stored_form, raw, size)
             if found is not None:
-                return _Part(found[0] + first, *found[1:])
-        # An engine may have read anything there, if it is damaged.
+                return _ChunkPatch(found[0] + first, *found[1:])
+        # If the old chunk is damaged, the engine may hold any bytes.
         before = self._old.verified(cell)
         if before is None:
             return None
         there = np.frombuffer(raw, f"<u{size}")
         was = np.frombuffer(before, there.dtype)
         at = np.flatnonzero(there != was)
-        return _Part(at + first, was[at], there[at])
+        return _ChunkPatch(at + first, was[at], there[at])
 
     def encoded(self, content: str) -> bytearray:
         """Return a file of patches.
@@ -308,8 +308,8 @@ class Differences:
         return _encoded(patches, about)
 
 
-class _Part(NamedTuple):
-    """The elements of a chunk that differ."""
+class _ChunkPatch(NamedTuple):
+    """The elements of a chunk that differ, as in :class:`Patch`."""
 
     indices: np.ndarray
     before: np.ndarray
@@ -317,7 +317,7 @@ class _Part(NamedTuple):
 
 
 def _compare(old: Version, new: Version) -> bytearray:
-    """Return patches from one version to another, made from the bytes of both."""
+    """Return a file of patches from one version to another, made from the bytes of both."""
     changed = new.record.changed_since(old.record)
     if lost := [name for name in changed if name not in new.cells_of]:
         raise DamagedError(
@@ -348,7 +348,7 @@ def _compare(old: Version, new: Version) -> bytearray:
 
 
 def _encoded(patches: Mapping[str, Patch], about: dict[str, str]) -> bytearray:
-    """Return a file of safetensors with patches."""
+    """Return a safetensors file of patches, with ``about`` as its metadata."""
     arrays: dict[str, np.ndarray] = {}
     described: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, patch in patches.items():

@@ -1,4 +1,4 @@
-"""Pulling: which snapshot is meant, a version of it, and the link to that."""
+"""Pulling: choose the snapshot, write its version, and make the link lead to it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Wanted(NamedTuple):
     Attributes:
         contents: The snapshot.
         number: The number of the root that published it by the tag, or else committed it.
-        published_time: When that was, in seconds since the epoch, by the clock of who did it.
+        published_time: When that root was put, in seconds since the epoch, by its writer's clock.
     """
 
     contents: Contents
@@ -40,21 +40,21 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Where snapshots come from.
+    """A store, or a part of it, from which snapshots are pulled.
 
     Attributes:
         store: The store.
-        name: The full name of a snapshot, or of a folder of them; "" for all.
+        name: The full name of a snapshot, or of a folder of snapshots; "" for all.
     """
 
     store: Repository
     name: str = ""
 
     def newest(self, options: PullOptions) -> Wanted:
-        """Return the newest snapshot that is meant.
+        """Return the newest snapshot that the options mean.
 
         Raises:
-            SnapshotNotFoundError: There is none.
+            SnapshotNotFoundError: They mean no snapshot that is there.
         """
 
         def look(root: Root) -> Wanted | None:
@@ -67,7 +67,7 @@ class Source:
             name, row = max(meant, key=lambda each: each[1].seq)
             move = None if options.tag is None else Tags.move_in(root, options.tag)
             contents = Contents(self.store, name, row)
-            # Its run may have gone back from it, so that it has another name.
+            # The run may have gone back since: then the name is that of another snapshot.
             if move is not None and move.commit == row.commit.hex():
                 return Wanted(contents, move.root, move.time)
             return Wanted(contents, row.seq, row.time)
@@ -83,7 +83,7 @@ class Source:
         return wanted
 
     def has_withdrawn(self, contents: Contents, options: PullOptions) -> bool:
-        """Whether a snapshot that was the newest is no more meant, but an older one, or none."""
+        """Whether a snapshot that was the newest is gone: the newest one is older, or none is."""
         try:
             return self.newest(options).contents.row.seq < contents.row.seq
         except SnapshotNotFoundError:
@@ -98,14 +98,14 @@ class Source:
 
 
 def folder_for(out: Path, options: PullOptions) -> ServedFolder:
-    """Return the folder to pull into."""
+    """Return the served folder at a path, of the kind that the options name."""
     return FolderInPlace(out) if options.in_place else ServedFolder(out)
 
 
 def pull(
     source: Source, out: Path, options: PullOptions, progress: Progress | None = None
 ) -> PullReport:
-    """Bring a folder to the newest snapshot. :meth:`casnap.Store.pull` describes the rest."""
+    """Bring a folder to the newest snapshot, as :meth:`casnap.Store.pull` describes."""
     with folder_for(out, options).locked() as served:
         report = update(served, source, options, progress)
         served.clean_up(options.keep)
@@ -115,7 +115,7 @@ def pull(
 def update(
     served: ServedFolder, source: Source, options: PullOptions, progress: Progress | None
 ) -> PullReport:
-    """Bring a folder, whose lock is held, to the newest snapshot; old versions stay."""
+    """Bring a folder to the newest snapshot; old versions stay. The caller holds its lock."""
     start = time.monotonic()
     received = source.store.backend.received_bytes
     version = None
@@ -140,10 +140,10 @@ def _switched(
     report: PullReport,
     progress: Progress | None,
 ) -> Version | None:
-    """Return the version of a snapshot, to which the link leads by now.
+    """Write the version of a snapshot, unless it is there, and make the link lead to it.
 
     Returns:
-        None if the snapshot was withdrawn while its version was written. It is not served then.
+        The version; None if the snapshot was withdrawn meanwhile, and so is not served.
     """
     served.close_to_others()
     current = served.current()
@@ -181,7 +181,7 @@ def _switched(
 
 
 def _holds(version: Version, turn: int) -> bool:
-    """Whether a version that was pulled holds what it did then, as far as a part of it tells."""
+    """Whether one part of a pulled version still has its bytes; see :data:`PARTS` for ``turn``."""
     try:
         damaged = version.damaged(turn)
     finally:

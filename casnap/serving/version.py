@@ -1,7 +1,7 @@
-"""A version: one folder with the tensors of one snapshot, and a file that says which.
+"""A version: one folder with the tensors of one snapshot, and a record that says which.
 
-Next to the files for readers it holds the digests of all chunks. So the next version can take from
-it what has not changed, and what deltas in the store stand on, even if its snapshot was deleted.
+Next to the files for readers it holds the digests of all chunks. So the next version can take
+unchanged chunks from it, and the bases of deltas, even if its snapshot was deleted.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from casnap.runtime.descriptors import Descriptor
 from casnap.storage import Fill
 
 RECORD, CHUNKS = "casnap-version.json", "casnap-chunks"
-"""The file that says what a version is, and that of the digests of its chunks."""
+"""The files of a version's record and of the digests of its chunks."""
 CHANGING = "casnap-changing.json"
-"""What stands for both in a folder that a pull changes in place: see :class:`Trace`."""
+"""Takes the place of the record while a pull changes the folder in place: see :class:`Trace`."""
 _Kind = TypeVar("_Kind")
 PARTS = 17
-"""So many pulls read each byte that they keep at least once: each reads another part of them.
+"""A pull reads one of so many parts of the bytes that it keeps; the next pull reads the next part.
 
-A prime, so that versions which are current in turns get to each of their parts.
+So damage shows after this many pulls at the latest. A prime: if two versions are current in turns,
+each still gets to all of its parts.
 """
 _MOST_RECORD = 1 << 30
 _READ_BYTES = 16 << 20
@@ -54,9 +55,9 @@ class VersionTensor(Struct, omit_defaults=True):
         shape: Its shape.
         digest: The BLAKE3 of the BLAKE3 digests of its chunks, as the snapshot has them.
         file: The file that holds it.
-        start: Where it begins there.
-        cast_from: The dtype that it has in the snapshot, if that is another one.
-        cast_digest: As ``digest``, of the bytes here, if it was cast.
+        start: Where it begins in the file, in bytes.
+        cast_from: The dtype that the tensor has in the snapshot, if it was cast.
+        cast_digest: As ``digest``, for the bytes in the file, if it was cast.
     """
 
     path: str
@@ -70,7 +71,7 @@ class VersionTensor(Struct, omit_defaults=True):
 
     @staticmethod
     def of(tensor: PlacedTensor, file: str) -> VersionTensor:
-        """Return what a version says of a tensor in a file."""
+        """Return the record of a tensor that lies in a file."""
         return VersionTensor(
             tensor.path,
             tensor.dtype,
@@ -83,7 +84,7 @@ class VersionTensor(Struct, omit_defaults=True):
         )
 
     def differs_from(self, other: VersionTensor) -> bool:
-        """Whether another tensor has other bytes."""
+        """Whether this tensor has other bytes, another dtype or another shape than ``other``."""
         ours = (self.dtype, self.shape, self.digest, self.cast_from)
         return ours != (other.dtype, other.shape, other.digest, other.cast_from)
 
@@ -93,12 +94,12 @@ class VersionFile(Struct):
 
     Attributes:
         file_bytes: Its length.
-        head_bytes: The length of what lies before its tensors, or of all of it.
-        digest: The BLAKE3 of that.
-        mtime_ns: When it was last written, in nanoseconds since the epoch. If that is another time,
-            it is verified anew.
-        inode: Its inode, only in what earlier versions of casnap wrote. Some file systems change
-            it, so it says nothing.
+        head_bytes: How many bytes lie before its tensors; all, in a file without tensors.
+        digest: The BLAKE3 of these first bytes.
+        mtime_ns: When it was last written, in nanoseconds since the epoch. A file with another time
+            is verified anew.
+        inode: Its inode, only in records of earlier versions of casnap. Unused, since some file
+            systems change it.
     """
 
     file_bytes: int
@@ -109,21 +110,21 @@ class VersionFile(Struct):
 
 
 class VersionRecord(Struct):
-    """What ``casnap-version.json`` says.
+    """The content of ``casnap-version.json``.
 
     Attributes:
-        version: The version of this file.
+        version: The version of this file's format.
         store: The URI of the store.
-        store_id: Its id.
+        store_id: The id of the store.
         snapshot: The full name of the snapshot.
-        commit: Its commit id.
+        commit: The commit id of the snapshot.
         time: When it was taken, in seconds since the epoch.
         metadata: The user's metadata.
-        mapping: The options of the pull that change what is here.
+        mapping: The options of the pull that change the content: :meth:`PullOptions.mapping`.
         exact: Whether all tensors are those of the snapshot, bit for bit.
         chunk_bytes: The size of the largest chunks.
-        tied: Tensors that are here under another name alone, and that name.
-        left_out: The paths of what safetensors cannot hold.
+        tied: By tensor that is left out, the name of the equal one that stands for it.
+        left_out: The paths of values that safetensors cannot hold.
         tensors: The tensors by name.
         files: The files by name.
         digest: The BLAKE3 of all the above.
@@ -147,21 +148,21 @@ class VersionRecord(Struct):
 
     @property
     def content(self) -> str:
-        """What names this content: versions on other hosts, and in other folders, have the same."""
+        """A digest of the content: equal on other hosts, and in other folders."""
         described = [self.store_id, self.commit, self.mapping]
         return digest_of(msgspec.json.encode(described, order="deterministic")).hex()
 
     def own_digest(self) -> str:
-        """Return what ``digest`` must be."""
+        """Return the digest that ``digest`` must be equal to."""
         return digest_of(msgspec.json.encode(msgspec.structs.replace(self, digest=""))).hex()
 
     def encode(self) -> bytes:
-        """Return the file."""
-        # What JSON has no number for, such as a loss that is not a number, becomes null.
+        """Return the bytes of the file."""
+        # Numbers that JSON cannot write, such as a NaN loss, become null.
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
     def changed_since(self, other: VersionRecord | None) -> list[str]:
-        """Return the tensors that another version does not have, or not with these bytes."""
+        """Return the names of tensors that another version lacks, or has with other bytes."""
         before = {} if other is None else other.tensors
         return [
             name
@@ -171,10 +172,10 @@ class VersionRecord(Struct):
 
 
 class Trace(Struct):
-    """A version that chunks of a folder may be of, which a pull has begun to change in place.
+    """A version from which chunks of a folder may come that a pull has begun to change in place.
 
     Attributes:
-        record: What the version says of itself.
+        record: The record of the version.
         chunks: The digests of its chunks.
     """
 
@@ -183,7 +184,14 @@ class Trace(Struct):
 
 
 class StoredCell(NamedTuple):
-    """A chunk in a file of a version: the file, where it begins and ends, and its digest there."""
+    """A chunk in a file of a version.
+
+    Attributes:
+        file: The name of the file.
+        start: Where the chunk begins in the file, in bytes.
+        nbytes: Its length.
+        digest: The digest of its bytes in the file.
+    """
 
     file: str
     start: int
@@ -196,9 +204,9 @@ class Version:
 
     Args:
         folder: Its folder.
-        record: What that says.
+        record: The record that the folder has.
         owners: Whose files count as written by a pull.
-        chunks: The digests of its chunks; by default, those that a file of it has.
+        chunks: The digests of its chunks; by default, its file :data:`CHUNKS` has them.
     """
 
     def __init__(
@@ -217,15 +225,15 @@ class Version:
 
     @property
     def content(self) -> str:
-        """What names this content: :attr:`VersionRecord.content`."""
+        """A digest of the content: :attr:`VersionRecord.content`."""
         return self.record.content
 
     def is_intact(self, file: str) -> bool:
-        """Whether a file is as it was written, as far as the system tells without a read."""
+        """Whether a file has the length, time and owner that it was written with; reads nothing."""
         about = self.record.files.get(file)
         with suppress(OSError):
             info = (self.folder / file).stat(follow_symlinks=False)
-            # Another user's file may have any time.
+            # Another user could give a file of theirs any time.
             return (
                 about is not None
                 and (info.st_size, info.st_mtime_ns) == (about.file_bytes, about.mtime_ns)
@@ -234,16 +242,16 @@ class Version:
         return False
 
     def is_whole(self) -> bool:
-        """Whether this holds for all its files."""
+        """Whether all files are intact."""
         return all(self.is_intact(file) for file in self.record.files)
 
     def doubtful(self) -> set[str]:
-        """Return the tensors in files that are not intact: who has read them may hold others."""
+        """Return the tensors in files that are not intact: an engine may have read other bytes."""
         files = {file for file in self.record.files if not self.is_intact(file)}
         return {name for name, tensor in self.record.tensors.items() if tensor.file in files}
 
     def is_of(self, store_id: str, commit: str, mapping: object) -> bool:
-        """Whether this is what a snapshot becomes by some options, and whole."""
+        """Whether this is the version of a snapshot and a mapping, and whole."""
         record = self.record
         about = (record.store_id, record.commit, record.mapping)
         return about == (store_id, commit, mapping) and self.is_whole()
@@ -252,7 +260,7 @@ class Version:
 
     @property
     def traces(self) -> list[Trace]:
-        """The versions that its chunks may be of."""
+        """The versions from which the chunks may come: here only this one."""
         return [Trace(self.record, self._chunk_digests())]
 
     def _chunk_digests(self) -> bytes:
@@ -264,7 +272,7 @@ class Version:
         return b""
 
     def each_cell(self) -> Iterator[tuple[str, Digest, str, StoredCell]]:
-        """Yield the chunks: tensor, digest in the store, cast, and where it is here."""
+        """Yield for each chunk: its tensor, digest in the store, cast ("" for none), and cell."""
         digests = split_digests(self._chunk_digests())
         at = 0
         for name, tensor in self.record.tensors.items():
@@ -287,24 +295,24 @@ class Version:
 
     @cached_property
     def cells(self) -> dict[tuple[Digest, str], StoredCell]:
-        """Where each chunk lies, by its digest in the store and how it was cast."""
+        """The cell of each chunk, by the digest in the store and the cast."""
         return {(source, cast): cell for _, source, cast, cell in self.each_cell()}
 
     @cached_property
     def cells_of(self) -> dict[str, list[tuple[Digest, StoredCell]]]:
-        """The chunks of each tensor, with their digests in the store."""
+        """By tensor, its cells in order, each with the chunk's digest in the store."""
         found: dict[str, list[tuple[Digest, StoredCell]]] = {}
         for name, source, _, cell in self.each_cell():
             found.setdefault(name, []).append((source, cell))
         return found
 
     def read(self, cell: StoredCell) -> bytearray | None:
-        """Return the bytes of a chunk, which are not verified; None if they cannot be read."""
+        """Return the bytes of a chunk, unverified; None if they cannot be read."""
         raw = bytearray(cell.nbytes)
         return raw if self._fill(cell, memoryview(raw)) else None
 
     def verified(self, cell: StoredCell) -> bytearray | None:
-        """Return the bytes of a chunk; None if they cannot be read, or are not those of a pull."""
+        """Return the verified bytes of a chunk; None if they cannot be read, or have changed."""
         raw = self.read(cell)
         return None if raw is None or digest_of(raw) != cell.digest else raw
 
@@ -317,16 +325,16 @@ class Version:
             return False
 
     def base(self, digest: Digest) -> Fill | None:
-        """Return what reads a chunk of the store, which is not verified; None if it is not here."""
+        """Return a function that reads a chunk of the store, unverified; None if it is not here."""
         cell = self.cells.get((digest, ""))
         return None if cell is None else partial(self._fill, cell)
 
     def open(self, file: str) -> int:
-        """Return an open file, for reading; it is closed by :meth:`close`.
+        """Open a file for reading; return its descriptor, which :meth:`close` closes.
 
         Raises:
             BackendError: It is no regular file.
-            OSError: It cannot be opened.
+            OSError: The file cannot be opened.
         """
         with self._lock:
             if file not in self._files:
@@ -334,14 +342,14 @@ class Version:
             return self._files[file].fd
 
     def close(self) -> None:
-        """Close what was opened."""
+        """Close the files that :meth:`open` has opened."""
         while self._files:
             self._files.popitem()[1].close()
 
     # --- verification ---
 
     def damaged(self, turn: int | None = None) -> list[str]:
-        """Read all, or a part, and return what is damaged: tensors by name, and files.
+        """Read the files; return the names of damaged tensors and of files whose head is damaged.
 
         Args:
             turn: Which of the :data:`PARTS` of each tensor to read; None for all.
@@ -352,7 +360,7 @@ class Version:
         def due() -> Iterator[tuple[str, StoredCell]]:
             for name, _, _, cell in self.each_cell():
                 seen[name] += cell.nbytes
-                # A file that is kept has the same places in the next version.
+                # Counted by offset, which stays the same in the next version if the file is kept.
                 part = cell.start // self.record.chunk_bytes
                 if turn is None or (part - turn) % PARTS == 0:
                     yield name, cell
@@ -369,24 +377,25 @@ class Version:
         return [*bad, *(file for file in self.record.files if not self._begins_rightly(file))]
 
     def _begins_rightly(self, file: str) -> bool:
-        """Whether a file has its length, and what lies before its tensors."""
+        """Whether a file has its length, and the right bytes before its tensors."""
         about = self.record.files[file]
         raw = self.read(StoredCell(file, 0, about.head_bytes, Digest(b"")))
         is_as_written = raw is not None and digest_of(raw).hex() == about.digest
         return is_as_written and os.fstat(self.open(file)).st_size == about.file_bytes
 
     def doubt(self, damaged: Iterable[str]) -> list[str]:
-        """Have the next pull make damaged files anew, by another time.
+        """Give damaged files another time, so that the next pull makes them anew.
 
         Args:
-            damaged: What is damaged: tensors by name, and files.
+            damaged: The names of damaged tensors and files.
 
         Returns:
-            The files that would have counted as intact.
+            The damaged files that would have counted as intact.
         """
         tensors = self.record.tensors
         files = {tensors[name].file if name in tensors else name for name in damaged}
-        # Another file, put in the place of one of ours, may be somebody's elsewhere too.
+        # Only intact files: a file that somebody has put here may have another name elsewhere, and
+        # its time is not ours to change.
         intact = sorted(filter(self.is_intact, files))
         for file in intact:
             with suppress(OSError):
@@ -395,11 +404,11 @@ class Version:
 
 
 class MixedVersion(Version):
-    """A folder that was being changed in place when a pull ended: each chunk is of some version.
+    """A folder whose change in place did not end: each chunk comes from one of several versions.
 
     Args:
         folder: The folder.
-        traces: The versions, the newest last.
+        traces: These versions, the newest last.
         owners: Whose files count as written by a pull.
     """
 
@@ -418,14 +427,15 @@ class MixedVersion(Version):
 
     @override
     def each_cell(self) -> Iterator[tuple[str, Digest, str, StoredCell]]:
-        # The newest one may not know the digests of what was cast: older ones go before it.
+        # Newest first, so that cells of older versions win: the newest may lack digests of cast
+        # chunks.
         for record, chunks in ((trace.record, trace.chunks) for trace in reversed(self._traces)):
             yield from Version(self.folder, record, self._owners, chunks).each_cell()
 
     @override
     def base(self, digest: Digest) -> Fill | None:
         cell = self.cells.get((digest, ""))
-        # Who reads a delta on a chunk that is not here must know that before.
+        # Verified now: a caller may rely on the base once it has it.
         return None if cell is None or self.verified(cell) is None else partial(self._fill, cell)
 
 
@@ -437,20 +447,21 @@ def _nbytes(tensor: VersionTensor) -> int:
 
 
 def read_record(path: Path) -> VersionRecord | None:
-    """Return what a file says about a version; None if it is not there, or damaged.
+    """Return the record of a version from its file; None if the file is absent or damaged.
 
     Raises:
-        PlaceError: It cannot be read: who took that for "no version" would make all anew.
+        PlaceError: The file cannot be read. This must not count as "no version": the caller would
+            make the whole version anew.
     """
     record = _decoded(path, VersionRecord)
     return None if record is None or not _is_sound(record) else record
 
 
 def read_traces(path: Path) -> list[Trace]:
-    """Return the versions that a file says the chunks of its folder may be of.
+    """Return the versions from which a folder's chunks may come, by its :data:`CHANGING` file.
 
     Raises:
-        PlaceError: It cannot be read.
+        PlaceError: The file cannot be read.
     """
     return [trace for trace in _decoded(path, list[Trace]) or [] if _is_sound(trace.record)]
 
@@ -470,7 +481,7 @@ def _decoded(path: Path, kind: type[_Kind]) -> _Kind | None:
 def _is_sound(record: VersionRecord) -> bool:
     is_known = record.version == 1 and record.digest == record.own_digest()
     names = {*record.files, *(tensor.file for tensor in record.tensors.values())}
-    # A name that leads out of the folder is none that a pull has written.
+    # No pull has written a name that leads out of the folder.
     return is_known and all(map(_is_plain, names))
 
 
@@ -481,17 +492,17 @@ def _is_plain(name: str) -> bool:
 def verify(folder: str | os.PathLike[str]) -> list[str]:
     """Read and verify the current version of a folder that :meth:`casnap.Store.pull` made.
 
-    What is damaged stays as it is, with another time, so that the next pull makes it anew.
+    Damaged files keep their bytes, but get another time, so that the next pull makes them anew.
 
     Args:
         folder: The folder.
 
     Returns:
-        What is damaged: the names of tensors, and of files.
+        The names of damaged tensors and files.
 
     Raises:
-        FileFormatError: It is no such folder.
-        PlaceError: It cannot be looked at.
+        FileFormatError: No pull made the folder.
+        PlaceError: The system cannot look at the folder.
     """
     place = Path(os.path.realpath(folder))
     record = read_record(place / RECORD)

@@ -1,8 +1,8 @@
-"""Writing a version: from the bytes of the version before, and from those that are new.
+"""Writing a version: from the bytes of the version before, and from new chunks of the store.
 
-A file in which nothing has changed is a hard link. In any other one each chunk is copied from the
-old version, or read from the store; a delta there on a chunk of the old version needs that delta
-alone. All that is written is verified. The version appears under its name when it is durable.
+A file that has not changed becomes a hard link. For any other file, each chunk is copied from the
+old version or read from the store; if the store has a delta on a chunk of the old version, only
+that delta is read. Every written chunk is verified. The version gets its name once it is durable.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def write_version(
     """Write a new version of a snapshot, and return it once it is durable.
 
     Raises:
-        OSError: It cannot be written; nothing is left of it.
+        OSError: The version cannot be written; nothing of it is left.
     """
     layout = layout_of(contents, options)
     report.equal = layout.equal
@@ -66,9 +66,10 @@ def layout_of(contents: Contents, options: PullOptions) -> FileLayout:
     """Return where the tensors of a snapshot lie in the files of its version.
 
     Raises:
-        EntryNotFoundError: There is nothing at the path, or several ranks have their own there.
+        EntryNotFoundError: There is nothing at ``options.path``, or several ranks have entries of
+            their own there.
         FileFormatError: There are no tensors, or two would get one name.
-        DamagedError: Something is missing or damaged.
+        DamagedError: A part of the snapshot is missing or damaged.
     """
 
     def dtype_of(dtype: str) -> str:
@@ -84,8 +85,8 @@ def layout_of(contents: Contents, options: PullOptions) -> FileLayout:
     )
 
 
-class Piece(NamedTuple):
-    """A chunk to write: the tensor that it is of, its number there, and its place."""
+class ChunkToWrite(NamedTuple):
+    """A chunk to write: the name of its tensor, that tensor, its number there, and its place."""
 
     name: str
     tensor: PlacedTensor
@@ -97,7 +98,7 @@ class Writer:
     """Writes the files of a version.
 
     Attributes:
-        same: By the name of each file: that of an equal one of the old version; "" for none.
+        same: By file name, the name of an equal file of the old version; "" if there is none.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Writer:
         self.counter = ProgressCounter(progress, "writing", new_bytes)
 
     def _same_file(self, file: PlannedFile) -> str:
-        """Return the file of the old version that is equal to a file; "" if there is none."""
+        """Return the name of an equal file of the old version; "" if there is none."""
         if self._old is None:
             return ""
         record = self._old.record
@@ -139,7 +140,7 @@ class Writer:
         return ""
 
     def write(self, output: ExportOutput) -> VersionRecord:
-        """Write all files; return what the version says of itself."""
+        """Write all files; return the record of the version."""
         if self._options.patches and self._old is not None:
             self._differences = self._differences_from(self._old)
         for file in self._layout.files:
@@ -163,7 +164,7 @@ class Writer:
         return record
 
     def _described(self) -> tuple[VersionRecord, bytes]:
-        """Return what the version says of itself, without its digest, and those of its chunks."""
+        """Return the record of the version, without its digest, and the digests of its chunks."""
         contents, layout = self._contents, self._layout
         files, tensors = dict[str, VersionFile](), dict[str, VersionTensor]()
         chunks = list[Digest]()
@@ -196,10 +197,10 @@ class Writer:
         return record, listed
 
     def _settle(self) -> None:
-        """Write what was kept back; nothing, if the folder is a new one."""
+        """Write the chunks that were kept back; there are none if the folder is new."""
 
     def _differences_from(self, old: Version) -> Differences | None:
-        """Return what notes how the version differs; None if it has other tensors."""
+        """Return an empty collection of differences; None if the versions have other tensors."""
         placed = {
             name: (tensor, VersionTensor.of(tensor, file.name))
             for file in self._layout.files
@@ -217,23 +218,23 @@ class Writer:
 
     def _link(self, output: ExportOutput, file: PlannedFile) -> bool:
         """Link an equal file of the old version; return whether there is one."""
-        name, cast_digests = self.same[file.name], list[tuple[Piece, Digest]]()
+        name, cast_digests = self.same[file.name], list[tuple[ChunkToWrite, Digest]]()
         if self._old is None or not name:
             return False
-        for piece in _pieces(file):
-            if piece.tensor.cast:
-                before = self._old.cells.get((piece.cell.digest, piece.tensor.cast))
+        for chunk in _chunks_of(file):
+            if chunk.tensor.cast:
+                before = self._old.cells.get((chunk.cell.digest, chunk.tensor.cast))
                 if before is None:
                     return False
-                cast_digests.append((piece, before.digest))
+                cast_digests.append((chunk, before.digest))
         try:
             output.link(file.name, self._old.folder / name)
         except OSError as e:
             if e.errno in NO_SPACE:
                 raise
-            return False  # a file system without hard links, or with no more to this file
-        for piece, digest in cast_digests:
-            piece.tensor.cast_digests[piece.number] = digest
+            return False  # no hard links here, or no more of them to this file
+        for chunk, digest in cast_digests:
+            chunk.tensor.cast_digests[chunk.number] = digest
         self._report.linked_bytes += file.nbytes
         return True
 
@@ -244,15 +245,15 @@ class Writer:
             os.posix_fallocate(fd, 0, file.nbytes)
             write_cached(fd, memoryview(file.header), 0)
         copy = partial(self._copy, fd, cloned)
-        elsewhere = [piece for piece, done in mapped(copy, _pieces(file), cores()) if not done]
+        elsewhere = [chunk for chunk, done in mapped(copy, _chunks_of(file), cores()) if not done]
         options = ReadOptions() if self._old is None else ReadOptions(base=self._old.base)
         self._contents.store.fetch(self._wants(fd, elsewhere), options)
 
     def _clone(self, fd: int, file: PlannedFile) -> str:
-        """Begin with the blocks of the old file of this name, where the file system can.
+        """Begin a file as a clone of the old file of its name, if the file system can share blocks.
 
         Returns:
-            The name of that file; "" if it has another layout, or cannot be cloned.
+            The name of the old file; "" if it has another layout, or cannot be cloned.
         """
         old = self._old
         about = None if old is None else old.record.files.get(file.name)
@@ -264,9 +265,9 @@ class Writer:
             return file.name
         return ""
 
-    def _copy(self, fd: int, cloned: str, piece: Piece) -> bool:
-        """Copy a chunk from the old version; return whether it is whole there."""
-        _, tensor, number, cell = piece
+    def _copy(self, fd: int, cloned: str, chunk: ChunkToWrite) -> bool:
+        """Copy a chunk from the old version; return False if it is not there or damaged."""
+        _, tensor, number, cell = chunk
         if self._old is None:
             return False
         before = self._old.cells.get((cell.digest, tensor.cast))
@@ -276,9 +277,9 @@ class Writer:
         if digest_of(raw) != before.digest:
             return False
         if (before.file, before.start) != (cloned, cell.start):
-            self._write(fd, piece, memoryview(raw))
-        if not self._is_in_place(piece, before):
-            self._note(piece, memoryview(raw))
+            self._write(fd, chunk, memoryview(raw))
+        if not self._is_in_place(chunk, before):
+            self._note(chunk, memoryview(raw))
         if tensor.cast:
             tensor.cast_digests[number] = before.digest
         with self._lock:
@@ -287,59 +288,63 @@ class Writer:
         return True
 
     def _write(
-        self, fd: int, piece: Piece, raw: memoryview, stored_form: memoryview | None = None
+        self, fd: int, chunk: ChunkToWrite, raw: memoryview, stored_form: memoryview | None = None
     ) -> None:
-        """Write a verified chunk; a delta that has made it is told too."""
-        write_cached(fd, raw, piece.cell.start)
+        """Write a verified chunk, as bytes or by the delta that has made it."""
+        write_cached(fd, raw, chunk.cell.start)
         with self._lock:
             self._report.written_bytes += len(raw)
 
-    def _is_in_place(self, piece: Piece, before: StoredCell) -> bool:
+    def _is_in_place(self, chunk: ChunkToWrite, before: StoredCell) -> bool:
         """Whether a chunk of the old version lies in the same tensor, at the same place there."""
         assert self._old is not None
-        tensor = self._old.record.tensors.get(piece.name)
+        tensor = self._old.record.tensors.get(chunk.name)
         place = None if tensor is None else (tensor.file, before.start - tensor.start)
-        return place == (before.file, piece.cell.start - piece.tensor.start)
+        return place == (before.file, chunk.cell.start - chunk.tensor.start)
 
-    def _wants(self, fd: int, pieces: list[Piece]) -> Iterator[Want]:
-        for piece in pieces:
-            _, tensor, _, cell = piece
+    def _wants(self, fd: int, chunks: list[ChunkToWrite]) -> Iterator[Want]:
+        for chunk in chunks:
+            _, tensor, _, cell = chunk
             if (held := tensor.held_bytes) is not None:
-                self._put(fd, piece, memoryview(held))
+                self._put(fd, chunk, memoryview(held))
             else:
-                sink = partial(self._put, fd, piece)
-                put_delta = partial(self._put_delta, fd, piece) if self._takes_deltas else None
+                sink = partial(self._put, fd, chunk)
+                put_delta = partial(self._put_delta, fd, chunk) if self._takes_deltas else None
                 yield Want(cell.digest, cell.raw_bytes, sink, tensor.path, as_delta=put_delta)
 
-    def _note(self, piece: Piece, raw: memoryview, stored_form: memoryview | None = None) -> None:
-        """Note how a chunk differs from that of the old version, if that is asked for."""
+    def _note(
+        self, chunk: ChunkToWrite, raw: memoryview, stored_form: memoryview | None = None
+    ) -> None:
+        """Note how a chunk differs from the old version's, if patches are wanted."""
         if self._differences is not None:
-            self._differences.note(piece.name, piece.number, raw, stored_form)
+            self._differences.note(chunk.name, chunk.number, raw, stored_form)
 
-    def _put_delta(self, fd: int, piece: Piece, stored_form: memoryview, raw: memoryview) -> None:
-        """Write a verified chunk, which a delta has made, to its place."""
-        self._put(fd, piece, raw, stored_form)
+    def _put_delta(
+        self, fd: int, chunk: ChunkToWrite, stored_form: memoryview, raw: memoryview
+    ) -> None:
+        """Write a verified chunk, which a delta has made, to its place in a file."""
+        self._put(fd, chunk, raw, stored_form)
 
     def _put(
-        self, fd: int, piece: Piece, raw: memoryview, stored_form: memoryview | None = None
+        self, fd: int, chunk: ChunkToWrite, raw: memoryview, stored_form: memoryview | None = None
     ) -> None:
-        """Write a verified chunk to its place."""
-        _, tensor, number, cell = piece
+        """Write a verified chunk to its place in a file; cast it first, if need be."""
+        _, tensor, number, cell = chunk
         if tensor.cast:
             raw = _cast(raw, tensor.entry.dtype, tensor.dtype)
             tensor.cast_digests[number] = digest_of(raw)
             stored_form = None
-        self._write(fd, piece, raw, stored_form)
-        self._note(piece, raw, stored_form)
+        self._write(fd, chunk, raw, stored_form)
+        self._note(chunk, raw, stored_form)
         with self._lock:
             self._report.fetched_bytes += cell.nbytes
         self.counter.add(cell.nbytes)
 
 
-def _pieces(file: PlannedFile) -> Iterator[Piece]:
+def _chunks_of(file: PlannedFile) -> Iterator[ChunkToWrite]:
     for name, tensor in file.tensors.items():
         for number, cell in enumerate(tensor.cells):
-            yield Piece(name, tensor, number, cell)
+            yield ChunkToWrite(name, tensor, number, cell)
 
 
 def _cast(raw: memoryview, dtype: str, wanted: str) -> memoryview:
