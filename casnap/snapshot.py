@@ -22,6 +22,7 @@ from casnap.format.names import check_name, component_of, key_of, name_text
 from casnap.format.records import Row, Stats
 from casnap.restore.indexing import Index
 from casnap.restore.renaming import Rename
+from casnap.restore.restore_report import NewRanks
 from casnap.runtime.environment import given_path, local_path
 from casnap.runtime.later import ModuleLater
 from casnap.runtime.nesting import refuse_nested_take
@@ -321,6 +322,7 @@ class Snapshot:
         progress: Progress | None = None,
         read_once: bool | None = None,
         reuse: bool = False,
+        new_ranks: NewRanks | None = None,
         timeout: float | None = None,
     ) -> casnap.RestoreReport:
         """Restore an app state, or some of its keys, in place where that is possible.
@@ -334,9 +336,8 @@ class Snapshot:
 
         Args:
             app_state: The values to restore, by key.
-            strict: If modules, optimizers or dicts differ from the snapshot, or it keeps something
-                for single ranks while others are new, raise before anything is written. Otherwise
-                restore what fits.
+            strict: If modules, optimizers or dicts differ from the snapshot, raise before anything
+                is written. Otherwise restore what fits.
             allow_pickle: Unpickle values that were taken with ``allow_pickle=True``. Use this only
                 for a store that you trust as you trust code.
             rename: The key in ``app_state`` for each key of the snapshot: a mapping, or a function
@@ -351,6 +352,11 @@ class Snapshot:
                 for going back to a snapshot where much is as it is now, such as the frozen base of
                 a fine-tune. What a shard has a part of is read, as is all on a device that cannot
                 hash. Nobody else may write to the tensors meanwhile. Ranks may differ in this.
+            new_ranks: What happens to a key that holds something for single ranks of the take, if
+                this world has ranks that the take did not have. "keep": these keep what they hold
+                of it, as the report says. "error": raise before anything is written. By default,
+                random generators are kept, so a new rank goes on from its own seed; for all other
+                keys, ``strict`` decides.
             timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
         Returns:
@@ -378,6 +384,7 @@ class Snapshot:
             read_once=read_once,
             reuse=reuse,
             rename=rename,
+            new_ranks=new_ranks,
         )
         comm = join(self.pg, timeout, f"the restore of {self.name!r}")
         with comm, self.contents.reading():

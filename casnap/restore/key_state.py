@@ -112,7 +112,7 @@ def key_state(
     stateful: Stateful,
     report: RestoreReport,
     rank: int,
-    kept_for_others: dict[str, list[int]],
+    kept_for_others: dict[str, dict[str, list[int]]],
 ) -> KeyState | None:
     """Return a key with its current state and its entries.
 
@@ -122,7 +122,8 @@ def key_state(
         stateful: The value in the app state.
         report: Gets the key if the snapshot lacks it.
         rank: This rank.
-        kept_for_others: Gets the paths that only other ranks have, with these ranks.
+        kept_for_others: Gets, by the key's component, the paths that only other ranks have, with
+            these ranks.
 
     Returns:
         None if the snapshot has nothing of the key for this rank.
@@ -139,7 +140,7 @@ def key_state(
         if of_submodules is not None:
             return of_submodules
     if of_others := _kept_for_others(contents, component, rank, entries):
-        kept_for_others |= of_others
+        kept_for_others[component] = of_others
         return _of_everyone(state, of_others)
     if trees is None:
         report.missing.append(key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from casnap.restore.loaders import known_loader
 from casnap.restore.loading import Loading
 from casnap.restore.moments import taken_parameters, without_misfits, without_named_misfits
 from casnap.restore.renaming import Rename, renamed
-from casnap.restore.restore_report import RestoreReport, mismatch_message
+from casnap.restore.restore_report import NewRanks, RestoreReport, mismatch_message
 from casnap.restore.shared_reads import fetch_shared
 from casnap.restore.shared_trees import share_trees
 from casnap.restore.targets import Part, conflicts, memory_of, targets_of
@@ -41,6 +41,7 @@ from casnap.state.stateful import (
     AppState,
     RNGState,
     Stateful,
+    is_random_state,
     random_states_first,
     with_states,
 )
@@ -51,14 +52,29 @@ from casnap.storage import Contents
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreOptions:
-    """How to restore; see :meth:`casnap.Snapshot.restore`."""
+    """How to restore; see :meth:`casnap.Snapshot.restore`.
+
+    Raises:
+        ValueError: ``new_ranks`` is something else.
+    """
 
     strict: bool = True
+    new_ranks: NewRanks | None = None
     allow_pickle: bool = False
     progress: Progress | None = None
     read_once: bool | None = None
     reuse: bool = False
     rename: Rename | None = None
+
+    def __post_init__(self) -> None:
+        if self.new_ranks not in (None, "keep", "error"):
+            raise ValueError(f"new_ranks is 'keep' or 'error'; got {self.new_ranks!r:.80}")
+
+    def refuses(self, missed: _Missed) -> bool:
+        """Whether a key is an error, of which new ranks lack something."""
+        if self.new_ranks is None:
+            return self.strict and not missed.is_random
+        return self.new_ranks == "error"
 
 
 def restore(
@@ -87,7 +103,7 @@ def restore(
         app_state = _by_stored_keys(contents, app_state, options.rename, report)
     agreed = _agree(contents, app_state, options, comm)
     keys = [key for key in map(key_of, agreed.order) if key in app_state]
-    kept_for_others: dict[str, list[int]] = {}
+    kept_for_others: dict[str, dict[str, list[int]]] = {}
     key_states = [
         key_state(contents, key, app_state[key], report, comm.rank, kept_for_others) for key in keys
     ]  # each state_dict() is called in the torch modes of the caller
@@ -96,11 +112,20 @@ def restore(
             check_known(contents.label, state.entries.items())
     compared = [state for state in key_states if state is not None]
     states, targets, overlapping = _compared(contents, compared, report)
-    report.missing += _missed_by_new_ranks(contents, kept_for_others, comm)
-    if options.strict and report:
+    in_part = {state.component for state in compared}
+    mine = {
+        component: _Missed.of(component, holders, app_state[key_of(component)], in_part)
+        for component, holders in kept_for_others.items()
+    }
+    missed = _missed_by_new_ranks(contents, mine, comm)
+    refused = [each.text for each in missed if options.refuses(each)]
+    if refused or (options.strict and report):
+        wrong = report if options.strict else RestoreReport()
+        wrong.new_ranks = refused
         renames = options.rename is not None
-        advice = _advice(contents, app_state, report, states, renames=renames)
-        raise MismatchError(mismatch_message(report, contents.label, advice))
+        advice = _advice(contents, app_state, wrong, states, renames=renames)
+        raise MismatchError(mismatch_message(wrong, contents.label, advice))
+    report.new_ranks = [each.text for each in missed]
     entries = {path: entry for state in states for path, entry in state.entries.items()}
     for path, entry in entries.items():
         if isinstance(entry, ValueEntry) and not options.allow_pickle:
@@ -158,6 +183,10 @@ def _advice(
         )
         if advice := advice_on_wrappers(component, missing, unexpected):
             yield advice
+    if report.new_ranks:
+        yield 'Pass new_ranks="keep" to have new ranks keep what they hold of these keys.'
+    if not report:
+        return
     fitting = {
         key_of(state.component)
         for state in states
@@ -260,8 +289,11 @@ def _held(states: Iterable[KeyState]) -> dict[str, Shards]:
 
 
 def _load_state(state: KeyState, value: Any, report: RestoreReport, *, strict: bool) -> None:
-    if isinstance(state.stateful, torch.nn.Module) and not strict:
+    if isinstance(state.stateful, torch.nn.Module) and (state.skipped or not strict):
         load_what_fits(state, state.stateful, value, report)
+        if strict and report:
+            # Names that only the module itself can check.
+            raise MismatchError(f"missing: {report.missing}; unexpected: {report.unexpected}")
     elif known_loader(state.stateful) is torch.nn.Module:
         assert isinstance(state.stateful, torch.nn.Module)
         load_whole(state, state.stateful, value)
@@ -375,40 +407,80 @@ def _agree(
 
 
 class _Missed(msgspec.Struct, array_like=True):
-    """A message that says which paths new ranks cannot have.
+    """A message about a key of which new ranks cannot have all: the take did not have these ranks.
 
     Attributes:
-        by_path: Path → the ranks that have it, and the new ranks that cannot have it.
+        what: What they cannot have: the key, or some of its paths, in words.
+        is_one: Whether that is one thing, in grammar.
+        holders: The ranks that it is kept for.
+        is_random: Whether it is the state of random generators.
+        new_ranks: The new ranks.
     """
 
-    by_path: dict[str, tuple[list[int], list[int]]]
+    what: str
+    is_one: bool
+    holders: list[int]
+    is_random: bool
+    new_ranks: list[int] = []
+
+    @classmethod
+    def of(
+        cls,
+        component: str,
+        holders: Mapping[str, list[int]],
+        stateful: Stateful,
+        in_part: Container[str],
+    ) -> _Missed:
+        """Return the message of a new rank.
+
+        Args:
+            component: The key, as a component of paths.
+            holders: The paths that this rank cannot have, with the ranks that can.
+            stateful: The value in the app state.
+            in_part: The components of keys of which this rank can have a part.
+        """
+        paths = [path for path in holders if path != component]
+        what, is_one = component, True
+        if component in in_part and paths:
+            is_one, what = len(paths) == 1, ", ".join(paths[:3])
+            if len(paths) > 3:
+                what += f" and {len(paths) - 3:,} more of {component}"
+        ranks = sorted({rank for of_path in holders.values() for rank in of_path})
+        return cls(what, is_one, ranks, is_random_state(stateful))
+
+    @property
+    def text(self) -> str:
+        """What is missed, in words."""
+        verbs = ["is" if one else "are" for one in (self.is_one, len(self.new_ranks) == 1)]
+        return (
+            f"{self.what} {verbs[0]} kept for {rank_names(self.holders)} alone; "
+            f"{rank_names(self.new_ranks)} {verbs[1]} new"
+        )
+
+
+class _MissedByKey(msgspec.Struct, array_like=True):
+    """A message with what new ranks cannot have, by the components of keys."""
+
+    by_key: dict[str, _Missed]
 
 
 def _missed_by_new_ranks(
-    contents: Contents, kept_for_others: Mapping[str, list[int]], comm: Comm
-) -> list[str]:
-    """Return, on all ranks and in words, the paths that new ranks cannot have.
-
-    A rank is new if the take did not have it.
+    contents: Contents, mine: dict[str, _Missed], comm: Comm
+) -> Iterable[_Missed]:
+    """Return, on all ranks, what new ranks cannot have: one message a key.
 
     Args:
         contents: The snapshot.
-        kept_for_others: The paths that this rank cannot have, with the ranks that can.
+        mine: What this rank cannot have, by the components of keys.
         comm: The ranks.
     """
     if comm.size <= contents.row.world_size:
-        return []
-    mine = {path: (holders, [comm.rank]) for path, holders in kept_for_others.items()}
-    joined: dict[str, tuple[list[int], list[int]]] = {}
-    for of_rank in comm.gather_messages(_Missed(mine), _Missed):
-        for path, (holders, new_ranks) in of_rank.by_path.items():
-            joined.setdefault(path, (holders, []))[1].extend(new_ranks)
-    missed = comm.broadcast_message(_Missed(joined), _Missed).by_path
-    return [
-        f"{path} is kept for {rank_names(holders)} alone; {rank_names(new_ranks)} "
-        f"{'is' if len(new_ranks) == 1 else 'are'} new"
-        for path, (holders, new_ranks) in missed.items()
-    ]
+        return ()
+    joined: dict[str, _Missed] = {}
+    for rank, of_rank in enumerate(comm.gather_messages(_MissedByKey(mine), _MissedByKey)):
+        for key, missed in of_rank.by_key.items():
+            joined.setdefault(key, missed).new_ranks.append(rank)
+    return comm.broadcast_message(_MissedByKey(joined), _MissedByKey).by_key.values()
 
 
 def _left_behind(contents: Contents, size: int) -> list[str]:

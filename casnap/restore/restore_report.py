@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+NewRanks: TypeAlias = Literal["keep", "error"]
+"""What ranks that the take did not have do about what it kept for single ranks."""
 
 
 @dataclass
@@ -11,13 +15,14 @@ class RestoreReport:
     """The parts of the state and of the snapshot that a restore left alone.
 
     Attributes:
-        missing: Paths of the state that the snapshot lacks. If this world has ranks that the take
-            did not have, paths that only some ranks of the take had are missing too. Each rank
-            lists all of these, in words.
+        missing: Paths of the state that the snapshot lacks.
         unexpected: Paths of the snapshot that the state lacks.
         mismatched: Paths whose shapes, sizes or kinds differ, in words. If a moment of an optimizer
             is among them, all of the state of its parameter was left out.
         left_behind: Keys of ranks that this world does not have, as ``rank/key``. Not an error.
+        new_ranks: The keys that hold something for single ranks of the take alone, which ranks that
+            the take did not have keep as they are: a line a key, in words, on all ranks. Such as
+            the random state.
         kept_bytes: With ``reuse=True``, how many bytes this rank did not read, since its tensors
             held them. A tied tensor counts under each of its names.
     """
@@ -27,9 +32,10 @@ class RestoreReport:
     mismatched: list[str] = field(default_factory=list)
     left_behind: list[str] = field(default_factory=list)
     kept_bytes: int = 0
+    new_ranks: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Whether anything of the state was left alone."""
+        """Whether anything did not fit."""
         return bool(self.missing or self.unexpected or self.mismatched)
 
 
@@ -46,6 +52,7 @@ def mismatch_message(report: RestoreReport, snapshot: str, advice: Iterable[str]
         ("missing in the snapshot", report.missing),
         ("unexpected in the snapshot", report.unexpected),
         ("of another shape, size or kind", report.mismatched),
+        ("not stored for new ranks", report.new_ranks),
     ):
         lines += [f"  {label} ({len(paths)}):"] + [f"    {p}" for p in paths] if paths else []
     return "\n".join((*lines, *advice))

@@ -189,6 +189,11 @@ def is_generator(value: object) -> bool:
     return numpy is not None and isinstance(value, numpy.random.Generator)
 
 
+def is_random_state(stateful: Stateful) -> bool:
+    """Whether a value of an app state, as :func:`with_states` returns it, is of generators."""
+    return isinstance(stateful, RNGState | _Generator)
+
+
 def with_states(app_state: AppState) -> Mapping[str, Stateful]:
     """Return an app state in which generators have ``state_dict`` and ``load_state_dict`` too."""
     values: Any = app_state

@@ -101,10 +101,69 @@ def test_what_belongs_to_ranks_stands_in_the_way_of_a_new_rank(
     for before, after, error in world(4).run(restore, path, keys, True, read_once):
         assert isinstance(error, str)
         assert "rank 3 is new" in error
-        for key in OWN:
-            assert (f"    {key}" in error) == (key in keys)
+        assert "    loader is kept for ranks 0, 1 and 2 alone; rank 3 is new" in error
+        assert 'Pass new_ranks="keep"' in error
+        assert "strict=False" not in error
         assert "model is" not in error
+        assert "rng" not in error
         assert after == before
+
+
+def restore_generators(path: str, options: Any) -> tuple[Any, Any]:
+    """Restore what README restores, and a generator; return the new states, and the report."""
+    state = state_of(2.0)
+    del state["loader"]
+    state["sampler"] = torch.Generator().manual_seed(rank_of())
+    random = [torch.get_rng_state(), state["sampler"].get_state()]
+    try:
+        report: Any = Snapshot(path).restore(state, **options)
+    except MismatchError as e:
+        report = str(e)
+    kept = [torch.get_rng_state(), state["sampler"].get_state()]
+    return list(map(torch.equal, random, kept)), report
+
+
+def take_generators(path: str) -> None:
+    state = state_of(1.0)
+    del state["loader"]
+    Snapshot.take(path, {**state, "sampler": torch.Generator().manual_seed(99 + rank_of())})
+
+
+def test_a_new_rank_keeps_its_own_generators(world: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "store/s")
+    world(2).run(take_generators, path)
+    told = [f"{key} is kept for ranks 0 and 1 alone; rank 2 is new" for key in ("rng", "sampler")]
+    for rank, (kept, report) in enumerate(world(3).run(restore_generators, path, {})):
+        assert report == RestoreReport(new_ranks=told)
+        assert not report
+        assert kept == [rank == 2] * 2
+    for strict in (True, False):
+        options = {"strict": strict, "new_ranks": "error"}
+        for kept, error in world(3).run(restore_generators, path, options):
+            assert [line.strip() for line in error.splitlines()[2:4]] == told
+            assert kept == [True, True]
+
+
+def restore_renamed(path: str) -> str:
+    model, generator = nn.Linear(100, 300), RNGState()
+    with pytest.raises(MismatchError) as caught:
+        Snapshot(path).restore({"model": model, "rng": generator})
+    return str(caught.value)
+
+
+def test_what_does_not_fit_is_told_without_the_generators(world: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "store/s")
+    world(1).run(take_generators, path)
+    for error in world(2).run(restore_renamed, path):
+        assert "missing in the snapshot (2):\n    model/bias\n    model/weight\n" in error
+        assert "rng" not in error
+        assert "new_ranks" not in error
+
+
+def test_new_ranks_are_kept_or_an_error(tmp_path: Path) -> None:
+    snapshot = Snapshot.take(tmp_path / "store/s", {"progress": StateDict(step=1)})
+    with pytest.raises(ValueError, match="new_ranks is 'keep' or 'error'; got 'drop'"):
+        snapshot.restore({}, new_ranks="drop")  # type: ignore[arg-type]
 
 
 class Resetting:
@@ -179,21 +238,24 @@ def take_mixed(path: str) -> None:
     Snapshot.take(path, state)
 
 
-def restore_mixed(path: str, strict: bool) -> tuple[Any, Any]:
+def restore_mixed(path: str, options: Any) -> tuple[Any, Any]:
     state = mixed(5.0)
     before = mixed_values(state)
     try:
-        report: Any = Snapshot(path).restore(state, strict)
+        report: Any = Snapshot(path).restore(state, **options)
     except MismatchError as e:
         assert mixed_values(state) == before
         report = str(e)
     return mixed_values(state), report
 
 
-def test_a_new_rank_gets_what_is_everyones_in_a_key_too(world: Worlds, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"strict": False}, {"new_ranks": "keep"}], ids=str)
+def test_a_new_rank_gets_what_is_everyones_in_a_key_too(
+    world: Worlds, tmp_path: Path, options: dict[str, Any]
+) -> None:
     path = str(tmp_path / "store/s")
     world(2).run(take_mixed, path)
-    results = world(3).run(restore_mixed, path, False)
+    results = world(3).run(restore_mixed, path, options)
     for rank, (values, report) in enumerate(results):
         is_new = rank == 2
         own = 5.0 + rank if is_new else 1.0 + rank
@@ -205,22 +267,19 @@ def test_a_new_rank_gets_what_is_everyones_in_a_key_too(world: Worlds, tmp_path:
         assert values["progress"]["step"] == 1.0
         assert values["progress"]["data"] == {"shard": own, "epoch": 1.0, "seen": [1.0, own]}
         assert values["other"] == [[5.0 if is_new else own] * 3, [1.0] * 3]
-        assert {line.partition(" is kept for ")[0] for line in report.missing} == {
-            "model/seen",
-            "model/_extra_state/rank",
-            "optim/state/0/momentum_buffer",
-            "progress",
-            "progress/of rank 0",
-            "progress/of rank 1",
-            "progress/data/shard",
-            "progress/data/seen/1",
-            "other/own",
-        }
-        assert "model/seen is kept for ranks 0 and 1 alone; rank 2 is new" in report.missing
-        assert not report.unexpected
-        assert not report.mismatched
-    for _, error in world(4).run(restore_mixed, path, True):
-        assert "model/seen is kept for ranks 0 and 1 alone; ranks 2 and 3 are new" in error
+        assert report.new_ranks == [
+            f"{what} kept for ranks 0 and 1 alone; rank 2 is new"
+            for what in (
+                "model/_extra_state/rank, model/seen are",
+                "optim/state/0/momentum_buffer is",
+                "progress/data/seen/1, progress/data/shard, progress/of rank 0 and 1 more of "
+                "progress are",
+                "other/own is",
+            )
+        ]
+        assert not report
+    for _, error in world(4).run(restore_mixed, path, {}):
+        assert "model/seen are kept for ranks 0 and 1 alone; ranks 2 and 3 are new" in error
 
 
 def other_lengths(value: float, length: int) -> dict[str, Any]:
@@ -251,7 +310,8 @@ def test_a_list_that_lacks_an_element_stays_as_it_is(
     if length == 2:
         losses[-1] += 2
     assert progress == {"step": 1.0, "losses": losses, "deep": {"losses": [losses], "n": 1.0}}
-    assert any(line.startswith("progress/losses/2 is kept for ranks") for line in report.missing)
+    (told,) = report.new_ranks
+    assert told.endswith("are kept for ranks 0 and 1 alone; rank 2 is new")
 
 
 @pytest.mark.parametrize("size", [1, 2])
