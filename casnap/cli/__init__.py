@@ -1,7 +1,7 @@
 """The command ``casnap``: lists, checks and cleans stores.
 
-Each subcommand is a module that is imported when it is called. Only those import torch that read or
-decode tensors and values: ``import``, ``export``, ``pull --dtype``, ``check``, ``repair``.
+Each subcommand is a module that is imported when it is called. Only subcommands that decode tensors
+and values import torch: ``import``, ``export``, ``pull --dtype``, ``check``, ``repair``.
 
 The highest layer: no other module but ``__main__`` imports it. It imports the public classes,
 ``view.py``, and what the rooms below offer. Begin with ``output.py``, then read any subcommand.
@@ -27,7 +27,7 @@ try:
     from casnap.cli.output import CommandError, quote, say
     from casnap.errors import CasnapError, nearest
 except KeyboardInterrupt:
-    # These imports take most of a short command's time, and main() cannot catch it yet.
+    # The imports take most of a short command's time, and main() cannot catch an interrupt yet.
     sys.stderr.write("casnap: interrupted\n")
     sys.exit(130)
 
@@ -47,10 +47,10 @@ COMMANDS = {
     "followers": ("casnap.cli.followers", "Show who follows a store, and what each serves."),
     "export": ("casnap.cli.export", "Export a snapshot, or a part of one, to such files."),
     "rm": ("casnap.cli.rm", "Delete snapshots."),
-    "rewind": ("casnap.cli.rewind", "Have a run go back to a snapshot, and go on from there."),
+    "rewind": ("casnap.cli.rewind", "Make a run go back to a snapshot, and go on from there."),
     "tag": ("casnap.cli.tag", "Add tags to a snapshot, remove them, or move them."),
     "prune": ("casnap.cli.prune", "Delete the snapshots that no rule keeps."),
-    "thin": ("casnap.cli.thin", "Have older snapshots lose what only a resume needs."),
+    "thin": ("casnap.cli.thin", "Remove from older snapshots what only a resume needs."),
     "gc": ("casnap.cli.gc", "Collect garbage: delete what no snapshot needs."),
     "check": ("casnap.cli.check", "Check that a store is whole."),
     "repair": ("casnap.cli.repair", "Repair a damaged store as far as possible."),
@@ -88,7 +88,7 @@ class Commands(click.Group):
     """Imports a command when it is called, and turns casnap's errors into messages."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names, in the order of the help."""
+        """Return the names of all commands, in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -102,14 +102,14 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the arguments name; a misspelled one names the nearest."""
+        """Return the command that the arguments name; the error for a misspelled one has advice."""
         name = args[0]
         if name not in COMMANDS and not name.startswith("-"):
             raise click.UsageError(f"No such command {quote(name)}{nearest(name, COMMANDS)}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write one line for each command, without importing them."""
+        """Write one line for each command, and import none."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
@@ -126,9 +126,9 @@ class Commands(click.Group):
             raise CommandError(f"{prefix}{e.strerror or e}") from e
 
     def _with_flags(self, ctx: click.Context, message: str) -> str:
-        """Name the flags of the command that was called where a message names arguments of Python.
+        """Replace the Python arguments in a message by the flags of the command that was called.
 
-        ``overwrite=True`` is ``--overwrite``, and ``rank=0 (--rank 0)`` is ``--rank 0``.
+        ``overwrite=True`` becomes ``--overwrite``, and ``rank=0 (--rank 0)`` becomes ``--rank 0``.
         """
         command = self.get_command(ctx, ctx.invoked_subcommand or "")
         options = [] if command is None else command.params
@@ -152,13 +152,13 @@ def cli() -> None:
 
 class _EscapedLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a line of a log as all other output."""
+        """Print a line of a log, escaped as all other output is."""
         say(record.getMessage(), err=True)
 
 
 def main() -> None:
     """Run the command line, and exit with its status."""
-    # Warnings name what is in a store, too.
+    # Warnings contain names from a store, so they are escaped too.
     logging.lastResort = _EscapedLog(logging.WARNING)
     sys.exit(run(sys.argv[1:]))
 
@@ -178,7 +178,7 @@ def run(arguments: Sequence[str]) -> int:
         say("casnap: interrupted", err=True)
         return 130
     except BrokenPipeError:
-        # The reader is gone. Drop the rest of the buffer, so that exit does not fail again.
+        # The reader of stdout is gone. Drop the rest of the buffer, so that exit does not fail too.
         with opened(os.devnull, os.O_WRONLY) as fd:
             os.dup2(fd, sys.stdout.fileno())
         return 1

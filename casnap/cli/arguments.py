@@ -64,10 +64,10 @@ def writing_options(command: Command) -> Command:
 
 
 def options_for(uri: str) -> dict[str, Any] | None:
-    """Return how the store of a URI is reached, as the options of the command say.
+    """Return the storage options for a URI, from the command's options; None if there are none.
 
     Raises:
-        click.UsageError: There are options, but the URI is a local path.
+        click.UsageError: The command has such options, but the URI is a local path.
     """
     url = click.get_current_context().meta.get(_ENDPOINT)
     if url is None:
@@ -80,12 +80,12 @@ def options_for(uri: str) -> dict[str, Any] | None:
 
 
 def options_of(uri: str) -> dict[str, Any] | None:
-    """Return how a remote store is reached; the other one of the two may be on this machine."""
+    """Return as :func:`options_for`, but None for a local path: ``cp`` may have one of each."""
     return None if store_uri(uri) is None else options_for(uri)
 
 
 def is_exclusive() -> bool:
-    """Whether the user vouches that no other process writes to the store."""
+    """Whether the user has promised, by ``--exclusive``, that nobody else writes to the store."""
     return bool(click.get_current_context().meta.get(_EXCLUSIVE))
 
 
@@ -94,7 +94,7 @@ def open_store(store: str | None, **options: Any) -> Store:
 
     Args:
         store: The folder or URI.
-        options: Further arguments of :class:`casnap.Store`, which then may make it.
+        options: Further arguments of :class:`casnap.Store`, by which it may make the store.
 
     Raises:
         StoreError: There is no store, or it cannot be used.
@@ -114,8 +114,9 @@ def _open_place(
 
     Args:
         uri: The URI.
-        backends: Gets the backend that is asked.
-        is_destination: Whether snapshots go there. Then a store whose making was cut off is made.
+        backends: This adds the backend that it uses, so that the caller can count its requests.
+        is_destination: Whether snapshots go there. Then this completes a store whose making was cut
+            off.
     """
     place = Location.of_store(uri, options_of(uri), may_take=is_destination, is_typed=True)
     backends.append(place.backend)
@@ -127,7 +128,7 @@ def _open_place(
 def open_or_above(
     uri: str, backends: list[Backend], *, is_destination: bool = False
 ) -> tuple[Store, str | None]:
-    """Return the same as :func:`_open_place`; of a remote snapshot the store above it will do.
+    """Return as :func:`_open_place`; for the URI of a remote snapshot, try the store above too.
 
     Raises:
         NotAStoreError: There is no store at either place.
@@ -157,7 +158,7 @@ def open_snapshot(path: str) -> Snapshot:
 
 
 def snapshot_at(path: str, storage_options: dict[str, Any] | None) -> Snapshot:
-    """Return the same, with storage options that are known already."""
+    """Return the snapshot at a path or URI, reached by these storage options."""
     view, name = view_above(
         path, storage_options, create=False, is_typed=True, exclusive=is_exclusive()
     )
@@ -165,7 +166,7 @@ def snapshot_at(path: str, storage_options: dict[str, Any] | None) -> Snapshot:
 
 
 def open_part(path: str) -> tuple[Snapshot, str | None]:
-    """Return the snapshot that a path begins with, and the path inside it, if there is more.
+    """Return the snapshot that a path begins with, and the rest of the path, inside the snapshot.
 
     Raises:
         CasnapError: There is no such snapshot, or its store cannot be used.
@@ -195,7 +196,7 @@ def open_part(path: str) -> tuple[Snapshot, str | None]:
 def open_whole_store(store: str | None) -> Store:
     """Return the store at or above a folder, for a command that works on the whole store.
 
-    If it is above, that is said.
+    If the store is above, a line on stderr says so.
 
     Raises:
         StoreError: There is no store, or it cannot be used.
@@ -239,7 +240,7 @@ def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
 
 
 def second_snapshot(path: str, neighbour: Snapshot) -> Snapshot:
-    """Return the snapshot at a path, or of a name beside the first snapshot or in its store.
+    """Return a second snapshot: at a path, or of a name beside the first one or in its store.
 
     Raises:
         CasnapError: There is no such snapshot.
@@ -279,19 +280,19 @@ def metadata_of(snapshot: Snapshot) -> dict[str, Any] | None:
 
 
 def identity(backend: Backend, full: str, commit: str | None) -> dict[str, Any]:
-    """Return which snapshot it is, for JSON.
+    """Return the fields that identify a snapshot, for JSON.
 
     Args:
         backend: Its store.
-        full: Its full name there.
-        commit: Its commit id; None for one that does not exist yet.
+        full: Its full name in the store.
+        commit: Its commit id; None for a snapshot that does not exist yet.
     """
     path = joined(backend.uri, full)
     return {"store": backend.uri, "name": full, "path": path, "commit": commit}
 
 
 def identity_of(snapshot: Snapshot) -> dict[str, Any]:
-    """Return which snapshot it is, for JSON."""
+    """Return the fields that identify a snapshot, for JSON."""
     contents = snapshot.contents
     return identity(contents.store.backend, contents.name, snapshot.commit_id)
 
@@ -301,7 +302,7 @@ def snapshot_fields(snapshot: Snapshot, lacking: Collection[str]) -> dict[str, A
 
     Args:
         snapshot: The snapshot.
-        lacking: The commit ids of those that the mirror is still to get, or a publish of them.
+        lacking: The commit ids of snapshots that the mirror lacks, or whose publish it lacks.
     """
     return {
         **identity_of(snapshot),

@@ -31,9 +31,9 @@ def cache(store: str | None, clear: bool, as_json: bool) -> None:
     """Show, or clear, what this host keeps of stores: their indexes, and chunks of remote ones.
 
     Without STORE, lists all stores. STORE is a URI, or an id from the list. A host keeps chunks if
-    cache_bytes= or CASNAP_CACHE_BYTES is set. Clearing is safe: processes that need what was
-    cached read it from the store again. The index of a store that is gone, or that nobody used for
-    a month, is deleted when that of another one is made.
+    cache_bytes= or CASNAP_CACHE_BYTES is set. Clearing is safe: processes read from the store again
+    what they need. The index of a store that is gone, or that nobody used for a month, is deleted
+    when an index of another store is made.
     """
     folder = cache_folder()
     kept = CachedStore.all_in(folder)
@@ -42,7 +42,7 @@ def cache(store: str | None, clear: bool, as_json: bool) -> None:
     if clear:
         for each in kept:
             each.clear()
-    # What is known of a place alone is no row, and counts where all is shown.
+    # Facts about a place whose store is unknown make no row, but their bytes count in the total.
     stores = [each for each in kept if each.store_id]
     cached_bytes = sum(each.cached_bytes for each in kept)
     index_bytes = sum(each.index_bytes for each in kept)
@@ -84,7 +84,7 @@ def _named(store: str, kept: list[CachedStore]) -> list[CachedStore]:
     if "://" not in store:
         # A store on this host is listed by its real path.
         names.add(str(Path(local_path(store)).resolve()))
-    # Of a place alone, only the bytes are told.
+    # A place whose store is unknown cannot be named.
     stores = [each for each in kept if each.store_id]
     matches = [each for each in stores if names & {each.uri or "?", each.store_id}]
     if not matches:

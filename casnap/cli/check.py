@@ -51,8 +51,8 @@ def check(
     this one does not know.
 
     Reads every root, index segment and tree, and looks up every pack. --data also reads every
-    chunk, at each of its places. Of a snapshot, only what it needs is read. Nothing is changed, and
-    takes may run meanwhile.
+    chunk, at each of its places. To check one snapshot, it reads only what that needs. It changes
+    nothing, and takes may run meanwhile.
     """
     if sample is None and seed is not None:
         raise click.UsageError("--seed chooses what --sample reads; give both")
@@ -81,7 +81,7 @@ def check(
 
 
 def _place(text: str | None) -> tuple[Store, str | None]:
-    """Return the store to check, and the full name of the one snapshot to check, if it is one."""
+    """Return the store to check, and the full name of the snapshot if only one is to be checked."""
     try:
         place = open_store(text)
     except NotAStoreError:
@@ -95,7 +95,7 @@ def _place(text: str | None) -> tuple[Store, str | None]:
             return place, place.prefix
         try:
             place = open_whole_store(text)
-        except CommandError as e:  # there is no such folder
+        except CommandError as e:  # the folder does not exist
             advice = nearest(place.prefix, (s.name for s in whole_store.snapshots()))
             raise CommandError(f"{e.message}{advice}") from e
     return place, None
@@ -154,7 +154,7 @@ def _print_advice(uri: str, report: CheckReport) -> None:
 
 
 def _print_counts(uri: str, report: CheckReport) -> None:
-    # Without the table the number of snapshots is not known.
+    # If the table is lost, the number of snapshots is unknown.
     has_table = report.snapshots or ALL not in report.hurts
     snapshots = f"{amount(report.snapshots, 'snapshot')}, " if has_table else ""
     say(
@@ -181,7 +181,7 @@ def _print_counts(uri: str, report: CheckReport) -> None:
 
 
 def print_damages(damages: list[Damage]) -> None:
-    """Print damages, one on a line, with some of what each hurts; at most a screen of them."""
+    """Print the first damages, each on a line with some snapshots and paths that it hurts."""
     for damage in damages[:MOST_DAMAGES]:
         position = " ".join(
             filter(None, (damage.object, damage.digest and f"chunk {damage.digest}"))

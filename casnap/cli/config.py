@@ -58,7 +58,7 @@ def config(store: str, settings: tuple[str, ...], as_json: bool) -> None:
         emit(document, place)
         return
     for key, value in sorted(place.settings.items()):
-        # The mirror is known by its id, but people name it by its URI.
+        # A mirror has an id and a URI; people know the URI.
         text = value.get("uri", value) if isinstance(value, dict) else value
         if key == "gc" and isinstance(value, int | float):
             text = f"{value:.15g}s"

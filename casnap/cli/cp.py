@@ -90,7 +90,7 @@ def cp(
     """
     _check_usage(follow=follow, dry_run=dry_run)
     if store_uri(source) is None and store_uri(destination) is None:
-        options_for(destination)  # there is no server to name
+        options_for(destination)  # raises if --endpoint-url is given and both are local
     if follow:
         _follow(source, destination, interval, give_up_after, as_json=as_json)
         return
@@ -126,7 +126,7 @@ def _check_usage(*, follow: bool, dry_run: bool) -> None:
 def _follow(
     source: str, destination: str, interval: float, give_up_after: float | None, *, as_json: bool
 ) -> None:
-    """Copy until a signal ends it; then say what was copied."""
+    """Copy until a signal comes; then print what was copied."""
 
     def open_pair() -> Pair:
         origin, name = open_or_above(source, [])
@@ -171,20 +171,20 @@ def _facts_of(report: CopyReport) -> dict[str, Any]:
 
 
 def _requests(backends: list[Backend]) -> dict[str, int]:
-    """Return how many requests were made, by kind, also to find out that there is no store."""
+    """Return how many requests were made, by kind, including those that looked for a store."""
     return dict(sum((Counter(backend.requests) for backend in backends), Counter[str]()))
 
 
 def _destination(
     uri: str, backends: list[Backend], name: str | None, chunk_size: int
 ) -> tuple[Store, str | None, bool]:
-    """Return the store to copy to, the new name, if there is one, and whether it is to be made.
+    """Return the store to copy to, the new name if there is one, and whether the store is new.
 
     Args:
         uri: The destination.
-        backends: Gets the backends that are asked.
-        name: The one snapshot that is copied; None for more.
-        chunk_size: That of a store that is made.
+        backends: This adds the backends that it uses, so that the caller can count their requests.
+        name: The snapshot, if only one is copied; else None.
+        chunk_size: The chunk size of a store that is made.
     """
     try:
         return *open_or_above(uri, backends, is_destination=True), False
@@ -192,31 +192,31 @@ def _destination(
         place, rename = _new_destination(uri, name)
     backend = Location.of_store(place, options_of(place)).backend
     backends.append(backend)
-    # By its backend, so that the requests by which a store is made are counted.
+    # Made by its backend, so that the requests for that are counted.
     to = place if backend.folder is not None else backend
     return Store(to, create=NewStore(chunk_size=chunk_size), exclusive=is_exclusive()), rename, True
 
 
 def _new_destination(uri: str, name: str | None) -> tuple[str, str | None]:
-    """Return where a store is made to copy to, and the new name, if there is one."""
+    """Return where to make a store to copy to, and the new name if there is one."""
     remote = store_uri(uri)
     if remote is not None and remote.name:
         return remote.store, remote.name
     base_name = PurePosixPath(uri).name
     if name is None or base_name != PurePosixPath(name).name:
         return uri, None
-    # As of a take, the path is that of the snapshot, and its parent becomes the store.
+    # As for a take, the path names the snapshot, and its parent becomes the store.
     place = str(Path(uri).parent) if remote is None else remote.as_snapshot().store
     return place, base_name
 
 
 def _show_new(uri: str, name: str | None, *, dry_run: bool) -> None:
-    """Say that a store is made; for one snapshot also how it gets another name instead.
+    """Print that a store is made; for one snapshot also how to give it another name instead.
 
     Args:
         uri: The store.
-        name: The one snapshot that is copied; None for more.
-        dry_run: Whether nothing is done.
+        name: The snapshot, if only one is copied; else None.
+        dry_run: Whether nothing is copied.
     """
     would = "would become" if dry_run else "is"
     advice = f"; to copy it into {Path(uri).parent} by another name, make that a store first"

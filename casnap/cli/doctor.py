@@ -29,15 +29,14 @@ _NAME, _VERDICT = 21, 9
 def doctor(place: str, wait: float | None, as_json: bool) -> None:
     """Find out whether a folder or a bucket can hold a store, and how fast it is.
 
-    The exit status is 1 if no store is safe there. Fair is what works, and costs something; the
-    advice says what.
+    The exit status is 1 if no store is safe there. "fair" means that something works at a cost; the
+    advice says which.
 
-    Run it on two hosts at once, with the same folder: they find each other there, and try what one
-    host alone cannot.
+    Run it on two hosts at once, with the same folder: they find each other there, and try together
+    what one host alone cannot.
 
-    It takes a minute at most, and as much more as --wait is above 20 seconds. What it writes lies
-    in the folder .casnap-doctor there, and is deleted at the end; if it is killed, that folder can
-    be deleted.
+    It takes a minute at most; a --wait of more than 20 seconds adds to that. It writes into the
+    folder .casnap-doctor there, and deletes it at the end. If it is killed, delete that folder.
     """
     report = diagnose(
         place,
@@ -69,7 +68,7 @@ def _say_what_is_tried(name: str) -> None:
 
 
 def _print(row: DoctorRow) -> None:
-    """Print a row in lines that fit a terminal, its advice below what was found."""
+    """Print a row in lines that fit a terminal: the finding, and below it the advice."""
     indent = " " * (_NAME + _VERDICT)
     head = f"{row.name:{_NAME}}{row.verdict:{_VERDICT}}"
     _say(row.finding, head, indent)
@@ -77,7 +76,7 @@ def _print(row: DoctorRow) -> None:
 
 
 def _say(text: str, first: str, indent: str) -> None:
-    """Print a text in lines, between words alone; nothing if it is empty."""
+    """Print a text in lines, broken between words; an empty text prints nothing."""
     for line in textwrap.wrap(
         text, _WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False
     ):

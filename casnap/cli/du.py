@@ -26,9 +26,9 @@ from casnap.view import repository_of
 def du(store: str | None, prefix: str | None, as_json: bool) -> None:
     """Show the disk usage of snapshots: logical, stored and unique bytes.
 
-    LOGICAL is the size of the state. STORED is all in the store that the snapshot needs, also as
-    the base of a delta. UNIQUE is what no other snapshot needs: deleting this one frees it. The
-    last lines are of the whole store: what it takes up, what deltas save, and what is garbage.
+    LOGICAL is the size of the state. STORED counts all bytes in the store that the snapshot needs,
+    also as bases of deltas. UNIQUE counts bytes that no other snapshot needs: deleting this one
+    frees them. The last lines are about the whole store: its size, what deltas save, and garbage.
     """
     place = open_store(store)
     snapshots = snapshots_of(place, prefix)
@@ -36,7 +36,7 @@ def du(store: str | None, prefix: str | None, as_json: bool) -> None:
         usages = usage([s.contents for s in snapshots], repository_of(place), progress)
     logical, disk = sum(u.logical_bytes for u in usages), disk_usage(repository_of(place))
     if as_json:
-        # The name of a usage is that in the view; here it is that in the store.
+        # A usage has the name in the view; JSON has the full name in the store.
         listed = [{**asdict(u), **identity_of(s)} for s, u in zip(snapshots, usages, strict=True)]
         totals = {"logical_bytes": logical, **disk_fields(repository_of(place), disk)}
         emit({**store_fields(place), "snapshots": listed, **totals}, place)

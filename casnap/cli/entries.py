@@ -30,7 +30,7 @@ _MOST_SPEC_BYTES = 16 << 20
 
 
 def type_text(entry: Entry) -> str:
-    """Return the type of an entry in a word or two: ``float32 [4, 8]``, ``int``, ``dict of 3``."""
+    """Return the type of an entry in words: ``float32 [4, 8]``, ``int`` or ``dict of 3``."""
     if what := unknown_in(entry):
         return f"unknown: {what}"
     if isinstance(entry, TensorEntry):
@@ -71,7 +71,7 @@ def small_value(contents: Contents, path: str, entry: ValueEntry) -> tuple[bool,
     """Return whether a value can be shown, and the value.
 
     Raises:
-        DamagedError: Its bytes are missing or malformed.
+        DamagedError: The bytes of the value are missing or malformed.
     """
     decode = _DECODERS.get(entry.kind)
     if decode is None or entry.payload.nbytes > SMALL:
@@ -101,13 +101,13 @@ def _bytes_of(contents: Contents, path: str, entry: Entry) -> bytes:
 
 
 class _Keys(Struct, array_like=True):
-    """The spec of a dict, as far as it says the keys."""
+    """The part of a dict's spec that has the keys."""
 
     keys: list[Key]
 
 
 def keys_in_words(contents: Contents, path: str, entry: ContainerEntry) -> dict[str, str]:
-    """Return the keys of a dict that its paths do not show, in Python's words, by path component.
+    """Return by path component, in Python's notation, the keys of a dict that paths do not show.
 
     Raises:
         DamagedError: The bytes of the keys are missing or malformed.

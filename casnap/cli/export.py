@@ -80,8 +80,8 @@ def export(
     Every byte is verified. OUT must not exist: it appears when it is whole and synced. The names of
     tensors are the keys below PATH, joined by dots.
 
-    With --all, OUT is a folder, which may exist. What is there already is passed over: repeat an
-    interrupted export to go on with it.
+    With --all, OUT is a folder, which may exist. Snapshots that are there already are not exported
+    again: repeat an interrupted export to go on with it.
     """
     kind = kind or "torch" if is_all else format_of(out, kind)
     if kind == "torch" and max_shard_size is not None:

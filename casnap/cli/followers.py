@@ -22,11 +22,12 @@ def followers(store: str | None, tag: str | None, as_json: bool) -> None:
     """Show who follows a store, and which version each has staged and serves.
 
     Followers note that in the store every 30 seconds. VERSION is the number of the root that
-    published it. SINCE is when it was applied, by the clock of that host. PAUSE is how long that
-    paused the engine.
+    published the version. SINCE is when it was applied, by the follower's clock. PAUSE is how long
+    the engine paused for that.
 
-    A question mark is at a note that is older than 90 seconds, or of the future: the follower is
-    dead, or its clock differs from that of this host. `casnap gc` deletes such notes after a day.
+    A question mark stands at a note that is older than 90 seconds, or whose time is in the future:
+    the follower is dead, or its clock differs from this host's. `casnap gc` deletes such notes
+    after a day.
     """
     place = open_whole_store(store)
     states = place.followers(tag)

@@ -1,4 +1,4 @@
-"""What becomes of bytes that no snapshot needs any more."""
+"""Printing what becomes of garbage: bytes that no snapshot needs any more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from casnap.view import repository_of
 
 
 def show_what_waits(place: Store) -> None:
-    """Print, after a command has let snapshots go, what was freed, what waits, and for what."""
+    """Print how many bytes were freed after a delete, and how many wait, and for what."""
     repository = repository_of(place)
     collector = AutomaticCollector.of(repository)
     collector.wait()
@@ -26,17 +26,17 @@ def show_what_waits(place: Store) -> None:
         say(f"{size(report.freed_bytes)} freed")
         return
     waiting = what_frees(repository, size(report.waiting_bytes), condemned=True)
-    # What was let go now waits; what is freed now was garbage before.
+    # Bytes of the snapshots that were just deleted wait. Freed bytes were garbage before.
     freed = f"{size(report.freed_bytes)} of earlier garbage freed; " if report.freed_bytes else ""
     say(f"{freed}{waiting}")
 
 
 def what_frees(repository: Repository, waiting: str, *, condemned: bool) -> str:
-    """Return what frees bytes that no snapshot needs.
+    """Return a text that says what frees garbage, and when.
 
     Args:
         repository: The store.
-        waiting: How many.
+        waiting: The number of bytes, as a text.
         condemned: Whether a collection has condemned them.
     """
     outlook = Outlook(repository)
@@ -54,6 +54,6 @@ def what_frees(repository: Repository, waiting: str, *, condemned: bool) -> str:
 
 
 def disk_fields(repository: Repository, disk: DiskUsage) -> dict[str, Any]:
-    """Return, for --json, what a store takes up, and what of that is garbage."""
+    """Return for JSON how many bytes a store takes up, and how many of them are garbage."""
     until = json_time(Outlook(repository).freed_at)
     return {"stored_bytes": disk.nbytes, **asdict(disk), "waiting_until_time": until}

@@ -74,9 +74,10 @@ def gc(
 ) -> None:
     """Collect garbage: delete what no snapshot of a store needs.
 
-    Processes that let snapshots go do this by themselves. It is safe while runs take snapshots, and
-    beside other collectors. It condemns the packs that no snapshot needs. The first gc after the
-    grace deletes them, so that readers can finish. After an interruption, repeat it.
+    Processes that delete snapshots collect garbage by themselves. A collection is safe while runs
+    take snapshots, and beside other collections. It condemns the packs that no snapshot needs. The
+    first collection after the grace deletes them, so that readers can finish. After an
+    interruption, repeat it.
 
     On a disk it first recodes older snapshots: it stores their chunks as differences from the
     snapshot before, where that is smaller. See `casnap config --help`.
@@ -100,7 +101,7 @@ def collect_garbage(place: Store, options: GcOptions) -> GcReport:
 
 
 def garbage_fields(report: GcReport) -> dict[str, Any]:
-    """Return what was done, or would be, for JSON."""
+    """Return what a collection did, or a dry run would do, for JSON."""
     fields = report_fields(report, *_NUMBERS)
     fields["waiting_until_time"] = json_time(fields.pop("waiting_until"))
     return fields
@@ -123,7 +124,7 @@ _NUMBERS = (
 
 
 def show(place: Store, report: GcReport) -> None:
-    """Print what was done, or would be."""
+    """Print what a collection did, or a dry run would do."""
     r, would = report, "would be " if report.dry_run else ""
     live_text = f"{amount(r.live_chunks, 'chunk')} of {size(r.live_bytes)}"
     uri = repository_of(place).backend.uri
@@ -141,7 +142,7 @@ def show(place: Store, report: GcReport) -> None:
         say(f"the index {is_shorter} {amount(r.merged_segments, 'segment')} shorter")
     if r.fence is not None:
         is_raised = "would be" if r.dry_run else "was"
-        # A dry run does not know how many roots the copies put.
+        # A dry run does not know how many roots the copying of packs would put.
         or_later = " or a later one" if r.dry_run and r.repacked_packs else ""
         say(f"the fence {is_raised} raised to root {r.fence:,}{or_later}")
     packs, segments = amount(r.deleted_packs, "pack"), amount(r.deleted_segments, "segment")

@@ -66,11 +66,13 @@ def import_(
     The store is found, or made, as for a take. Chunks that it has are not stored again. No code in
     a file runs: a file that needs pickle is refused.
 
-    Several files or folders become a snapshot each. Then, or if it ends in a slash, the last
-    argument is a store or a folder in it. So is the folder of a store, and a name without a slash
-    where no store is above. The names are those of the files, without .pt and the like. Before any
-    is imported, those that cannot be are named. What is there already is compared, and not stored
-    again: repeat an interrupted import to go on with it.
+    The last argument names the snapshot. It names a store, or a folder in one, if there are several
+    files or folders, if it ends in a slash, if a store is there, or if it has no slash and no store
+    is above. Then each file or folder becomes a snapshot of its own name, without .pt and the like.
+
+    If some of several cannot be imported, an error names them, and none is imported. A snapshot
+    that is there already is compared, and not stored again: repeat an interrupted import to go on
+    with it.
     """
     reach = options_for(target)  # raises for a dry run, too
     is_many = len(sources) > 1 or target.endswith("/")
@@ -114,9 +116,9 @@ def import_(
 
 
 def _is_store(target: str) -> bool:
-    """Whether a path is that of a store, not of a snapshot: it is one, or no store is above it.
+    """Whether a path names a store, not a snapshot: a store is there, or none is above it.
 
-    A path with a slash names a snapshot in its folder, as in a take.
+    If no store is at a path with a slash, it names a snapshot in its folder, as in a take.
     """
     if store_uri(target) is not None:
         return False
@@ -129,7 +131,7 @@ def _check_all(targets: dict[str, str], reach: dict[str, Any] | None, **options:
     """Check that all files can be imported.
 
     Raises:
-        FileFormatError: Some cannot.
+        FileFormatError: Some files cannot be imported; the message names them.
     """
     refused: dict[str, CasnapError] = {}
     for snapshot, source in targets.items():
@@ -145,11 +147,11 @@ def _check_all(targets: dict[str, str], reach: dict[str, Any] | None, **options:
 
 
 def _targets_below(folder: str, sources: tuple[str, ...]) -> dict[str, str]:
-    """Return the snapshot that each source becomes, by the name of its file or folder.
+    """Return the source of each snapshot; a snapshot is called as its source's file or folder.
 
     Raises:
-        CommandError: Two have one name, or one is a part of a model.
-        InvalidNameError: No snapshot can have the name of one.
+        CommandError: Two sources have one name, or a source is one shard of a model.
+        InvalidNameError: The name of a source is none that a snapshot can have.
     """
     from casnap.files.shards import shards_with
 
@@ -178,7 +180,7 @@ def _import(
     dry_run: bool,
     **options: Any,
 ) -> tuple[ImportReport, list[tuple[View, str]]]:
-    """Import a file or folder; return what was found, and where it went unless it is a dry run."""
+    """Import a file or folder; return the report, and where it went unless it is a dry run."""
     places: list[tuple[View, str]] = []
 
     def find() -> tuple[View, str]:
@@ -226,7 +228,7 @@ def _show(report: ImportReport, snapshot: str, new_store: str | None) -> None:
 def _place_of(
     path: str, reach: dict[str, Any] | None, place: tuple[View, str] | None = None
 ) -> dict[str, Any]:
-    """Return which snapshot it is, and whether its store was made for it, or would be, for JSON."""
+    """Return for JSON the fields that identify a snapshot, and whether its store is new."""
     if place is not None:
         view, name = place
         commit = view.row_of(name).commit.hex()

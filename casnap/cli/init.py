@@ -41,8 +41,8 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
     """Make a store.
 
     STORE is a folder, the current one by default. All runs that take snapshots below it then use
-    this store and share equal chunks. If there is a store, it stays as it is, and serves all below
-    it from then on.
+    this store and share equal chunks. If a store is there already, it stays as it is, and runs
+    below it use it from then on.
     """
     location = Location.of_store(store, options_for(store))
     if location.name:
@@ -65,7 +65,7 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
             f"{place.uri} is a store already, whose codec is {stored_codec!s:.80}; `casnap config "
             f"{place.uri} codec={codec}` changes it"
         )
-    # A new store was probed. One that is there may lie in a bucket that has begun to keep versions.
+    # Making a store has probed its place. An older store's bucket may have begun to keep versions.
     repository_of(place).check_put_if_absent()
     if as_json:
         document = {
@@ -82,5 +82,5 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
 
 
 def binary(nbytes: int) -> str:
-    """Return a chunk size in MiB if it is a whole number of them, else in KiB."""
+    """Return a chunk size as a text: in MiB if it is a whole number of MiB, else in KiB."""
     return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"

@@ -27,7 +27,7 @@ def ls(store: str | None, prefix: str | None, wide: bool, as_json: bool) -> None
 
     Without STORE, lists the store at or above the current folder. PREFIX limits the list to one
     run. METADATA begins with the tags. NEW is how much the snapshot added to the store, LOGICAL the
-    size of the state. On a narrow terminal long metadata are cut first, then the last columns.
+    size of the state. On a narrow terminal, long metadata are cut first, then the last columns.
     """
     place = open_store(store)
     snapshots = snapshots_of(place, prefix)

@@ -24,8 +24,8 @@ from casnap.view import repository_of
 def mirror(store: str | None, as_json: bool) -> None:
     """Show which snapshots the mirror of a store lacks, and why.
 
-    The mirror itself is not asked. The reason is known only while a process of this host has the
-    store open with mirror=.
+    The store knows that; the mirror is not read. The reason is known only while a process of this
+    host has the store open with mirror=.
     """
     place = open_whole_store(store)
     repository = repository_of(place)
@@ -92,7 +92,7 @@ def mirror(store: str | None, as_json: bool) -> None:
 
 
 def commits_lacking(store: Store, snapshots: Sequence[Snapshot]) -> set[str]:
-    """Return the commit ids of snapshots that the mirror is to get, or a publish of them.
+    """Return the commit ids of snapshots that the mirror lacks, or whose publish it lacks.
 
     Args:
         store: The store.
@@ -105,7 +105,7 @@ def commits_lacking(store: Store, snapshots: Sequence[Snapshot]) -> set[str]:
 def _owed_publish(store: Store) -> str:
     """Return the commit id of the snapshot whose publish the mirror of a tag lacks; "" for none.
 
-    No note of its row says it.
+    Such a snapshot has no note in its row that says so.
     """
     repository = repository_of(store)
     uri = repository.backend.uri
@@ -117,7 +117,7 @@ def _owed_publish(store: Store) -> str:
         lag = lag_in(root, repository.table(root), known.tag, uri)
         return lag.rows[lag.published].commit.hex() if lag.published else ""
 
-    # If a later casnap has attached the mirror, the snapshots can still be shown.
+    # A mirror that a later casnap has attached must not keep the snapshots from being shown.
     with suppress(MirrorError):
         return repository.read_at_newest(look, repository.recent)
     return ""

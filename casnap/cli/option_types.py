@@ -38,7 +38,7 @@ def duration_or_none(text: str) -> float:
 
 
 def size_in_bytes(text: str) -> int:
-    """Return a number of bytes above 0: ``5GB`` is 5·10⁹, ``5GiB`` 5·2³⁰; ``type`` of an option.
+    """Return a number of bytes above 0, as ``type`` of an option: ``5GB`` is 5·10⁹, ``5GiB`` 5·2³⁰.
 
     Raises:
         click.BadParameter: The text is not a size.

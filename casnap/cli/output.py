@@ -1,7 +1,7 @@
 """Output of commands: tables for people, JSON for programs, progress bars on terminals.
 
-Names, paths and metadata come from a store and could hold control sequences of the terminal, so
-they are printed escaped.
+Names, paths and metadata come from a store, and could contain control sequences for the terminal.
+So they are printed escaped.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from casnap.store import Store
 
 JSON_VERSION = 1
-"""The version of what ``--json`` prints: docs/json.md. A key that goes or changes makes another."""
+"""The version of the output of ``--json``: docs/json.md. It grows if a key goes or changes."""
 
 PATIENCE = 0.5
-"""Seconds that work may take before a progress bar appears."""
+"""The seconds after which a progress bar appears."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
@@ -44,7 +44,7 @@ class CommandError(click.ClickException):
 
 
 def say(line: str = "", *, err: bool = False) -> None:
-    """Print one line, escaped, on stdout or stderr. All text of commands is printed here or below.
+    """Print one line, escaped, on stdout or stderr. All text of commands goes through this.
 
     Args:
         line: The line.
@@ -73,7 +73,7 @@ def quote(text: str) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Return a time as local date and time, and the zone as hours and minutes from UTC."""
+    """Return a time as a text: local date and time, and the offset of the zone from UTC."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S%z", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):
@@ -120,13 +120,13 @@ _LAST = ("_runtime", "_per_second", "total_flos")
 
 
 def _asked_first(item: tuple[str, Any]) -> tuple[bool, int]:
-    """Sort metadata: the progress and losses of a run first, its speed last, all else between."""
+    """Key to sort metadata: progress and losses first, figures of speed last, others between."""
     key, _ = item
     return key.endswith(_LAST), _FIRST.index(key) if key in _FIRST else len(_FIRST)
 
 
 _LEAST_CUT = 24
-"""To how many characters a column is cut at most, that others may be seen."""
+"""A column keeps at least so many characters when it is cut to make room for others."""
 
 
 def table(
@@ -137,14 +137,14 @@ def table(
     *,
     wide: bool = False,
 ) -> None:
-    """Print rows in columns. On a terminal that is too narrow, lines are cut.
+    """Print rows in columns; cut lines that are too long for the terminal.
 
     Args:
         header: The titles of the columns.
         rows: The cells.
         numbers: The titles of the columns to align right.
         cut: The title of the column that is cut first.
-        wide: Cut nothing.
+        wide: Whether to cut nothing.
     """
     rows = [tuple(map(safe, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
@@ -179,13 +179,13 @@ def _width() -> int:
 
 
 def print_rest(count: int, thing: str) -> None:
-    """Say how many things were not printed, if any, because of ``--limit``."""
+    """Print how many things ``--limit`` has left out, if any."""
     if count > 0:
         say(f"… and {amount(count, thing)} more (--limit)")
 
 
 def print_warnings(warnings: Sequence[str]) -> None:
-    """Print what is not wrong now, but will hurt."""
+    """Print warnings: facts that do no harm yet."""
     for text in warnings:
         say(f"warning: {text}")
 
@@ -204,8 +204,8 @@ def confirm(question: str, instead: str, lines: Sequence[str] = ()) -> None:
 
     Args:
         question: The question.
-        instead: What to pass where there is no terminal to ask on.
-        lines: What the question is about, printed above it.
+        instead: The options that answer the question, for an error without a terminal.
+        lines: The things that the question is about, printed above it.
 
     Raises:
         click.UsageError: There is no terminal.
@@ -228,8 +228,8 @@ def emit(document: dict[str, Any], *stores: Store) -> None:
 
     Args:
         document: The document.
-        stores: Those that it is about. It says how many requests were made to them; nothing if
-            they are on this machine.
+        stores: The stores that it is about. If they are remote, the document says how many requests
+            were made to them.
     """
     import json
 
@@ -240,7 +240,7 @@ def emit(document: dict[str, Any], *stores: Store) -> None:
     requests = sum((Counter(backend.requests) for backend in backends), Counter[str]())
     if requests:
         document = {**document, "requests": dict(requests)}
-    # json's own indentation is several times slower.
+    # msgspec indents, since json's own indentation is several times slower.
     versioned = {"version": JSON_VERSION, **json_values(document)}
     click.echo(msgspec.json.format(json.dumps(versioned), indent=2))
 
@@ -261,8 +261,7 @@ def report_fields(report: object, *numbers: str) -> dict[str, Any]:
 
     Args:
         report: The report.
-        numbers: The attributes that are numbers of things, such as ``packs``, which JSON calls
-            ``pack_count``.
+        numbers: The attributes that count things: ``packs`` becomes ``pack_count`` in JSON.
     """
     names = {name: f"{_singular(name)}_count" for name in numbers}
     return {names.get(name, name): value for name, value in vars(report).items()}
@@ -273,7 +272,7 @@ def _singular(thing: str) -> str:
 
 
 def json_values(value: Any, *, json: bool = True) -> Any:
-    """Return a value from a store in types that JSON, or else print, can show."""
+    """Return a value from a store in types that JSON can hold; without ``json``, NaN stays NaN."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -290,9 +289,9 @@ def json_values(value: Any, *, json: bool = True) -> Any:
 
 @contextmanager
 def progress_bars(requests: Callable[[], Mapping[str, int]] = dict) -> Iterator[Progress | None]:
-    """Give the callback for the progress of long work; None unless stderr is a terminal.
+    """Yield the callback for the progress of long work; None unless stderr is a terminal.
 
-    It shows a bar for each phase that is not done within :data:`PATIENCE`.
+    The callback shows a bar for each phase that takes longer than :data:`PATIENCE`.
 
     Args:
         requests: Returns how many requests were made so far, by kind, for the bars to show.

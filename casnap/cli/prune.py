@@ -92,7 +92,7 @@ def prune(
 
     A snapshot stays if any rule keeps it, if it has a tag, or if it is not mirrored yet. The rules
     apply to each run, that is each folder of snapshots, on its own. Then the command begins to free
-    the bytes, as `casnap rm` does; --gc collects them as `casnap gc` does.
+    the bytes, as `casnap rm` does; --gc collects garbage as `casnap gc` does.
 
     --missing-folders deletes each snapshot whose folder a trainer has deleted, in each run that has
     a marker left.

@@ -113,13 +113,14 @@ def pull(
     """Keep a folder of safetensors at the newest snapshot, for from_pretrained and engines.
 
     SOURCE is a store, a folder of snapshots in it, or a snapshot. DIR becomes a link to one whole
-    version in DIR.versions, and is replaced at once. Only what has changed is fetched and written.
-    With --inplace, DIR is a folder whose files are written to: let nobody read them meanwhile.
+    version in DIR.versions; a new version replaces the link at once. Only changed tensors are
+    fetched and written. With --inplace, DIR is a folder whose files are changed: let nobody read
+    them meanwhile.
 
-    With --follow, the command pulls each new version until SIGINT, SIGTERM or SIGHUP. --exec runs
-    in a shell with CASNAP_FOLDER, CASNAP_SNAPSHOT and CASNAP_COMMIT; a list of the tensors that
-    have changed is on its standard input, as JSON. If it fails, it runs again. A signal ends it and
-    its children.
+    With --follow, the command pulls each new version until SIGINT, SIGTERM or SIGHUP. After each,
+    it runs the command of --exec in a shell, with CASNAP_FOLDER, CASNAP_SNAPSHOT and CASNAP_COMMIT
+    in its environment and a JSON list of the changed tensors on its standard input. If that command
+    fails, it runs again. A signal ends it and its children.
     """
     given = click.get_current_context().get_parameter_source
     for option, name in (("interval", "interval"), ("no_notes", "no-notes"), ("command", "exec")):
@@ -160,7 +161,7 @@ def pull(
 
 
 class _Settings(NamedTuple):
-    """How to follow: how often to look, what to run, and whether to note that in the store."""
+    """How to follow: the seconds between looks, the command to run, and whether to put notes."""
 
     interval: float
     command: str | None
@@ -168,7 +169,7 @@ class _Settings(NamedTuple):
 
 
 def _verify(folder: str, *, as_json: bool) -> None:
-    # Once: a pull may replace the link meanwhile.
+    # Resolved once: a pull may replace the link meanwhile.
     version = Path(folder).resolve()
     damaged = verify(version)
     record = read_record(version / RECORD)
@@ -200,7 +201,7 @@ def _follow(
         about = {"CASNAP_FOLDER": str(version)}
         if record is not None:
             about |= {"CASNAP_SNAPSHOT": record.snapshot, "CASNAP_COMMIT": record.commit}
-        # What it prints must not mix with events.
+        # The output of the command must not mix with the events on stdout.
         output = sys.stderr if as_json else None
         run_command(command, json.dumps(changed), about, signals, output)
 
@@ -209,7 +210,7 @@ def _follow(
 
     def progress(phase: str, done: int, total: int) -> None:
         nonlocal bar
-        # A bar for each pull, which goes when that is done.
+        # Each pull has a bar of its own, which goes at its end.
         bar = bar or bars.enter_context(progress_bars())
         if bar is not None:
             bar(phase, done, total)

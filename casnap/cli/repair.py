@@ -58,10 +58,10 @@ def repair(
 ) -> None:
     """Repair a damaged store as far as possible.
 
-    The exit status is 1 if anything stays lost, or if an older root is the last again.
+    The exit status is 1 if anything stays lost, or if newer roots are given up for an older one.
 
-    Reads every byte. Rebuilds lost parts of the index from the packs, and copies whole chunks
-    out of damaged packs. Looks for lost chunks in --from: other casnap stores. Nothing is deleted;
+    Reads every byte. Rebuilds lost parts of the index from the packs, and copies undamaged chunks
+    out of damaged packs. Looks for lost chunks in --from: other casnap stores. It deletes nothing;
     a later collection does that.
     """
     made_anew = False
@@ -92,7 +92,7 @@ def _ask(uri: str) -> None:
 
 
 def _with_config(store: str | None, error: DamagedError, *, yes: bool, dry_run: bool) -> Store:
-    """Make the record of a store anew, without which it cannot be opened; return the store."""
+    """Make the damaged record of a store anew, without which nothing opens; return the store."""
     uri = store or "."
     remote = store_uri(uri)
     folder = Path(local_path(uri)).resolve()
@@ -100,7 +100,7 @@ def _with_config(store: str | None, error: DamagedError, *, yes: bool, dry_run: 
     try:
         config = lost_config(backend)
     except NotAStoreError:
-        # The path lies below the store, which the error names.
+        # The user has named a path below the store; the error names the store itself.
         raise error from None
     if config is None:
         raise error

@@ -58,8 +58,8 @@ from casnap.view import repository_of
 def report(store: str | None, prefix: str | None, output: Path, last: int, as_json: bool) -> None:
     """Write a page about a store: snapshots over time, what changed where, and what takes up space.
 
-    The page is one HTML file that loads nothing. It is made from sizes, digests and metadata: no
-    tensor is read. --json prints what it would show, and writes no page.
+    The page is one HTML file that loads nothing. The command reads sizes, digests and metadata, and
+    no tensor. --json prints the facts of the page, and writes no page.
     """
     output = Path(local_path(output))
     if not as_json:
@@ -69,7 +69,7 @@ def report(store: str | None, prefix: str | None, output: Path, last: int, as_js
     repository = repository_of(place)
     with progress_bars(lambda: place.requests) as progress:
         usages = usage(contents, repository, progress)
-        # A dry run counts what is needed, and changes nothing.
+        # A dry run of a collection counts the bytes that are needed, and changes nothing.
         live = collect(repository, GcOptions(grace=0, dry_run=True), progress).live_bytes
         disk = disk_usage(repository)
         space = Space(disk.nbytes, live, disk.saved_bytes)
@@ -153,10 +153,10 @@ def _snapshot_fields(snapshot: SnapshotFacts) -> dict[str, Any]:
 
 
 def _check_replaceable(output: Path) -> None:
-    """Check that nothing but an earlier report would be lost.
+    """Check that the output replaces nothing but an earlier report.
 
     Raises:
-        CommandError: Another file is there.
+        CommandError: Another file is there, or the folder of the output does not exist.
     """
     try:
         with output.open("rb") as file:
@@ -172,7 +172,7 @@ def _check_replaceable(output: Path) -> None:
 
 
 def _write(output: Path, content: str) -> None:
-    """Put a file in place whole."""
+    """Write a file under another name, then rename it, so that it appears whole."""
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         temporary.write_text(content, encoding="utf-8")

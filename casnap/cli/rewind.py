@@ -13,11 +13,11 @@ from casnap.view import view_of
 @click.argument("path", metavar="STORE/NAME")
 @writing_options
 def rewind(path: str, as_json: bool) -> None:
-    """Have a run go back to a snapshot, and go on from there.
+    """Make a run go back to a snapshot, and go on from there.
 
-    The snapshots right in its folder that were committed after it are moved aside, to names below
-    rewound-NUMBER there. They stay until a retention lets them go, as the oldest of the run. To go
-    on from one of them after all, rewind to its new name. End what writes the run first.
+    Snapshots in the same folder that were committed after it are moved aside, to names below
+    rewound-NUMBER there. They stay until a retention deletes them, as the oldest of the run. To go
+    on from one of them after all, rewind to its new name. Before, end what writes the run.
     """
     snapshot = open_snapshot(path)
     store = snapshot.store

@@ -20,9 +20,9 @@ from casnap.view import repository_of
 def rm(snapshots: tuple[str, ...], tagged: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
     """Delete snapshots.
 
-    If one is not found, or has a tag, none is deleted; --tagged deletes those with tags, too. Then
-    the command begins to free their bytes. The last line says what waits, and for what. `casnap gc`
-    frees it.
+    If one is not found, or has a tag, none is deleted; --tagged deletes also those with tags. Then
+    the command begins to free their bytes. The last line says how many bytes wait, and for what;
+    `casnap gc` frees them.
     """
     doomed = list({(s.store.uri, s.name): s for s in map(open_snapshot, snapshots)}.values())
     for snapshot in doomed:

@@ -1,4 +1,4 @@
-"""How signals end a command that follows, and with it the command of ``--exec``."""
+"""How signals end a command with ``--follow``, and with it the shell command of ``--exec``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from types import FrameType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-# Between SIGTERM and SIGKILL, in seconds.
+# The seconds between SIGTERM and SIGKILL.
 _GRACE = 5.0
 
 
 class EndingSignals:
-    """Has the signals that end a program raise KeyboardInterrupt, but not while they are held.
+    """Makes the signals that end a program raise KeyboardInterrupt, but not while they are held.
 
-    What the program was started to ignore, as by ``nohup``, it goes on to ignore.
+    A signal that the program was started to ignore, as by ``nohup``, stays ignored.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class EndingSignals:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Have a signal that comes in this block count at its end."""
+        """Hold signals that come in this block until its end."""
         self._is_held, self._came = True, False
         try:
             yield
@@ -51,22 +51,22 @@ def run_command(
 ) -> None:
     """Run a command in a shell, and wait until it ends.
 
-    It gets a session of its own. So a terminal sends Ctrl-C to casnap alone, which ends the command
-    and all children that it has then, but those that have begun another session.
+    The command gets a session of its own, so a terminal sends Ctrl-C to casnap alone. casnap then
+    ends the command and its children, except children that have begun another session.
 
     Args:
         command: The command.
         text: Its standard input.
         about: Further variables of its environment.
-        signals: What ends it.
-        output: Its standard output, as of ``subprocess.Popen``.
+        signals: The signals that end the command.
+        output: Its standard output, as ``stdout`` of ``subprocess.Popen``.
 
     Raises:
-        subprocess.CalledProcessError: It failed.
+        subprocess.CalledProcessError: The command failed.
     """
     process: subprocess.Popen[bytes] | None = None
     try:
-        # No pipe: a child that goes on may keep it open, and read nothing.
+        # A file, no pipe: a child that lives on may keep a pipe open and read nothing from it.
         with tempfile.TemporaryFile() as file, signals.held():
             file.write(text.encode())
             file.seek(0)
@@ -88,7 +88,7 @@ def run_command(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its group; if another signal comes, at once."""
+    """End a process and its group: by SIGTERM, and by SIGKILL after a grace or another signal."""
     group = process.pid
     with suppress(ProcessLookupError, PermissionError):
         try:
@@ -96,7 +96,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             until = time.monotonic() + _GRACE
             while time.monotonic() < until:
                 process.poll()
-                os.killpg(group, 0)  # is anybody left?
+                os.killpg(group, 0)  # raises if no process of the group is left
                 time.sleep(0.02)
         finally:
             os.killpg(group, signal.SIGKILL)

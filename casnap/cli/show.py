@@ -45,8 +45,8 @@ Facts = dict[str, Any]
 def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> None:
     """Show the contents of a snapshot, or one tensor or value.
 
-    PATH is a path inside the snapshot, with or without the rank. KEY is the key of an element,
-    where the path does not show it. SHARED is how much of a tensor an earlier snapshot had stored.
+    PATH is a path inside the snapshot, with or without the rank. KEY is the key of an element, if
+    its path does not show it. SHARED is how much of a tensor an earlier snapshot had stored.
     """
     open_place = open_snapshot(snapshot)
     if path is None:
@@ -71,7 +71,7 @@ def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> N
         _print_entry(facts, entry, limit or 50)
 
 
-# --- what there is ----------------------------------------------------------------------------
+# --- facts about a snapshot -------------------------------------------------------------------
 
 
 def _keys(contents: Contents) -> Iterator[Facts]:
@@ -137,7 +137,7 @@ def _add_keys(children: list[Facts], contents: Contents, bare: str, entry: Conta
             child["key"] = keys[name]
 
 
-# --- in print ---------------------------------------------------------------------------------
+# --- printing ---------------------------------------------------------------------------------
 
 
 def _print_facts(facts: dict[str, str]) -> None:
@@ -169,7 +169,7 @@ def _print_snapshot(snapshot: Snapshot, document: Facts) -> None:
 
 
 def _new_text(stats: Stats) -> str:
-    """Return how much of a snapshot its take had to store: little, if little has changed."""
+    """Return a text that says how many bytes of a snapshot its take had to store."""
     if not stats.new_bytes:
         return "nothing: the store had all of it"
     return f"{size(stats.new_bytes)} of {size(stats.logical_bytes)}"

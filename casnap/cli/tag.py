@@ -24,8 +24,8 @@ def tag(
 
     A snapshot with a tag is neither pruned nor overwritten, and `casnap rm` asks for --tagged.
 
-    --move publishes a tag: one snapshot of the whole store has it, and who follows the tag gets
-    that one. Move it on, or back, in the same way.
+    --move publishes a tag: it takes the tag from any other snapshot of the store, and followers of
+    the tag then get this one. Move it on, or back, in the same way.
     """
     _check_options(tags, remove=remove, move=move, history=history)
     if history:

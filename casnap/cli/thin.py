@@ -40,11 +40,11 @@ def thin(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Have older snapshots lose what only a resume needs.
+    """Remove from older snapshots what only a resume needs, such as the optimizer.
 
     PATTERN names whole keys of the app state, such as 'optim/**'. A thinned snapshot keeps all
-    other keys, its name and its metadata. A tagged snapshot stays whole, and so does one that is
-    not mirrored yet. A collection frees the bytes.
+    other keys, its name and its metadata. Snapshots that have a tag, or that are not mirrored yet,
+    stay whole. A collection frees the bytes.
     """
     place = open_store(store)
     rules = dict.fromkeys(patterns, keep_last)

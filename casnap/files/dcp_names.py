@@ -2,8 +2,8 @@
 
 DCP flattens nested dicts, and lists that hold tensors or dicts, into a flat dict. It names a value
 by the keys above it, joined by dots, and keeps the keys as the value's *object path*. casnap's path
-of a value has the same keys, joined by slashes. So what both have of one state is of one form, and
-a snapshot needs no record of its own about DCP: each side can be computed from the other.
+of a value has the same keys, joined by slashes. So each of the two names can be computed from the
+other, and a snapshot needs no record about DCP.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
 
 
 class DictKey(msgspec.Struct, frozen=True, array_like=True):
-    """A key of a dict that is no str. DCP has ``str(key)`` in its place.
+    """A key of a dict that is no str. In its place, DCP has ``str(key)``.
 
     Attributes:
-        encoded: The key.
+        encoded: The key, as casnap's paths encode it.
     """
 
     encoded: Key
@@ -78,9 +78,9 @@ def casnap_path(path: ObjectPath) -> str:
 
 
 def first_keys(paths: Iterable[ObjectPath]) -> dict[ObjectPath, DictKey]:
-    """Return the keys that are no str by their object paths in DCP.
+    """Return the keys that are no str, by their object paths in DCP.
 
-    Of ranks that have other keys of one text there, the first that has no str counts.
+    Ranks may have different keys of the same text at one path: the first that is no str counts.
     """
     keys: dict[ObjectPath, DictKey] = {}
     for path in paths:
@@ -92,7 +92,12 @@ def first_keys(paths: Iterable[ObjectPath]) -> dict[ObjectPath, DictKey]:
 
 
 def with_keys(path: ObjectPath, keys: Mapping[ObjectPath, DictKey]) -> ObjectPath:
-    """Return an object path with the keys that count."""
+    """Return an object path of DCP with the original keys in place of their texts.
+
+    Args:
+        path: The object path, as DCP has it.
+        keys: The keys of :func:`first_keys`.
+    """
     in_dcp = as_in_dcp(path)
     return tuple(keys.get(in_dcp[: i + 1], part) for i, part in enumerate(in_dcp))
 
@@ -106,13 +111,14 @@ def as_in_dcp(path: ObjectPath) -> ObjectPath:
 
 
 def containers_above(paths: Iterable[ObjectPath]) -> dict[str, list[Leaf]]:
-    """Return the dicts and lists that hold all values, as leaves, by the first key.
+    """Return the dicts and lists that hold the values, as leaves, by the first key of their paths.
 
     Args:
         paths: The object paths of all values, in order.
 
     Raises:
-        StateError: Two values have one path, one lies below another, or lists are mostly gaps.
+        StateError: Two values have one path, a value lies below another one, or lists have more
+            gaps than values.
     """
     true_paths = list(paths)
     paths = list(map(as_in_dcp, true_paths))
@@ -120,7 +126,7 @@ def containers_above(paths: Iterable[ObjectPath]) -> dict[str, list[Leaf]]:
     keys = {path: dict_key.key for path, dict_key in first_keys(true_paths).items()}
     root: dict[str, Any] = {}
     with without_torch_modes():
-        # In place of any value: a list of other values could be one packed value.
+        # A tensor stands for each value: casnap packs a list of plain values into one value.
         value = torch.empty(0)
         for path in paths:
             try:
@@ -150,21 +156,21 @@ def _check_paths(paths: Sequence[ObjectPath]) -> None:
     if len(distinct) < len(paths) or not parents.isdisjoint(distinct):
         one = next(iter(parents & distinct), None) or Counter(paths).most_common(1)[0][0]
         raise StateError(f"{casnap_path(one):.200} is the path of several values, or above one")
-    # An empty dict in a list leaves a gap.
+    # Gaps are allowed: DCP drops an empty dict, which leaves a gap in its list.
     if sum(lengths.values()) > _MOST_GAPS + len(paths):
         raise StateError("its lists have more gaps than values")
 
 
 def _as_saved(value: Any, path: ObjectPath, keys: Mapping[ObjectPath, Any]) -> Any:
-    """Return nested containers with their own keys, and states of optimizers as torch makes them.
+    """Return nested containers with their original keys; states of optimizers get ints as keys.
 
-    DCP makes a str of each key, and drops an empty dict. But an optimizer numbers its parameters,
-    and would take no notice of the state of a parameter "0".
+    DCP turns each key into a str, and drops empty dicts. An optimizer has ints as the keys of its
+    parameters, and would ignore the state of a parameter ``"0"``.
 
     Args:
         value: A value.
         path: Its object path in DCP.
-        keys: The keys that are no str, where they are known, by their object paths in DCP.
+        keys: The known keys that are no str, by their object paths in DCP.
     """
     if isinstance(value, list):
         return [_as_saved(inner, (*path, i), keys) for i, inner in enumerate(value)]
@@ -186,14 +192,14 @@ def _as_saved(value: Any, path: ObjectPath, keys: Mapping[ObjectPath, Any]) -> A
 
 
 class Stored(NamedTuple):
-    """A value in a snapshot: casnap's path of it, and its entry."""
+    """A value in a snapshot: its path in casnap, and its entry."""
 
     path: str
     entry: Entry
 
 
 class _Value:
-    """Stands for a value that DCP takes as a whole."""
+    """Stands for a value that DCP does not look into."""
 
     def __init__(self, content: Stored) -> None:
         self.content = content
@@ -208,9 +214,10 @@ class _List(list[Any]):
 def described(
     contents: Contents, entries: Mapping[str, Entry], path: str = ""
 ) -> tuple[Metadata, dict[str, Stored]]:
-    """Return the metadata that DCP plans a load with, and the values by their names in DCP.
+    """Return the metadata by which DCP plans a load, and the values by their names in DCP.
 
-    They are made from the snapshot's own entries, so any take will do. Each tensor is one chunk.
+    The metadata come from the snapshot's entries, so any take can be loaded. In them each tensor
+    has one chunk, of DCP's kind.
 
     Args:
         contents: The snapshot.
@@ -218,7 +225,7 @@ def described(
         path: The path of the dict that is the state; empty for all keys.
 
     Raises:
-        UnsupportedTypeError: DCP has the same name for two values, or there is no dict at the path.
+        UnsupportedTypeError: DCP has the same name for two values, or no dict is at ``path``.
     """
     loading = Loading(contents)
     for entry_path, entry in entries.items():
@@ -251,7 +258,7 @@ def described(
 
 
 def _stand_in(path: str, entries: Mapping[str, Entry], specs: Mapping[str, Leaf]) -> Any:
-    """Return what DCP is shown in place of a value, so that it flattens the state as always."""
+    """Return a stand-in for a value, of a kind that DCP flattens as it would the value."""
     entry = entries.get(path)
     if entry is None:
         raise DamagedError(f"{path} is missing from the snapshot", (path,))

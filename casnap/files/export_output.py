@@ -1,4 +1,4 @@
-"""Where an export goes: a file or folder that appears whole under its name, or not at all."""
+"""The output of an export: a file or folder that appears whole under its name, or not at all."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 class ExportOutput:
-    """A file or folder being written under another name beside its own.
+    """A file or folder that is written under a temporary name beside its own, then renamed.
 
     Args:
-        out: Its name.
+        out: Its path.
         is_folder: Whether it is a folder.
         nbytes: About how many bytes it will have.
-        mode: The mode of its files, off which the umask is taken.
+        mode: The mode of its files, from which the umask takes rights.
 
     Raises:
-        FileFormatError: The name is taken.
-        OSError: There is no such folder above, or not enough space.
+        FileFormatError: Something stands at ``out``.
+        OSError: The folder of ``out`` does not exist, or has not enough space.
 
     Attributes:
-        sizes: The bytes of each file that was written, by its name.
+        sizes: The length of each file that was written, by its name.
     """
 
     def __init__(self, out: Path, *, is_folder: bool, nbytes: int, mode: int = 0o666) -> None:
@@ -44,7 +44,7 @@ class ExportOutput:
         check_absent(out)
         if shutil.disk_usage(out.parent).free < nbytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out))
-        # A name has at most 255 bytes, however many characters.
+        # A name has at most 255 bytes, not characters.
         name = os.fsdecode(os.fsencode(out.name)[:200])
         self._partial = out.parent / f".{name}.{os.urandom(6).hex()}.partial"
         self.sizes: dict[str, int] = {}
@@ -67,11 +67,11 @@ class ExportOutput:
 
     @contextmanager
     def file(self, name: str, nbytes: int = 0) -> Iterator[int]:
-        """Create a file, and sync it at the end of the block.
+        """Create a file, yield its descriptor, and sync it at the end of the block.
 
         Args:
-            name: Its name in the folder; of a single file, its own name.
-            nbytes: How long it will be at least, so that space is taken before anything is written.
+            name: Its name in the folder; if the output is a single file, that file's name.
+            nbytes: A length that the file will reach: its space is reserved before any write.
         """
         path = self._partial / name if self._is_folder else self._partial
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
@@ -83,11 +83,11 @@ class ExportOutput:
             self.sizes[name] = os.fstat(fd).st_size
 
     def link(self, name: str, file: Path) -> None:
-        """Give a file, which is never changed any more, a name in the folder too."""
+        """Make a hard link in the folder to a file that nobody changes any more."""
         os.link(file, self._partial / name, follow_symlinks=False)
 
     def stat(self, name: str) -> os.stat_result:
-        """Return what the system says of a file in the folder."""
+        """Return the status of a file in the folder."""
         return (self._partial / name).stat()
 
     def _publish(self) -> None:
@@ -109,7 +109,7 @@ class ExportOutput:
         try:
             _sync_folder(self._out.parent)
         except OSError:
-            # Whole and lasting, or not at all.
+            # The rename may not be durable, so it is undone: the output is there whole, or not.
             if self._is_folder:
                 self._out.rename(self._partial)
             else:
@@ -118,11 +118,11 @@ class ExportOutput:
 
 
 def check_place(out: Path) -> None:
-    """Check that an export can go to a place.
+    """Check that an export can write to a path.
 
     Raises:
-        FileFormatError: It is a URI, inside of a store, or exists.
-        FileNotFoundError: There is no such folder.
+        FileFormatError: ``out`` is a URI, lies inside of a store, or exists.
+        FileNotFoundError: The folder of ``out`` does not exist.
     """
     check_local(
         out,
@@ -136,10 +136,10 @@ def check_place(out: Path) -> None:
 
 
 def check_outside(real: Path) -> None:
-    """Check that a real path is not inside of a store.
+    """Check that a real path is outside of any store.
 
     Raises:
-        FileFormatError: It is.
+        FileFormatError: It lies inside of a store.
     """
     if STORE_FOLDER in real.parts:
         raise FileFormatError(
@@ -152,7 +152,7 @@ def check_local(path: Path, advice: str) -> None:
     """Check that a path is not a URI.
 
     Raises:
-        FileFormatError: It is one.
+        FileFormatError: It is a URI; the message ends with ``advice``.
     """
     if _URI.match(str(path)):
         raise FileFormatError(f"{without_secrets(str(path))} is a URI, {advice}")
@@ -162,7 +162,7 @@ def check_absent(out: Path, cause: OSError | None = None) -> None:
     """Check that the output of an export does not exist.
 
     Raises:
-        FileFormatError: There is something.
+        FileFormatError: Something stands at ``out``.
     """
     if is_taken(out):
         raise FileFormatError(

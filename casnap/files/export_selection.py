@@ -1,4 +1,4 @@
-"""The part of a snapshot to export: its tensors by name, and values that a format cannot hold."""
+"""The part of a snapshot to export: its tensors by name, and values that the format cannot hold."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class StoredTensor(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What is to be exported.
+    """The part of a snapshot that is exported.
 
     Attributes:
-        path: The path of it, without the rank; empty for the whole snapshot.
-        entries: Path, without the rank, and entry of all that is there.
+        path: Its path, without the rank; empty for the whole snapshot.
+        entries: Each entry at and below it, by path without the rank.
     """
 
     path: str
@@ -31,17 +31,18 @@ class Part(NamedTuple):
 
 
 def part_of(contents: Contents, path: str | None, *, only_tensors: bool = False) -> Part:
-    """Return what is at and below a path; by default everything that rank 0 sees.
+    """Return the part of a snapshot at and below a path.
 
     Args:
         contents: The snapshot.
-        path: The path.
-        only_tensors: Whether the containers do not count: the stages of a pipeline are one model.
+        path: The path; None for everything that rank 0 sees.
+        only_tensors: Whether to ignore containers. Then the stages of a pipeline, whose containers
+            differ from rank to rank, are one model.
 
     Raises:
-        EntryNotFoundError: There is no such path, or several ranks have their own there and it does
-            not name the rank.
-        UnsupportedFormatError: A newer version wrote some of it.
+        EntryNotFoundError: There is no such path, or several ranks have entries of their own there
+            and ``path`` does not name the rank.
+        UnsupportedFormatError: A newer casnap wrote some of the entries.
     """
     if path is None:
         trees = sorted(contents.trees(None).items())
@@ -62,7 +63,7 @@ def is_plain(entry: Entry) -> bool:
 
 
 def sparse_below(part: Part) -> tuple[str, ...]:
-    """Return the beginnings of the paths of what sparse tensors are made of."""
+    """Return the prefixes of the paths below sparse tensors: their indices and values."""
     return tuple(
         f"{path}/"
         for path, entry in part.entries.items()
@@ -73,12 +74,12 @@ def sparse_below(part: Part) -> tuple[str, ...]:
 def named_tensors(
     part: Part, dtypes: Collection[str], snapshot: str
 ) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return the tensors by the names that they get, and the paths of what is not among them.
+    """Return the tensors by the names that they get, and the paths of all other values.
 
     Args:
-        part: What is to be exported.
+        part: The part that is exported.
         dtypes: The dtypes that the format has.
-        snapshot: The snapshot, for messages.
+        snapshot: The label of the snapshot, for messages.
 
     Raises:
         FileFormatError: Two tensors would get one name.
@@ -105,13 +106,13 @@ def named_tensors(
 
 
 def _name(base: str, path: str) -> str:
-    """Return the keys below a path, joined by dots; of the path itself the last one."""
+    """Return the keys of a path below a base, joined by dots; for the base itself, its last key."""
     relative = path[len(base) :].lstrip("/") if base else path
     return ".".join(map(key_of, (relative or path.rpartition("/")[2]).split("/")))
 
 
 def equal_tensors(tensors: Mapping[str, StoredTensor], without: Collection[str]) -> dict[str, str]:
-    """Return the names of tensors whose bytes an earlier one has, and the earliest such name.
+    """Return, by name, each tensor that equals an earlier one, and the earliest equal name.
 
     Args:
         tensors: The tensors by name.
@@ -129,10 +130,18 @@ def equal_tensors(tensors: Mapping[str, StoredTensor], without: Collection[str])
 def without_tied(
     tensors: Mapping[str, StoredTensor], tied: Sequence[str], snapshot: str
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Leave out tensors that are stored under another name; return the others, and those names.
+    """Leave out tensors that another name has too.
+
+    Args:
+        tensors: The tensors by name.
+        tied: The names to leave out.
+        snapshot: The label of the snapshot, for messages.
+
+    Returns:
+        The other tensors; and by name that was left out, the name of the equal tensor.
 
     Raises:
-        FileFormatError: There is no tensor of a name, or no other one has its bytes.
+        FileFormatError: There is no tensor of a tied name, or no other one has its bytes.
     """
     others = {name: tensor for name, tensor in tensors.items() if name not in tied}
     names = {_content(tensor.entry): name for name, tensor in others.items()}
@@ -152,16 +161,16 @@ def without_tied(
 
 
 def _content(entry: TensorEntry) -> tuple[object, ...]:
-    """Return what is equal for tensors that are equal."""
+    """Return a key of a tensor's content: equal tensors have equal keys."""
     return entry.dtype, entry.shape, entry.payload
 
 
 def shards_by_size(sizes: Mapping[str, int], most: int | None) -> list[list[str]]:
-    """Return the names of what goes to each file, in order: as many as fit.
+    """Return for each file the names of its tensors. A file gets as many as fit, in order.
 
     Args:
-        sizes: The bytes of each, by name.
-        most: How many bytes fit; None for any number.
+        sizes: The bytes of each tensor, by name.
+        most: The most bytes of a file; None: any number.
     """
     shards: list[list[str]] = [[]]
     fill = 0

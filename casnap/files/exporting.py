@@ -20,14 +20,14 @@ from casnap.storage import Contents
 def export(
     contents: Contents, out: Path, options: ExportOptions, progress: Progress | None
 ) -> ExportReport:
-    """Write what is at a path of a snapshot to a file, or to a folder of files.
+    """Write a snapshot, or the part at ``options.path``, to a file or to a folder of files.
 
     Raises:
-        FileFormatError: The format cannot hold it, or ``out`` exists, is a URI or inside of the
-            store.
-        EntryNotFoundError: There is no such path, or several ranks have their own there.
+        FileFormatError: The format cannot hold the part; or ``out`` exists, is a URI or lies inside
+            of a store.
+        EntryNotFoundError: There is no such path, or several ranks have entries of their own there.
         DamagedError: Stored bytes are missing or damaged.
-        StorageFullError: The disk is full; nothing is left there.
+        StorageFullError: The disk is full; nothing of the export is left.
         OSError: The files cannot be written for another reason.
     """
     start = time.monotonic()
@@ -64,7 +64,7 @@ def export(
                 ) from e
             if e.filename is not None:
                 raise
-            # A write knows no name.
+            # An error of a write has no file name.
             raise OSError(e.errno, os.strerror(e.errno or 0), str(out)) from e
         report.files = output.sizes
     report.seconds = time.monotonic() - start

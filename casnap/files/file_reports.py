@@ -22,16 +22,16 @@ SUFFIXES = {
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch"),
     ".dcp": "dcp",
 }
-"""The format that the suffix of a name means."""
+"""The format that each suffix of a name stands for."""
 _OTHERS = (".gguf", ".onnx", ".h5", ".msgpack", ".npz", ".npy", ".pkl", ".tflite", ".tar", ".zip")
-"""How the names of files in other formats end, which casnap does not write."""
+"""The suffixes of other formats, which casnap does not write."""
 
 
 def format_of(out: str | os.PathLike[str], format: str | None) -> str:
-    """Return the format of an export: the one that was asked for, or the one that the name means.
+    """Return the format of an export: the one that was asked for, or the one of the name's suffix.
 
     Raises:
-        FileFormatError: The two contradict each other.
+        FileFormatError: The two differ, or the suffix is of a format that casnap does not write.
         ValueError: There is no such format.
     """
     name = given_path(out)
@@ -61,16 +61,16 @@ class ImportReport:
     Attributes:
         dry_run: Whether nothing was changed.
         name: The name of the snapshot.
-        format: What was found: ``safetensors``, ``torch``, ``dcp``, ``torchsnapshot`` or
+        format: The format of the files: ``safetensors``, ``torch``, ``dcp``, ``torchsnapshot`` or
             ``torch_checkpointing``.
-        files: How many files hold it.
+        files: How many files were read.
         keys: The keys of the snapshot.
-        tensors: How many tensors there are.
-        values: How many other values.
-        logical_bytes: The bytes of all of them.
+        tensors: How many tensors it has.
+        values: How many other values it has.
+        logical_bytes: The bytes of all tensors and values.
         new_bytes: The bytes of the chunks that the store did not have; 0 for a dry run.
         metadata: The metadata of the snapshot.
-        seconds: How long it took.
+        seconds: How long the import took.
     """
 
     dry_run: bool
@@ -109,10 +109,10 @@ class ExportOptions:
 
 
 def tied_names(tied: Any) -> Sequence[str]:
-    """Return the names that a module has for parameters that have an earlier name; or the names.
+    """Return the tied names of a module: further names of parameters that have an earlier one.
 
     Args:
-        tied: The module, or the names.
+        tied: The module; or the names, which are returned as they are.
     """
     if not hasattr(tied, "named_parameters"):  # a look that imports no torch
         names: Sequence[str] = tied
@@ -129,15 +129,17 @@ class ExportReport:
     Attributes:
         dry_run: Whether nothing was written.
         format: The format.
-        files: The files below the output, or its own name, and their bytes. A dry run does not tell
-            the bytes of files of torch and dcp, but those of their tensors.
+        files: By name, the length of each file in the output folder, or of the output file. A dry
+            run of the formats torch and dcp counts only the bytes of their tensors.
         tensors: How many tensors were written.
-        nbytes: Their bytes.
-        left_out: The paths of values that the format cannot hold, if ``tensors_only`` left them
-            out. Of a whole snapshot also the keys that ranks other than rank 0 have of their own.
-        tied: Names that were stored under another name alone, and that name.
-        equal: Names whose bytes are those of an earlier name, and that name: perhaps tied weights.
-        seconds: How long it took.
+        nbytes: The bytes of these tensors.
+        left_out: The paths of values that ``tensors_only`` left out, since the format cannot hold
+            them. An export of the whole snapshot also lists here the keys that only ranks other
+            than rank 0 have.
+        tied: By name that was left out, the name of the equal tensor that was written.
+        equal: By name, tensors with the bytes of an earlier one, and that one's name: perhaps tied
+            weights.
+        seconds: How long the export took.
     """
 
     dry_run: bool
@@ -152,7 +154,7 @@ class ExportReport:
 
 
 class ExportPlan(NamedTuple):
-    """A planned export: what it will do, and what writes the files of the output."""
+    """A planned export: its report, and the function that writes the files of the output."""
 
     report: ExportReport
     write: Callable[[ExportOutput, ChunkWriter], None]

@@ -1,7 +1,7 @@
 """Importing a checkpoint of ``torch.distributed.checkpoint`` (DCP), as FileSystemWriter writes it.
 
-Its ``.metadata`` is a pickle. It is followed, but not run: only DCP's own classes of metadata are
-known, and anything else is refused.
+Its ``.metadata`` is a pickle. casnap interprets the pickle without running it: it knows DCP's own
+classes of metadata, and refuses all others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KNOWN = {
 
 
 class _FileRange(NamedTuple):
-    """Where a tensor, a box of it, or an object lies: file, offset and length."""
+    """The bytes of a tensor, of a box of it, or of an object: file, offset and length."""
 
     file: str
     offset: int
@@ -47,7 +47,7 @@ class _FileRange(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """A tensor: its dtype by torch's name, its shape, and the boxes that it is stored in."""
+    """A tensor: its dtype by torch's name, its shape, and its boxes, which files store."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -58,9 +58,9 @@ class _Metadata(NamedTuple):
     """The decoded metadata.
 
     Attributes:
-        values: Name → the tensor; None for an object.
-        paths: Name → its object path.
-        places: The name, with the offsets of a box or None, → where it lies.
+        values: By name, the tensor, or None for an object.
+        paths: By name, the object path.
+        places: By name and offsets of a box, the bytes of the box; objects have no offsets.
     """
 
     values: dict[str, _Tensor | None]
@@ -69,10 +69,10 @@ class _Metadata(NamedTuple):
 
 
 def read_dcp(folder: Path, key: str | None) -> SourceFiles:
-    """Return what a checkpoint of DCP holds, under the keys that it was saved with.
+    """Return the leaves of a checkpoint of DCP, under the keys that it was saved with.
 
     Raises:
-        FileFormatError: The metadata ask for code, or are damaged, or a file is missing.
+        FileFormatError: The metadata need code or are damaged, or a file is missing.
     """
     file = folder / ".metadata"
     mapped = MappedFile(file)
@@ -110,7 +110,7 @@ def read_dcp(folder: Path, key: str | None) -> SourceFiles:
 
 
 class _CodeError(ValueError):
-    """The metadata ask for a class or function that DCP's metadata do not need."""
+    """The metadata name a class or function that is none of DCP's metadata."""
 
 
 def _only_known(verb: str, term: Term) -> None:
@@ -140,7 +140,7 @@ def _read_metadata(data: memoryview) -> _Metadata:
 
 
 def _fields(term: object, name: str = "") -> dict[str, Any]:
-    """Return the attributes of an object of a class."""
+    """Return the attributes of an interpreted object, which must be of class ``name`` if given."""
     if not isinstance(term, Term) or term.kind != "call" or (name and term.name != name):
         raise ValueError(
             f"{with_article(getattr(term, 'name', kind_of(term)))} in place of {with_article(name)}"
@@ -173,7 +173,7 @@ def _number(value: object) -> int:
 
 
 def _sizes(term: object) -> tuple[int, ...]:
-    """Return what a torch.Size holds."""
+    """Return the sizes in an interpreted ``torch.Size``."""
     if not isinstance(term, Term) or term.name != _SIZE or kind_of(term.parts[0]) != "tuple":
         raise ValueError(f"{with_article(kind_of(term))} in place of sizes")
     return tuple(map(_number, term.parts[0].parts))
@@ -219,7 +219,7 @@ class _Values:
         """Yield the leaves of a value.
 
         Raises:
-            FileFormatError: It is not where the metadata say, or is something else.
+            FileFormatError: The value is not where the metadata say, or differs from them.
         """
         tensor = self._metadata.values[name]
         try:
@@ -245,7 +245,7 @@ class _Values:
         return file, file_range.offset, file_range.nbytes
 
     def _check_parts(self, name: str, tensor: _Tensor) -> None:
-        """Check that the files hold nothing of a tensor that its boxes leave out."""
+        """Check that each stored part of a tensor is one of the boxes in the metadata."""
         described = {None, *(box.offsets for box in _regions(tensor))}
         for offsets in self._offsets.get(name, set()) - described:
             file, at, nbytes = self._place(name, offsets)
@@ -269,5 +269,5 @@ class _Values:
 
 
 def _regions(tensor: _Tensor) -> list[Region]:
-    """Return the boxes of a tensor that hold elements, each once."""
+    """Return the boxes of a tensor that are not empty, each once."""
     return list(dict.fromkeys(box for box in tensor.boxes if box.numel))

@@ -17,10 +17,10 @@ from casnap.state.tensors import Leaf
 
 
 def read_safetensors(shards: Shards, key: str) -> SourceFiles:
-    """Return what one or more files hold.
+    """Return the tensors of one or more safetensors files, as leaves below a key.
 
     Raises:
-        FileFormatError: A header lies, or the files do not belong together.
+        FileFormatError: A header is wrong, or the files do not belong together.
     """
     metadata: dict[str, Any] = {}
     tensors: dict[str, tuple[MappedFile, HeaderTensor]] = {}

@@ -19,10 +19,10 @@ from casnap.state.torch_save import checked_members
 
 
 def read_torch(path: Path, key: str | None) -> SourceFiles:
-    """Return what a file of ``torch.save`` holds. Its tensors are views of the file.
+    """Return the state in a file of ``torch.save`` as leaves. Its tensors are views of the file.
 
     Raises:
-        FileFormatError: It is damaged, or more than weights: it needs pickle.
+        FileFormatError: The file is damaged, or needs pickle: it holds more than weights.
         UnsupportedTypeError: A value in it cannot be stored.
     """
     state = load_torch(path)
@@ -35,7 +35,7 @@ def read_torch(path: Path, key: str | None) -> SourceFiles:
 
 
 def read_torch_shards(shards: Shards, key: str) -> SourceFiles:
-    """Return what several files of ``torch.save`` hold together: each has a dict of tensors.
+    """Return the tensors of several files of ``torch.save``, each of which has a dict of tensors.
 
     Raises:
         FileFormatError: As for :func:`read_torch`, or the files do not belong together.
@@ -54,11 +54,11 @@ def read_torch_shards(shards: Shards, key: str) -> SourceFiles:
 
 
 def _has_keys(state: Any) -> bool:
-    """Whether a state is one of several keys, such as ``{"model": …, "step": 100}``."""
+    """Whether a state has keys of its own, such as ``{"model": …, "step": 100}``."""
     if not isinstance(state, dict) or not all(type(name) is str for name in state):
         return False
     if hasattr(state, "_metadata"):
-        return False  # it is that of one module, which may have extra state
+        return False  # the state of one module, which may have extra state
     return not all(isinstance(value, torch.Tensor) for value in state.values())
 
 

@@ -1,7 +1,7 @@
 """Importing a checkpoint of torch_checkpointing: a file of ``torch.save`` for each item and rank.
 
-Its DTensors were pickled whole, so their files say which rank of which mesh held what; its
-``metadata.pkl``, which is only there for items with a resharder, says nothing more.
+Its DTensors were pickled with their mesh, so the files say which rank held which box. Its
+``metadata.pkl``, which only items with a resharder have, says nothing more.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from casnap.state.sharded import Shards, on_behalf_of
 from casnap.state.tensors import Leaf
 
 METADATA = "metadata.pkl"
-# It is renamed when all ranks have written their files.
+# The prefix of a folder; it is renamed when all ranks have written their files.
 _UNFINISHED = "tmp_"
 _FILE = re.compile(r"(.+)_(0|[1-9][0-9]{0,8})\.pt", re.DOTALL)
 
 
 def files_of_items(folder: Path) -> dict[str, dict[int, Path]]:
-    """Return the files of each item, by rank; none if a folder is no such checkpoint."""
+    """Return the files by item and rank; an empty dict if the folder is no such checkpoint."""
     items: dict[str, dict[int, Path]] = {}
     for file in sorted(folder.iterdir()):
         if (match := _FILE.fullmatch(file.name)) is not None:
@@ -43,15 +43,15 @@ def files_of_items(folder: Path) -> dict[str, dict[int, Path]]:
 
 
 def read_torch_checkpointing(folder: Path, key: str | None, rank: int | None) -> SourceFiles:
-    """Return what a checkpoint holds: DTensors whole, and what else the ranks have.
+    """Return the leaves of a checkpoint: DTensors whole, other values as one rank has them.
 
     Args:
         folder: The checkpoint.
         key: Must be None: its items are the keys.
-        rank: Whose values to import where the ranks have different ones.
+        rank: The rank whose values to import where the ranks differ.
 
     Raises:
-        FileFormatError: A file is missing, damaged or needs pickle, or the ranks have different
+        FileFormatError: A file is missing, damaged or needs pickle; or the ranks have different
             values, and ``rank`` is None.
     """
     if key is not None:
@@ -73,7 +73,7 @@ def read_torch_checkpointing(folder: Path, key: str | None, rank: int | None) ->
 
 
 def _leaves(folder: Path, item: str, files: Mapping[int, Path], rank: int | None) -> list[Leaf]:
-    """Return the leaves of an item, as one rank has it; DTensors of all ranks."""
+    """Return the leaves of an item, as one rank has them, with DTensors joined from all ranks."""
     of_rank = min(files) if rank is None else rank
     if of_rank not in files:
         raise FileFormatError(f"{folder} has {item} of {rank_names([*files])}, not of rank {rank}")
@@ -82,7 +82,7 @@ def _leaves(folder: Path, item: str, files: Mapping[int, Path], rank: int | None
     for path, leaf in by_rank[of_rank].items():
         of_ranks = {n: other[path] for n, other in by_rank.items() if path in other}
         if isinstance(leaf.content, Shards) and isinstance(leaf.entry, TensorEntry):
-            leaf = joined(path, leaf.entry, _parts(folder, leaf, of_ranks))
+            leaf = joined(path, leaf.entry, _boxes(folder, leaf, of_ranks))
         leaves.append(leaf)
     if rank is None:
         _check_equal(folder, by_rank)
@@ -92,7 +92,7 @@ def _leaves(folder: Path, item: str, files: Mapping[int, Path], rank: int | None
 def _leaves_of_file(file: Path, item: str, rank: int) -> dict[str, Leaf]:
     import torch.distributed.tensor  # noqa: F401 - torch.load then knows DTensors
 
-    # It says that the groups of a mesh are not there, which nobody asks for.
+    # It warns that the process groups of a mesh do not exist; the import needs none.
     log = logging.getLogger("torch.distributed.device_mesh")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -106,21 +106,21 @@ def _leaves_of_file(file: Path, item: str, rank: int) -> dict[str, Leaf]:
         log.setLevel(level)
 
 
-def _parts(
+def _boxes(
     folder: Path, leaf: Leaf, of_ranks: Mapping[int, Leaf]
 ) -> list[tuple[Region, torch.Tensor]]:
-    """Return the boxes of a DTensor that the ranks had, each once."""
+    """Return the boxes of a DTensor from all ranks, each once, with their elements."""
     parts: dict[Region, torch.Tensor] = {}
     for other in of_ranks.values():
         if not isinstance(other.content, Shards) or other.entry != leaf.entry:
             raise FileFormatError(f"{folder}: {leaf.path} is another tensor on another rank")
-        # Replicas are the same box.
+        # Replicas have the same box, and the dict keeps one of them.
         parts |= zip(other.content.boxes, other.content.tensors, strict=True)
     return list(parts.items())
 
 
 def _check_equal(folder: Path, by_rank: Mapping[int, Mapping[str, Leaf]]) -> None:
-    """Check that all ranks have the same, but for parts of DTensors."""
+    """Check that all ranks have the same values, except for the boxes of DTensors."""
     (first, wanted), *others = by_rank.items()
     for rank, leaves in others:
         for path in dict.fromkeys([*wanted, *leaves]):

@@ -48,8 +48,8 @@ class _Shard(msgspec.Struct):
     tensor: _Tensor
 
 
-class _Entry(msgspec.Struct):
-    """An entry of any type; most fields are those of some types."""
+class _ManifestEntry(msgspec.Struct):
+    """An entry of TorchSnapshot's manifest, of any type. Each type has only some of the fields."""
 
     type: str
     keys: list[str | int] = []
@@ -66,15 +66,15 @@ class _Entry(msgspec.Struct):
 
 class _Snapshot(msgspec.Struct):
     world_size: int
-    manifest: dict[str, _Entry]
+    manifest: dict[str, _ManifestEntry]
 
 
 def read_torchsnapshot(folder: Path, key: str | None, rank: int | None) -> SourceFiles:
-    """Return what a rank restores: its own entries, the replicated ones, and sharded tensors whole.
+    """Return what a rank restores: its own entries, replicated ones, and sharded tensors whole.
 
     Raises:
-        FileFormatError: The metadata are malformed, a file is missing, or other ranks have entries
-            of their own, and ``rank`` is None.
+        FileFormatError: The metadata are malformed, or a file is missing; or several ranks have
+            entries of their own, and ``rank`` is None.
     """
     snapshot = _read_metadata(folder / ".snapshot_metadata")
     if key is not None:
@@ -113,10 +113,10 @@ def _read_metadata(file: Path) -> _Snapshot:
 
 
 def _check_yaml(events: Iterable[object]) -> None:
-    """Check a document before it is built: deep nesting kills yaml, aliases can take all memory.
+    """Check a document before yaml builds it: deep nesting crashes yaml, aliases can fill memory.
 
     Raises:
-        ValueError: It has what TorchSnapshot does not write.
+        ValueError: The document has aliases or deep nesting, which TorchSnapshot does not write.
     """
     depth = 0
     for event in events:
@@ -126,13 +126,13 @@ def _check_yaml(events: Iterable[object]) -> None:
             raise ValueError("it has aliases, or is nested too deeply")
 
 
-def _seen_by(folder: Path, snapshot: _Snapshot, rank: int | None) -> dict[str, _Entry]:
-    """Return the entries that a rank restores, by path without the rank; shards of all ranks."""
+def _seen_by(folder: Path, snapshot: _Snapshot, rank: int | None) -> dict[str, _ManifestEntry]:
+    """Return the entries that a rank restores, by path without rank, with all ranks' shards."""
     world = snapshot.world_size
     of_rank = 0 if rank is None else rank
     if not 0 <= of_rank < max(world, 1):
         raise FileFormatError(f"{folder} was taken by {world} ranks; there is no rank {of_rank}")
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, _ManifestEntry] = {}
     shards: dict[str, list[_Shard]] = {}
     others: dict[int, str] = {}
     for path, entry in snapshot.manifest.items():
@@ -158,14 +158,14 @@ def _seen_by(folder: Path, snapshot: _Snapshot, rank: int | None) -> dict[str, _
 
 
 class _Reader:
-    """The entries of a rank, and the files that they are in.
+    """Reads the entries of a rank from the files of a snapshot.
 
     Attributes:
-        folder: The files that were read.
+        folder: The files of the snapshot.
         seen: The paths that were read.
     """
 
-    def __init__(self, folder: Path, entries: dict[str, _Entry]) -> None:
+    def __init__(self, folder: Path, entries: dict[str, _ManifestEntry]) -> None:
         self.folder = MappedFolder(folder, ".snapshot_metadata")
         self._entries = entries
         self._lengths: dict[str, int] = {}
@@ -176,7 +176,7 @@ class _Reader:
         self.seen: set[str] = set()
 
     def leaves_of(self, top: str) -> Iterator[Leaf]:
-        """Yield the leaves of a key: containers first, then what they hold."""
+        """Yield the leaves of a key: containers first, then their values."""
         places: list[str] = []
         try:
             yield from containers_of(self._state(top, places), top)
@@ -191,7 +191,12 @@ class _Reader:
                 raise FileFormatError(f"{self.folder.path}: {path} cannot be imported: {e}") from e
 
     def _state(self, path: str, places: list[str]) -> Any:
-        """Return containers as they were, empty where other values are; note the paths of these."""
+        """Return the containers at and below a path, with placeholders for other values.
+
+        Args:
+            path: The path.
+            places: Gets the paths of these other values.
+        """
         self.seen.add(path)
         entry = self._entries.get(path)
         if entry is None:
@@ -212,7 +217,7 @@ class _Reader:
             mapping[name] = self._state(f"{path}/{component}", places)
         return mapping
 
-    def _leaves(self, path: str, entry: _Entry) -> Iterator[Leaf]:
+    def _leaves(self, path: str, entry: _ManifestEntry) -> Iterator[Leaf]:
         if entry.type in _PRIMITIVES:
             yield from flatten(_primitive(entry), path)
         elif entry.type == "object":
@@ -237,12 +242,12 @@ class _Reader:
         else:
             raise RefusedError(f"it is of the unknown type {entry.type!r:.40}")
 
-    def _quantized(self, path: str, entry: _Entry) -> Iterator[Leaf]:
-        """Yield the leaf of a tensor that also has scales, so it is a value of ``torch.save``."""
+    def _quantized(self, path: str, entry: _ManifestEntry) -> Iterator[Leaf]:
+        """Yield the leaf of a quantized tensor: a value of ``torch.save``, since it has scales."""
         start, stop = entry.byte_range or (0, None)
         data = bytes(self.folder.file(entry.location).view[start:stop])
         with warnings.catch_warnings():
-            # torch warns of its own way to read such a tensor.
+            # torch itself uses TypedStorage when it reads such a tensor, and warns of it.
             warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
             value = decode_value(path, "object", data)
         if (str(getattr(value, "dtype", "")), tuple(getattr(value, "shape", ()))) != (
@@ -253,7 +258,7 @@ class _Reader:
         yield from flatten(value, path)
 
     def _joined(self, path: str, dtype: str, shape: tuple[int, ...], shards: list[_Shard]) -> Leaf:
-        # Ranks may hold the same shard.
+        # Several ranks may hold the same shard: the dict keeps one of them.
         parts = {Region(s.offsets, s.sizes): s.tensor for s in shards}
         if any(t.dtype != dtype or t.shape != box.sizes for box, t in parts.items()):
             raise RefusedError("its parts are of several dtypes, or not of the shapes that it says")
@@ -282,8 +287,8 @@ class _Reader:
 _VALUE = object()
 
 
-def _primitive(entry: _Entry) -> object:
-    """Return a value that the metadata hold."""
+def _primitive(entry: _ManifestEntry) -> object:
+    """Return a primitive value, which the metadata hold themselves."""
     text = entry.serialized_value
     if entry.type == "int":
         return int(text)

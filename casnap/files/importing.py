@@ -29,7 +29,7 @@ from casnap.take.capture import DividedLeaves, StateSource
 from casnap.take.comparison import manifest_of
 
 Take = Callable[[StateSource, "dict[str, Any]"], int]
-"""Takes a snapshot of some leaves with some metadata; returns the new bytes."""
+"""Takes a snapshot of leaves with metadata; returns the bytes of chunks that the store lacked."""
 
 
 def import_files(
@@ -41,15 +41,15 @@ def import_files(
     rank: int | None,
     metadata: dict[str, Any],
 ) -> ImportReport:
-    """Take a snapshot of what files hold.
+    """Take a snapshot of the tensors and values in files.
 
     Args:
         path: A file or a folder.
         name: The snapshot's name, for the report.
-        take: Takes it; None to only look.
-        key: The key to import it under, or None for keys of its own.
-        rank: The rank of a folder of several ranks whose state to import.
-        metadata: Goes into the snapshot's metadata, before what the files say.
+        take: Takes the snapshot; None for a dry run.
+        key: The key to import the state under; None if the state has keys of its own.
+        rank: The rank whose state to import, if a folder has several ranks.
+        metadata: The user's metadata, which win over those of the files.
 
     Raises:
         FileFormatError: The files are malformed, or in no known format.
@@ -77,13 +77,13 @@ def import_files(
 
 
 def is_imported(path: Path, contents: Contents, *, key: str | None, rank: int | None) -> bool:
-    """Whether a snapshot holds all that an import of files would store. The files are read.
+    """Whether a snapshot holds all that an import of files would store. This reads the files.
 
     Args:
         path: A file or a folder.
-        contents: What the snapshot holds.
+        contents: The snapshot.
         key: As for :func:`import_files`.
-        rank: As there.
+        rank: As for :func:`import_files`.
 
     Raises:
         FileFormatError: The files are malformed, or in no known format.
@@ -98,16 +98,16 @@ def is_imported(path: Path, contents: Contents, *, key: str | None, rank: int | 
 
 
 def read_source(path: Path, key: str | None, rank: int | None) -> SourceFiles:
-    """Return what a file or folder holds. The tensors are mapped, not read.
+    """Return the state in a file or folder, as leaves. Its tensors are mapped, not read.
 
     Args:
         path: The file or folder.
-        key: The key to import it under, or None for keys of its own.
-        rank: The rank of a folder of several ranks whose state to import.
+        key: The key to import the state under; None if the state has keys of its own.
+        rank: The rank whose state to import, if a folder has several ranks.
 
     Raises:
-        FileFormatError: It is in no format that can be imported, or is malformed.
-        OSError: It cannot be read.
+        FileFormatError: The files are malformed, or in no format that casnap imports.
+        OSError: A file cannot be read.
     """
     check_local(path, "and an import reads local files: download it first")
     if not is_folder(path):
@@ -134,7 +134,7 @@ def read_source(path: Path, key: str | None, rank: int | None) -> SourceFiles:
 
 
 def _read_weights(file: Path, key: str | None) -> SourceFiles:
-    """Return what a file holds, with the other files of its set."""
+    """Return the weights of a file, and of the other shards of its set."""
     check_regular(file)
     shards = shards_with(file)
     formats = {_format_of(shard) for shard in shards}
@@ -165,7 +165,7 @@ def _format_of(file: Path) -> str:
 
 
 def _weights_in(folder: Path) -> list[Path]:
-    """Return the files of weights in a folder; of a set, its index or first file."""
+    """Return the files of weights in a folder; an index or first file means a set."""
     for index, weights in (("*.safetensors", "*.safetensors"), ("*.bin", "*_model*.bin")):
         files = matching(folder, index + INDEX_SUFFIX) or matching(folder, weights)
         if files:

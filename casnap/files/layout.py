@@ -1,4 +1,4 @@
-"""Where the tensors of a snapshot lie in files of safetensors that are kept from one to the next.
+"""The layout of a snapshot's tensors in safetensors files that stay alike from version to version.
 
 The layout depends only on the names, shapes and dtypes of the tensors, and on the options. So the
 same tensors of the next snapshot lie at the same places, and a file in which no tensor has changed
@@ -28,7 +28,7 @@ from casnap.format.names import key_of
 from casnap.runtime.fork import cached_property
 from casnap.storage import Contents, Want
 
-# As PEFT names them; it knows no shards.
+# PEFT's names of these files; it knows no shards.
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -37,9 +37,9 @@ class PlacedChunk(NamedTuple):
 
     Attributes:
         digest: The digest of the chunk in the store.
-        raw_bytes: Its length there.
-        start: The byte of the file at which it begins.
-        nbytes: Its length in the file.
+        raw_bytes: Its length in the store, uncompressed.
+        start: Where it begins in the file, in bytes.
+        nbytes: Its length in the file, which a cast changes.
     """
 
     digest: Digest
@@ -53,9 +53,9 @@ class PlacedTensor:
 
     Args:
         contents: The snapshot.
-        path: Its path there.
+        path: Its path in the snapshot.
         entry: Its entry.
-        dtype: The dtype that it gets.
+        dtype: The dtype that it gets in the file.
         start: The byte of the file at which it begins.
     """
 
@@ -70,18 +70,18 @@ class PlacedTensor:
 
     @property
     def cast(self) -> str:
-        """The cast as ``from>to``; empty for none."""
+        """The cast as ``from>to``; empty if the dtype stays."""
         return "" if self.dtype == self.entry.dtype else f"{self.entry.dtype}>{self.dtype}"
 
     @property
     def held_bytes(self) -> bytes | None:
-        """The bytes of a small tensor, which its entry holds itself; None if there are chunks."""
+        """The bytes of a small tensor, which lie in its entry; None if the tensor has chunks."""
         payload = self.entry.payload
         return payload.inline if payload.nbytes <= INLINE_BYTES else None
 
     @cached_property
     def cells(self) -> list[PlacedChunk]:
-        """Its chunks. A small tensor, which the entry holds itself, has one.
+        """The chunks of the tensor. A small tensor, whose bytes lie in its entry, counts as one.
 
         Raises:
             DamagedError: The entry contradicts itself.
@@ -101,20 +101,20 @@ class PlacedTensor:
 
     @cached_property
     def digest(self) -> str:
-        """The digest of the digests of its chunks."""
+        """The digest of the joined digests of the chunks."""
         return digest_of(b"".join(cell.digest for cell in self.cells)).hex()
 
     @cached_property
     def cast_digests(self) -> list[Digest]:
-        """The digests that the chunks of a cast tensor have in the file; none without a cast.
+        """The digests of a cast tensor's chunks in the file; an empty list without a cast.
 
-        The writer of the file sets each, since the bytes are known only then.
+        The writer of the file sets each when it has cast the chunk.
         """
         return [Digest(bytes(DIGEST_SIZE))] * len(self.cells) if self.cast else []
 
 
 class PlannedFile(NamedTuple):
-    """A file of tensors: its name, how it begins, its tensors, and its length."""
+    """A file of tensors: its name, its header, its tensors by name, and its length in bytes."""
 
     name: str
     header: bytes
@@ -126,11 +126,11 @@ class FileLayout(NamedTuple):
     """The files that the tensors of a snapshot become.
 
     Attributes:
-        files: Those of tensors.
-        others: The contents of other files.
-        tied: Names of tensors that are there only under another name, and that name.
-        equal: Names whose bytes an earlier name has, and that name.
-        left_out: The paths of what safetensors cannot hold.
+        files: The files of tensors.
+        others: The contents of the other files, by name.
+        tied: By name that is left out, the name of the equal tensor that stands for it.
+        equal: By name, tensors with the bytes of an earlier one, and that one's name.
+        left_out: The paths of values that safetensors cannot hold.
     """
 
     files: list[PlannedFile]
@@ -157,13 +157,14 @@ class FileLayout(NamedTuple):
             path: The path; None for the whole snapshot.
             rename: Returns the name that a tensor gets, from its keys joined by dots.
             dtype_of: Returns the dtype that a tensor gets, from its own.
-            tied: Tensors to leave out, since another one has their bytes; by their new names.
-            max_shard_size: The most bytes of tensors in a file, if a tensor fits; None for any.
+            tied: The new names of tensors to leave out, since another one has their bytes.
+            max_shard_size: The most bytes of tensors in a file, if a tensor fits; None: any number.
 
         Raises:
-            EntryNotFoundError: There is nothing at the path, or several ranks have their own there.
+            EntryNotFoundError: There is nothing at the path, or several ranks have entries of their
+                own there.
             FileFormatError: There are no tensors, or two would get one name.
-            DamagedError: Something is missing or damaged.
+            DamagedError: A part of the snapshot is missing or damaged.
         """
         part = part_of(contents, path, only_tensors=True)
         unnamed, left_out = named_tensors(part, DTYPES, contents.label)
@@ -189,7 +190,7 @@ class FileLayout(NamedTuple):
         files = []
         for file_name, group in zip(file_names, groups, strict=True):
             described = {name: (dtypes[name], tensors[name].entry.shape) for name in group}
-            # Nothing of the snapshot: the header of an unchanged file must be the same.
+            # Nothing about the snapshot: the header of an unchanged file must stay the same.
             head, starts, length = header_of(described, {"format": "pt"})
             placed = {
                 name: PlacedTensor(contents, *tensors[name], dtypes[name], starts[name])
@@ -218,15 +219,16 @@ def _renamed(
 
 
 def _is_adapter(names: Iterable[str], others: Mapping[str, bytes]) -> bool:
-    """Whether the tensors are an adapter, which loaders look for under another name.
+    """Whether the tensors are an adapter, which loaders look for under another file name.
 
-    PEFT wraps the layers of a whole model, which is no adapter, even with the same file beside it.
+    A whole model whose layers PEFT has wrapped is no adapter, though ``adapter_config.json`` may
+    lie beside it.
     """
     return _ADAPTER_CONFIG in others and not any(".base_layer." in name for name in names)
 
 
 def _small_files(contents: Contents) -> dict[str, bytes]:
-    """Return the small files that a snapshot holds, but none that a loader could unpickle."""
+    """Return the small files in a snapshot, except those that a loader could unpickle."""
     try:
         part = part_of(contents, FILES)
     except EntryNotFoundError:

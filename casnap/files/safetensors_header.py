@@ -1,4 +1,4 @@
-"""The header of a safetensors file: read with suspicion, and written.
+"""The header of a safetensors file: written, and read as untrusted input.
 
 A file is the length of the header (8 bytes), the header (JSON), then the bytes of all tensors,
 without holes. https://github.com/huggingface/safetensors describes it.
@@ -22,7 +22,7 @@ _MOST_AXES = 64
 _PAGE = 4096
 _PAIR = "float4_e2m1fn_x2"
 
-# Their name of a dtype → torch's, and the bytes of an element.
+# The format's name of a dtype → torch's name, and the bytes of an element.
 _DTYPES = {
     "BOOL": ("bool", 1), "U8": ("uint8", 1), "I8": ("int8", 1),
     "F8_E4M3": ("float8_e4m3fn", 1), "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
@@ -35,7 +35,7 @@ _DTYPES = {
 _NAMES = {dtype: (name, itemsize) for name, (dtype, itemsize) in _DTYPES.items()}
 
 DTYPES = frozenset(_NAMES)
-"""The names in torch of the dtypes that safetensors has."""
+"""The dtypes that safetensors has, by torch's names."""
 
 
 def itemsize_of(dtype: str) -> int:
@@ -51,8 +51,8 @@ class HeaderTensor(NamedTuple):
         dtype: Its dtype, by torch's name.
         itemsize: The bytes of one element. Two numbers of 4 bits are one element, as in torch.
         shape: Its shape, in elements.
-        start: Where its bytes begin in the file.
-        stop: Where they end.
+        start: The offset of its first byte in the file.
+        stop: The offset behind its last byte.
     """
 
     name: str
@@ -77,13 +77,13 @@ class _Described(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_header(file: memoryview) -> Header:
-    """Return what a safetensors file holds.
+    """Return the header of a safetensors file.
 
     Args:
         file: The whole file.
 
     Raises:
-        FileFormatError: It is not such a file, or its header lies.
+        FileFormatError: It is no safetensors file, or its header contradicts the file or itself.
     """
     size = int.from_bytes(file[:8], "little")
     if len(file) < 8 or size > min(MOST_HEADER, len(file) - 8):
@@ -94,7 +94,7 @@ def read_header(file: memoryview) -> Header:
         raw = raws.pop("__metadata__", None)
         metadata = {} if raw is None else json_decoder(dict[str, str]).decode(raw)
         described = {n: json_decoder(_Described).decode(r) for n, r in raws.items()}
-        # msgspec keeps the last one of two equal keys, other readers the first one.
+        # Equal keys are refused: msgspec keeps the last one, other readers the first one.
         json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as e:
         raise FileFormatError(f"its header is not one of safetensors: {e}") from e
@@ -123,10 +123,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _checked(name: str, described: _Described, base: int, length: int) -> HeaderTensor:
-    """Return the description of a tensor in a header.
+    """Return the checked description of a tensor in a header.
+
+    Args:
+        name: The name of the tensor.
+        described: The header's description of it.
+        base: Where the bytes of tensors begin in the file.
+        length: The length of the file.
 
     Raises:
-        FileFormatError: It contradicts itself, or the length of the file.
+        FileFormatError: The description contradicts itself, or the length of the file.
     """
     dtype, itemsize = _DTYPES.get(described.dtype, ("", 0))
     shape, (start, stop) = described.shape, described.data_offsets
@@ -153,15 +159,15 @@ def header_of(
     """Return the beginning of a file, where each tensor's bytes begin, and the file's length.
 
     Args:
-        tensors: Name → the dtype by torch's name, and the shape.
-        metadata: What goes to ``__metadata__``.
+        tensors: By name, the dtype by torch's name, and the shape.
+        metadata: The content of ``__metadata__``.
 
     Raises:
-        FileFormatError: There are so many tensors that no reader would read the header, or a tensor
-            has a name or shape that the format cannot express.
+        FileFormatError: The header would be too long for readers; or the format cannot express the
+            name or the shape of a tensor.
     """
 
-    # Tensors of whole pages first, then those of the largest elements: so all are aligned.
+    # Tensors of whole pages come first, then those with the largest elements: so all are aligned.
     def place(name: str) -> tuple[bool, int, str]:
         dtype, shape = tensors[name]
         itemsize = _NAMES[dtype][1]

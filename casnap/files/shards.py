@@ -1,7 +1,7 @@
-"""The files that hold one model together.
+"""The shards of a model: several files that hold it together.
 
 Transformers and its like write ``model-00001-of-00004.safetensors`` or
-``pytorch_model-00001-of-00004.bin``, and an index: the name of each tensor and of its file.
+``pytorch_model-00001-of-00004.bin``, and an index, which names the file of each tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from casnap.format.decoding import json_decoder
 _SHARD = re.compile(r"(.+)-([0-9]+)-of-([0-9]+)(\.[a-z]+)", re.DOTALL)
 
 Shards = dict[Path, "set[str] | None"]
-"""Files, and the names of the tensors in each; None if no index says them."""
+"""By file, the names of its tensors; None if no index names them."""
 
 
 class _ShardIndex(msgspec.Struct):
@@ -29,10 +29,10 @@ class _ShardIndex(msgspec.Struct):
 
 
 def shards_with(path: Path) -> Shards:
-    """Return all files that hold a model: those that an index names, or of which a file is one.
+    """Return all shards of a model, given its index or one of its files.
 
     Args:
-        path: An index, or any other file, which may be alone.
+        path: An index, or a file of weights, which may be the only one.
 
     Raises:
         FileFormatError: The index is malformed, or a file is missing.
@@ -46,7 +46,7 @@ def shards_with(path: Path) -> Shards:
     index = path.with_name(f"{stem}{suffix}{INDEX_SUFFIX}")
     if is_file(index):
         return _indexed(index)
-    # Checked one by one: the number may be any.
+    # The count is untrusted, so each file is checked before the next number is tried.
     shards: Shards = {}
     for number in range(1, int(count) + 1):
         shard = path.with_name(f"{stem}-{number:0{len(count)}}-of-{count}{suffix}")
@@ -72,7 +72,7 @@ def _indexed(index: Path) -> Shards:
         names.setdefault(file, set()).add(name)
     if not names:
         raise FileFormatError(f"{index} names no tensors")
-    # The cache of the Hugging Face hub is made of links.
+    # Links are followed: the cache of the Hugging Face hub consists of them.
     return {path_below(index.parent, file, index.name, links=True): n for file, n in names.items()}
 
 
@@ -81,12 +81,12 @@ def check_names(file: Path, found: set[str], expected: set[str] | None, others: 
 
     Args:
         file: The file.
-        found: The names there.
-        expected: Those that the index says.
-        others: Those of the files before it.
+        found: The names of the tensors in the file.
+        expected: The names that the index lists for the file; None without an index.
+        others: The names of the tensors in the files before it.
 
     Raises:
-        FileFormatError: The index says others, or another file has one of them.
+        FileFormatError: The index lists other names, or an earlier file has one of these names.
     """
     if expected is not None and (odd := found ^ expected):
         raise FileFormatError(

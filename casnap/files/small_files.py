@@ -8,11 +8,12 @@ from casnap.backends.local.local_paths import is_file, paths_in
 from casnap.format.names import is_file_name
 
 FILES = "files"
-"""The key of the small files in a snapshot: a dict of name to str or bytes."""
+"""The key of the small files in a snapshot: a dict from name to str or bytes."""
 INDEX_SUFFIX = ".index.json"
-"""How the name of an index of shards ends."""
+"""The suffix of the name of an index of shards."""
 _MOST_BYTES = 256 << 20
-# Loaders may take these for weights, or unpickle them; an index names other files than there are.
+# Loaders may take such files for weights, or unpickle them. An index would name shards of another
+# export.
 _NOT_CARRIED = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5", ".ot"),
     *(".gguf", ".onnx", ".npz", ".tflite"),
@@ -21,7 +22,7 @@ _NOT_CARRIED = (
 
 
 def is_carried(name: str, nbytes: int) -> bool:
-    """Whether a file of a name and a length goes along with weights."""
+    """Whether a file of this name and length goes along with weights."""
     return (
         is_file_name(name)
         and not name.lower().startswith("casnap-")
@@ -31,7 +32,7 @@ def is_carried(name: str, nbytes: int) -> bool:
 
 
 def small_files(folder: Path) -> dict[str, bytes]:
-    """Return the files right in a folder that go along with its weights."""
+    """Return the files directly in a folder that go along with its weights, by name."""
     return {
         file.name: file.read_bytes()
         for file in paths_in(folder)

@@ -1,7 +1,7 @@
 """The source of an import: files, and their tensors as leaves of a take.
 
-A file is mapped, which takes no memory. The content of a leaf is bytes, with one more axis than the
-tensor: the bytes of an element. So it does not matter whether the elements are aligned in the file.
+Files are mapped, which takes no memory. The content of a leaf is a tensor of bytes: its last axis
+has the bytes of an element. So elements need not be aligned in the file.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _MOST_AXES = 64
 
 
 MODEL = "model"
-"""The key that a state without keys of its own gets."""
+"""The key under which a state without keys of its own is imported."""
 
 
 @dataclass
 class SourceFiles:
-    """What files hold.
+    """The state in some files.
 
     Attributes:
         format: The format.
-        files: How many files hold it.
+        files: How many files there are.
         leaves: The leaves, by key.
-        metadata: What the files say beside.
+        metadata: Metadata that the files hold.
     """
 
     format: str
@@ -62,10 +62,10 @@ class SourceFiles:
 
 
 def check_regular(path: Path) -> None:
-    """Check that a file that exists is not a pipe or device: these cannot be mapped.
+    """Check that an existing file can be mapped: that it is no pipe and no device.
 
     Raises:
-        FileFormatError: It is one.
+        FileFormatError: It is a pipe or a device.
     """
     if exists(path) and not is_file(path):
         raise FileFormatError(f"{path} is not a regular file; write its content to one first")
@@ -79,11 +79,11 @@ class MappedFile:
 
     Raises:
         FileFormatError: It is a pipe or a device.
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
 
     Attributes:
         bytes: The file, as a tensor of bytes.
-        view: The same; the tensor must outlive it.
+        view: The same bytes as a memoryview, which ``bytes`` must outlive.
     """
 
     def __init__(self, path: Path) -> None:
@@ -101,11 +101,11 @@ class MappedFile:
     def elements(
         self, start: int, shape: Sequence[int], itemsize: int, strides: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Return elements of the file as the content of a leaf.
+        """Return elements of the file as the content of a leaf, a tensor of bytes.
 
         Args:
-            start: The byte of the file where the first element is.
-            shape: The shape.
+            start: The offset of the first element in the file, in bytes.
+            shape: The shape of the tensor, to which the content adds an axis for ``itemsize``.
             itemsize: The bytes of one element.
             strides: The strides, in elements; by default those of contiguous elements.
         """
@@ -118,13 +118,13 @@ class MappedFile:
         return self.bytes.as_strided((*shape, itemsize), steps, start)
 
     def offset_of(self, part: memoryview) -> int:
-        """Return where a part of the view begins in the file."""
+        """Return the offset in the file at which a part of ``view`` begins."""
         return address_of(part) - self.bytes.data_ptr() if len(part) else 0
 
 
 def _mapping(fd: int, nbytes: int, path: Path) -> mmap.mmap:
-    # torch.from_file would reserve memory for all of the file, which may be more than there is.
-    # Before Python 3.13 a mapping keeps a descriptor of its own for as long as it is there.
+    # Not torch.from_file: it would reserve memory for the whole file, which the host may not have.
+    # Before Python 3.13 each mapping keeps a descriptor of its own.
     untracked = {"trackfd": False} if sys.version_info >= (3, 13) else {}
     try:
         return mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE | _NO_RESERVE, **untracked)
@@ -138,15 +138,15 @@ def _mapping(fd: int, nbytes: int, path: Path) -> mmap.mmap:
 
 
 class MappedFolder:
-    """The files of a folder that another file of it names, each mapped once.
+    """The files of a folder that an index in it names, each mapped once.
 
     Args:
         folder: The folder.
-        index: The name of the file that names them, for messages.
+        index: The name of the index, for messages.
 
     Attributes:
         path: The folder.
-        files: Those that were mapped, by name.
+        files: The files that were mapped so far, by name.
     """
 
     def __init__(self, folder: Path, index: str) -> None:
@@ -155,7 +155,7 @@ class MappedFolder:
         self.files: dict[str, MappedFile] = {}
 
     def file(self, name: str) -> MappedFile:
-        """Return a file.
+        """Return a file of the folder, mapped.
 
         Raises:
             FileFormatError: The name leads out of the folder, or there is no such file.
@@ -166,13 +166,13 @@ class MappedFolder:
 
 
 def path_below(folder: Path, name: str, index: str, *, links: bool = False) -> Path:
-    """Return a file that another file of the folder names.
+    """Return the path of a file that an index in its folder names.
 
     Args:
         folder: The folder.
         name: The name of the file.
-        index: What names it, for messages.
-        links: Whether it may be a symbolic link that leads out of the folder.
+        index: The name of the index, for messages.
+        links: Whether the file may be a symbolic link that leads out of the folder.
 
     Raises:
         FileFormatError: The name leads out of the folder, or there is no such file.
@@ -199,13 +199,13 @@ def path_below(folder: Path, name: str, index: str, *, links: bool = False) -> P
 
 
 def file_leaf(path: str, dtype: str, shape: tuple[int, ...], content: torch.Tensor) -> Leaf:
-    """Return a tensor of a file as a leaf.
+    """Return the leaf of a tensor in a file.
 
     Args:
         path: Its path in the snapshot.
         dtype: Its dtype, by torch's name.
         shape: Its shape.
-        content: Its elements.
+        content: Its elements, as :meth:`MappedFile.elements` returns them.
     """
     return Leaf(path, _entry(path, dtype, shape), content)
 
@@ -213,7 +213,7 @@ def file_leaf(path: str, dtype: str, shape: tuple[int, ...], content: torch.Tens
 def joined_leaf(
     path: str, dtype: str, shape: tuple[int, ...], parts: Sequence[tuple[Region, torch.Tensor]]
 ) -> Leaf:
-    """Return a tensor that lies in several boxes as a leaf.
+    """Return the leaf of a tensor that lies in several boxes.
 
     Raises:
         FileFormatError: The boxes do not cover the tensor once.
@@ -222,7 +222,7 @@ def joined_leaf(
 
 
 def joined(path: str, entry: TensorEntry, parts: Sequence[tuple[Region, torch.Tensor]]) -> Leaf:
-    """Return a tensor with an entry, as :func:`joined_leaf` does.
+    """Return the leaf of a tensor in several boxes, given its entry.
 
     Raises:
         FileFormatError: The boxes do not cover the tensor once.
@@ -243,7 +243,7 @@ def _check_shape(shape: Sequence[int], label: str) -> None:
     """Check that torch can have a tensor of a shape.
 
     Raises:
-        FileFormatError: It cannot.
+        FileFormatError: torch cannot.
     """
     # An axis without elements counts as one in strides.
     if len(shape) > _MOST_AXES or min(shape, default=0) < 0 or prod(n or 1 for n in shape) >> 58:

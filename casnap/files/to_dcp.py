@@ -26,10 +26,10 @@ from casnap.storage import Contents
 
 
 def plan_dcp(contents: Contents, part: Part, name: str, options: ExportOptions) -> ExportPlan:
-    """Plan an export of a state, under the names that ``dcp.load`` has for a snapshot.
+    """Plan an export of a state, under the names by which ``dcp.load`` knows its values.
 
     Raises:
-        FileFormatError: What is at the path is one tensor or value.
+        FileFormatError: A single tensor or value is at the path.
         UnsupportedTypeError: A value was stored with ``allow_pickle``, or two have one name.
     """
     metadata, values = described(contents, part.entries, part.path)
@@ -64,11 +64,11 @@ def plan_dcp(contents: Contents, part: Part, name: str, options: ExportOptions) 
             os.pwrite(fd, pickle.dumps(metadata), 0)
 
     def write_file(fd: int, file: str, names: list[str], writer: ChunkWriter) -> None:
-        """Write one value behind the other, and note in the metadata what is where."""
+        """Write one value behind the other, and put the place of each into the metadata."""
         stand_ins = StandIns(tensors[name][1] for name in names if name in tensors)
         at, archives, objects = 0, list[Archive](), dict[int, bytes]()
         for name in names:
-            # So that large tensors begin on a page.
+            # Large tensors begin on a page.
             step = PAGE if sizes[name] >= PAGED_BYTES else ALIGNMENT
             at = -(-at // step) * step
             if name in tensors:
@@ -91,7 +91,7 @@ def plan_dcp(contents: Contents, part: Part, name: str, options: ExportOptions) 
 
 
 def _saved(contents: Contents, part: Part, path: str) -> bytes:
-    """Return a value that is not a tensor, as torch.save writes it."""
+    """Return the bytes that ``torch.save`` writes for a value that is no tensor."""
     entries = {p: e for p, e in part.entries.items() if p == path or p.startswith(f"{path}/")}
     buffer = io.BytesIO()
     torch.save(inflate(path, read_values(contents, entries)), buffer)

@@ -31,7 +31,7 @@ def plan_safetensors(
     """Plan an export of tensors.
 
     Raises:
-        FileFormatError: There is something else than tensors of the dtypes that safetensors has.
+        FileFormatError: The part holds other values than tensors of safetensors' dtypes.
     """
     tensors, left_out = named_tensors(part, DTYPES, contents.label)
     if left_out and not options.tensors_only:
@@ -52,7 +52,7 @@ def plan_safetensors(
     )
     report.tied, report.equal = tied_to, equal_tensors(tensors, tied_to)
     groups = shards_by_size(sizes, options.max_shard_size)
-    # Metadata of a snapshot that are not text are written as JSON.
+    # safetensors holds only texts as metadata, so other values become JSON.
     texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in contents.metadata.items()}
     headers = [
         header_of(
@@ -78,7 +78,7 @@ def plan_safetensors(
 
 
 def shard_names(count: int) -> list[str]:
-    """Return the names of so many shards; of a single one, the usual name of a file."""
+    """Return the file names of ``count`` shards; a single one is called as a whole model is."""
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
@@ -88,7 +88,7 @@ def index_of(shards: Mapping[str, str], total: int) -> bytes:
     """Return the index of shards.
 
     Args:
-        shards: Name of a tensor → name of its file.
+        shards: By name of a tensor, the name of its file.
         total: The bytes of all tensors.
     """
     index = {"metadata": {"total_size": total}, "weight_map": shards}

@@ -26,13 +26,13 @@ from casnap.storage import Contents
 
 
 def plan_torch(contents: Contents, part: Part, name: str, options: ExportOptions) -> ExportPlan:
-    """Plan an export of a state with all its values. It is read by ``torch.load``.
+    """Plan an export of a state with all its values, as a file that ``torch.load`` reads.
 
     Raises:
-        FileFormatError: What is said to be tied is not.
+        FileFormatError: A name of ``options.tied`` is no tensor, or no other tensor equals it.
         UnsupportedTypeError: A value was stored with ``allow_pickle``.
     """
-    # Plain tensors are written chunk by chunk; all else is read whole.
+    # Plain tensors are written chunk by chunk; all other values are read whole.
     inside = sparse_below(part)
     streamed = {
         path: entry
@@ -79,7 +79,7 @@ def _state(
 
 
 def read_values(contents: Contents, entries: dict[str, Entry]) -> dict[str, Leaf]:
-    """Read entries whole."""
+    """Read entries whole; return their leaves by path."""
     loading = Loading(contents)
     for path, entry in entries.items():
         loading.add(path, entry)

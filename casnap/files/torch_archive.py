@@ -1,6 +1,6 @@
 """The zip archive that ``torch.save`` writes, laid out before its tensors are read.
 
-The bytes of tensors are left open: they are written to their places later, in any order.
+The layout leaves room for the bytes of tensors, which are written later, in any order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from casnap.state.tensors import TENSOR_DTYPES
 
 ALIGNMENT = 64
 PAGED_BYTES = 256 << 10
-"""Tensors of so many bytes begin on a page."""
+"""Tensors of at least so many bytes begin on a page."""
 _LARGE = 0xFFFFFFFF
 _PIECE_BYTES = 1 << 20
 _DAY = 0x21  # 1980-01-01, the first day that zip knows
@@ -35,7 +35,7 @@ _NO_RESERVE = 0x4000  # MAP_NORESERVE, which Python has no name for
 
 
 class StandIns:
-    """Tensors of the right shapes that stand for tensors of a snapshot. Their bytes are never read.
+    """Tensors that stand for those of a snapshot: of the same shapes, with bytes that nobody reads.
 
     Args:
         entries: The entries of these tensors.
@@ -43,14 +43,14 @@ class StandIns:
 
     def __init__(self, entries: Iterable[TensorEntry]) -> None:
         nbytes = sum(entry.payload.nbytes + ALIGNMENT for entry in entries)
-        # Memory that is never touched takes none.
+        # The mapping takes no memory, since nobody touches its pages.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
         self._memory = mmap.mmap(-1, nbytes or 1, flags)
         self._fill = 0
         self._tensors: dict[int, StoredTensor] = {}
 
     def tensor(self, path: str, entry: TensorEntry) -> torch.Tensor:
-        """Return the tensor that stands for one of the snapshot."""
+        """Return the stand-in for a tensor of the snapshot."""
         dtype = TENSOR_DTYPES[entry.dtype]
         count = prod(entry.shape) * dtype.itemsize
         if not count:
@@ -61,19 +61,19 @@ class StandIns:
         return flat.view(dtype).reshape(entry.shape)
 
     def tensor_of(self, storage: torch.UntypedStorage) -> StoredTensor | None:
-        """Return the tensor that a storage stands for; None if it holds bytes of its own."""
+        """Return the snapshot's tensor that a storage stands for; None if it is no stand-in."""
         return self._tensors.get(storage.data_ptr())
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles as torch.save does, and notes the storages."""
+    """Pickles as ``torch.save`` does, and collects the storages."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
         self.storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
 
     def persistent_id(self, obj: Any) -> Any:
-        """Return the reference to a storage in the pickle."""
+        """Return the reference that stands for a storage in the pickle; None for other objects."""
         storage: torch.UntypedStorage
         if isinstance(obj, torch.storage.TypedStorage):
             typed: Any = obj
@@ -86,7 +86,7 @@ class _Pickler(pickle.Pickler):
             storage, kind, count = obj, "UntypedStorage", obj.nbytes()
         else:
             return None
-        # By its address, not by an object of Python, of which a storage may have several.
+        # Told apart by address: one storage may have several Python objects.
         key, _ = self.storages.setdefault(storage._cdata, (len(self.storages), storage))
         return "storage", getattr(torch, kind), str(key), "cpu", count
 
@@ -101,7 +101,7 @@ class Archive:
 
     Attributes:
         nbytes: Its length.
-        placed: The tensors to write, and where.
+        placed: The tensors to write, with their places.
     """
 
     def __init__(self, at: int, value: object, stand_ins: StandIns) -> None:
@@ -123,11 +123,11 @@ class Archive:
                 self._values[start] = bytes_at(storage.data_ptr(), nbytes) if nbytes else b""
 
     def finish(self, fd: int, crcs: Mapping[int, int]) -> None:
-        """Write all but the tensors.
+        """Write everything but the snapshot's tensors, which were written before.
 
         Args:
             fd: The file.
-            crcs: The CRC-32 of each tensor that was written, by its place.
+            crcs: The CRC-32 of each tensor, by its offset in the file.
         """
         sums = {start: zlib.crc32(data) for start, data in self._values.items()}
         pieces, _, _ = self._lay_out([sums[s] if s in sums else crcs[s] for s in self._starts])
@@ -137,14 +137,14 @@ class Archive:
             os.pwrite(fd, data, start)
 
     def _lay_out(self, crcs: Sequence[int]) -> tuple[dict[int, bytes], list[int], int]:
-        """Lay the archive out. The CRCs change only bytes, not places.
+        """Lay out the archive. Its offsets do not depend on the CRCs.
 
         Args:
             crcs: The CRC-32 of each storage.
 
         Returns:
-            The bytes at each offset, except for those of storages; where each storage begins; and
-            the length of the archive.
+            The bytes of all but storages, by offset; the offset of each storage; and the length of
+            the archive.
         """
         members = [
             _text("data.pkl", self._pickle),
@@ -175,7 +175,7 @@ def _text(name: str, data: bytes) -> tuple[str, bytes, int, int]:
 
 
 def write_archives(fd: int, writer: ChunkWriter, archives: list[Archive], nbytes: int) -> None:
-    """Write archives to their places in a file of so many bytes."""
+    """Write archives to their places in a file of ``nbytes`` bytes."""
     os.posix_fallocate(fd, 0, nbytes)
     placed = [tensor for archive in archives for tensor in archive.placed]
     writer.write(fd, placed)
@@ -185,7 +185,7 @@ def write_archives(fd: int, writer: ChunkWriter, archives: list[Archive], nbytes
 
 
 def _crc_of(fd: int, tensor: Placed) -> int:
-    """Return the CRC-32 of a tensor that was just written, so it is read from memory."""
+    """Return the CRC-32 of a tensor that was just written: the page cache still has it."""
     crc, at, end = 0, tensor.start, tensor.start + tensor.entry.payload.nbytes
     while at < end:
         piece = os.pread(fd, min(_PIECE_BYTES, end - at), at)
@@ -197,7 +197,7 @@ def _crc_of(fd: int, tensor: Placed) -> int:
 def _local_header(name: bytes, crc: int, size: int, at: int) -> bytes:
     large = size >= _LARGE
     extra = struct.pack("<HHQQ", 1, 16, size, size) if large else b""
-    # The content is aligned by an extra field, which begins with "FB" as in torch.
+    # An extra field, which begins with "FB" as in torch, aligns the content.
     end = at + 30 + len(name) + len(extra) + 4
     padding = -end % (PAGE if size >= PAGED_BYTES else ALIGNMENT)
     extra += struct.pack("<HH", 0x4246, padding) + b"Z" * padding
