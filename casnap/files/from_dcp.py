@@ -16,6 +16,7 @@ import torch
 from casnap.errors import FileFormatError, StateError, UnsupportedTypeError, with_article
 from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
 from casnap.files.sources import MappedFile, MappedFolder, SourceFiles, joined_leaf
+from casnap.format.names import NOTICE_HEADS
 from casnap.format.region import Region
 from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.torch_modes import without_torch_modes
@@ -76,14 +77,15 @@ def read_dcp(folder: Path, key: str | None) -> SourceFiles:
     """
     file = folder / ".metadata"
     mapped = MappedFile(file)
+    # casnap/integrations/notices.py
+    if bytes(mapped.view[:64]).startswith(NOTICE_HEADS):
+        raise FileFormatError(
+            f"{folder} is a snapshot of casnap, and its .metadata holds nothing: `casnap cp` "
+            "copies it to another store"
+        )
     try:
         metadata = _read_metadata(mapped.view)
     except _CodeError as e:
-        if str(e).startswith("casnap."):  # casnap/integrations/notices.py
-            raise FileFormatError(
-                f"{folder} is a snapshot of casnap, and its .metadata holds nothing: `casnap cp` "
-                "copies it to another store"
-            ) from e
         raise FileFormatError(
             f"{file} is a pickle that asks for {e}, not for a metadata class of DCP, so it "
             "was refused; nothing of it was run. On a machine where you trust it, load it with "

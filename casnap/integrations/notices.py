@@ -1,10 +1,10 @@
 """Files beside a snapshot, for programs that look for those of another library.
 
-A notice stands where a library's own file would be. Whoever unpickles it gets an error that says
-casnap: torch's safe unpickler refuses the name of the function in it, and any other one calls it,
-or does not find casnap. So it never passes for what it stands for. Notices
-are removed with the marker of their snapshot (backends/local/backend.py). The name of this module
-stands in each notice, so it cannot move.
+A notice stands where a library's own file would be. Who unpickles it gets an error that begins with
+casnap: it has torch look up a layout by the text of the notice. torch's safe unpickler may call
+that function too, so the error is not one of the unpickler, which torch would put advice before. So
+a notice never passes for what it stands for. Notices are removed with the marker of their snapshot
+(backends/local/backend.py).
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import logging
 import os
 import shutil
 from pathlib import Path
-from typing import NoReturn
 
 from casnap import Snapshot
-from casnap.errors import PLACE_ERRORS, StateError
+from casnap.errors import PLACE_ERRORS
 from casnap.extending import is_file, is_taken, translated
-from casnap.format.names import NOTICE_HEAD
+from casnap.format.names import NOTICE_HEADS
 from casnap.runtime.descriptors import opened
 
 _log = logging.getLogger("casnap")
-_CALL = NOTICE_HEAD + b"%b\nX%b%b\x85R."
-"""A pickle of protocol 2 that calls a function of this module with one text."""
+_CALL = NOTICE_HEADS[0] + b"ctorch.serialization\n_get_layout\nX%b%b\x85R."
+"""A pickle of protocol 2 that calls a function with one text; that raises ``KeyError(text)``."""
 
 
 def notice(subject: str) -> bytes:
@@ -32,9 +31,8 @@ def notice(subject: str) -> bytes:
     Args:
         subject: The message: what is in the snapshot, and how to read it.
     """
-    text = subject.encode()
-    function = read_this_with_casnap.__name__.encode()
-    return _CALL % (function, len(text).to_bytes(4, "little"), text)
+    text = f"casnap: {subject}".encode()
+    return _CALL % (len(text).to_bytes(4, "little"), text)
 
 
 def put_notices(snapshot: Snapshot, subject: str, *names: str) -> None:
@@ -68,16 +66,7 @@ def is_notice(path: Path) -> bool:
     if not is_file(path):
         return False
     with translated(str(path)), path.open("rb") as file:
-        return file.read(len(NOTICE_HEAD)) == NOTICE_HEAD
-
-
-def read_this_with_casnap(subject: str) -> NoReturn:
-    """Fail: this is what a notice calls when something unpickles it.
-
-    Raises:
-        StateError: Always.
-    """
-    raise StateError(subject)
+        return file.read(64).startswith(NOTICE_HEADS)
 
 
 def put_whole(path: Path, content: bytes | Path) -> None:

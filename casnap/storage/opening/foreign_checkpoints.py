@@ -15,7 +15,7 @@ from typing import NamedTuple
 from casnap.backends.local.local_paths import exists, is_file, is_folder
 from casnap.backends.local.system_errors import translated
 from casnap.errors import PLACE_ERRORS, SnapshotExistsError, shell_word
-from casnap.format.names import MARKER, NOTICE_HEAD
+from casnap.format.names import MARKER, NOTICE_HEADS
 
 _MOST = 1000
 """The most names of a folder to look at."""
@@ -168,7 +168,7 @@ def _matches(form: Form, name: str) -> bool:
 def _is_ours(path: Path) -> bool:
     """Whether a file is a notice, which casnap put for other programs (integrations/notices.py)."""
     with translated(str(path)), path.open("rb") as file:
-        return file.read(len(NOTICE_HEAD)) == NOTICE_HEAD
+        return file.read(64).startswith(NOTICE_HEADS)
 
 
 def entries_of(folder: Path) -> list[os.DirEntry[str]]:
