@@ -15,9 +15,12 @@ import casnap
 from casnap.cli import COMMANDS, cli
 from tests.support import frameworks, trainer_contract
 from tests.support.stand_ins import trainers_stood_in
+from tools import commands_page
 
 ROOT = Path(__file__).parent.parent
-DOCS = "\n".join(p.read_text() for p in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))))
+# All but the page of all commands, which is made from them.
+PAGES = [ROOT / "README.md", *sorted({*ROOT.glob("docs/**/*.md")} - {commands_page.PAGE})]
+DOCS = "\n".join(page.read_text() for page in PAGES)
 MODULES = (
     "casnap",
     "casnap.errors",
@@ -93,6 +96,12 @@ def test_commands_and_options_are_described() -> None:
             if isinstance(parameter, click.Option):
                 assert parameter.help, f"casnap {name} {parameter.opts[0]}"
         assert re.search(rf"casnap {name}\b", DOCS), f"no page of the docs shows casnap {name}"
+
+
+def test_the_page_of_commands_is_what_they_print() -> None:
+    assert commands_page.PAGE.read_text() == commands_page.page(), (
+        "the commands have changed: python -m tools.commands_page writes the page anew"
+    )
 
 
 def test_the_names_of_the_package_are_in_the_docs() -> None:

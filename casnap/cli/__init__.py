@@ -17,11 +17,16 @@ import re
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
+from typing import TYPE_CHECKING
 
 from casnap.runtime.descriptors import opened
 
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
 try:
     import click
+    from click.shell_completion import CompletionItem
 
     import casnap
     from casnap.cli.output import CommandError, quote, say
@@ -84,6 +89,18 @@ store at or above the current folder. `casnap COMMAND --help` says more.
 """
 
 
+class PathOrName(click.types.StringParamType):
+    """A store, a snapshot or a file: shells complete it as they complete paths."""
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Leave the completion to the shell."""
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(incomplete, type="file")]
+
+
 class Commands(click.Group):
     """Imports a command when it is called, and turns casnap's errors into messages."""
 
@@ -97,6 +114,9 @@ class Commands(click.Group):
             return None
         module = importlib.import_module(COMMANDS[cmd_name][0])
         command: click.Command = getattr(module, module.__name__.rpartition(".")[2])
+        for parameter in command.params:
+            if isinstance(parameter, click.Argument) and parameter.type is click.STRING:
+                parameter.type = PathOrName()
         return command
 
     def resolve_command(

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import casnap
 from casnap import Snapshot, StateDict, Store
-from casnap.cli import COMMANDS
+from casnap.cli import COMMANDS, cli
 from tests.support.cli_calls import (
     CHUNK,
     Terminal,
@@ -50,6 +51,16 @@ def test_h_is_help_everywhere() -> None:
 def test_a_misspelled_command_names_the_nearest() -> None:
     assert "No such command 'sl'; nearest: ls" in failure("sl", status=2)
     assert "nearest: prune" in failure("prnue", status=2)
+
+
+@pytest.mark.parametrize(("words", "expected"), [("ls che", "file,che"), ("mir", "plain,mirror")])
+def test_shells_complete_commands_and_paths(words: str, expected: str) -> None:
+    env = {
+        "_CASNAP_COMPLETE": "bash_complete",
+        "COMP_WORDS": f"casnap {words}",
+        "COMP_CWORD": str(len(words.split())),
+    }
+    assert CliRunner().invoke(cli, prog_name="casnap", env=env).stdout.strip() == expected
 
 
 def test_version() -> None:
