@@ -149,7 +149,7 @@ def pull(
         raise click.UsageError(str(e).replace("rename=", "--rename")) from e
     store, inner = open_or_above(source, [])
     if follow:
-        settings = _Settings(interval, command, notes=not no_notes)
+        settings = _FollowSettings(interval, command, notes=not no_notes)
         _follow(store, inner, folder, options, settings, as_json=as_json)
         return
     with progress_bars() as progress:
@@ -160,7 +160,7 @@ def pull(
     _show(report, folder)
 
 
-class _Settings(NamedTuple):
+class _FollowSettings(NamedTuple):
     """How to follow: the seconds between looks, the command to run, and whether to put notes."""
 
     interval: float
@@ -188,7 +188,7 @@ def _follow(
     inner: str | None,
     folder: str,
     options: PullOptions,
-    settings: _Settings,
+    settings: _FollowSettings,
     *,
     as_json: bool,
 ) -> None:

@@ -28,7 +28,7 @@ from casnap.errors import DamagedError
 from casnap.format.entries import ContainerEntry
 from casnap.maintenance.diff import diff
 from casnap.maintenance.usage import DiskUsage, Usage, disk_usage, usage
-from casnap.report.facts import Facts, Run, SnapshotFacts, Space, gather, metrics_in
+from casnap.report.facts import Facts, RunFacts, SnapshotFacts, Space, gather, metrics_in
 from casnap.report.page import HEAD, page
 from casnap.runtime.environment import local_path
 from casnap.storage import Contents, GcOptions, Repository, collect
@@ -135,7 +135,7 @@ def _document(repository: Repository, facts: Facts, disk: DiskUsage) -> dict[str
     }
 
 
-def _run_fields(run: Run) -> dict[str, Any]:
+def _run_fields(run: RunFacts) -> dict[str, Any]:
     return {
         "folder": run.folder,
         "snapshots": list(map(_snapshot_fields, run.snapshots)),

@@ -1,4 +1,4 @@
-"""What a server can do: one probe for each thing that casnap uses."""
+"""Probes of a server: one for each of its abilities that casnap uses."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from casnap.storage import PutIfAbsent
 
 _REQUESTS = 5
 _SLOW_REQUEST = 0.5
-# How long to do something several times, in seconds.
+# How many seconds a probe may repeat its requests.
 _SOME = 4.0
 
 
 def put_if_absent(site: Site) -> DoctorRow:
-    """Race several requests for one key, where the server can be asked at all."""
+    """Race several requests for one key, if the server offers put-if-absent."""
     name, backend = "put-if-absent", site.backend
-    # A race is only for servers that refuse a second put.
+    # Race only if the server refuses a second put without one.
     puts = PutIfAbsent(backend)
     refuses = backend.can_put_if_absent and puts.has_one_winner(2, threads=1)
     if refuses and all(puts.has_one_winner(8, threads=4) for _ in site.tries(4, _SOME)):
@@ -31,7 +31,7 @@ def put_if_absent(site: Site) -> DoctorRow:
 
 
 def rules(site: Site) -> DoctorRow:
-    """Look at what the bucket does by itself."""
+    """Read the rules of the bucket, such as versioning, that can hurt a store."""
     name = "rules of the bucket"
     try:
         warnings = site.backend.bucket_warnings()
@@ -45,7 +45,7 @@ def rules(site: Site) -> DoctorRow:
 
 
 def requests(site: Site) -> DoctorRow:
-    """Put and get small objects."""
+    """Measure how long it takes to put and get small objects."""
     seconds = []
     for number in site.tries(_REQUESTS, _SOME):
         started = time.monotonic()
@@ -61,14 +61,14 @@ def requests(site: Site) -> DoctorRow:
 
 
 def clocks(site: Site) -> DoctorRow | None:
-    """Have the server say when an object was put."""
+    """Compare the server's clock with this host's, by the time that an object gets."""
     begun = time.time()
     at = _told(site, "clock").put_at
     return None if at is None else clock_row("the server", at, begun)
 
 
 def encryption(site: Site) -> DoctorRow | None:
-    """Have the server say how it encrypts what it keeps."""
+    """Ask the server how it encrypts objects."""
     found = _told(site, "encrypted").encryption
     if found is None:
         return None
@@ -83,7 +83,7 @@ def encryption(site: Site) -> DoctorRow | None:
 
 
 def _told(site: Site, name: str) -> ObjectFacts:
-    """Put an object; return what the server tells of it."""
+    """Put an object; return the facts that the server tells about it."""
     if not isinstance(site.backend, RemoteBackend):
         return ObjectFacts()
     site.backend.write(key := f"{site.key}/{name}", b"1")

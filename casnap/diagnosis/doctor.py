@@ -1,4 +1,4 @@
-"""Trying a place: all probes in turn, the other half, and tidying up."""
+"""Trying a place: run all probes, meet the other half, and tidy up."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from casnap.runtime.file_systems import is_on_shared
 from casnap.runtime.units import Duration, seconds_of
 
 WORK_FOLDER = ".casnap-doctor"
-"""The folder, at the place that is tried, which holds all that is written there meanwhile."""
+"""The folder, at the place that is tried, into which the doctor writes."""
 WAIT = 20.0
-"""How long to look for the other half, in seconds, at a place that other hosts can reach."""
-# How long all probes may take together, in seconds, with a wait that is no longer.
+"""How many seconds to look for the other half at a place that other hosts can reach."""
+# How many seconds all probes may take together, if the wait is no longer than WAIT.
 _ALL = 55.0
-# How long to try to delete what was written, in seconds: a client of FUSE or NFS gives a file that
-# was just in use another name first. Some delete that a little later, some never.
+# How many seconds to try to delete the files of the probes. A client of FUSE or NFS renames a
+# deleted file that was just in use. Some clients delete it a little later, some never.
 _TIDYING = 3.0
-# What did not change for so many seconds is of a process that was killed.
+# Files that did not change for so many seconds are left over from a process that was killed.
 _LEFT = 3600.0
 
 
@@ -49,21 +49,22 @@ def doctor(
     """Find out whether a folder or a bucket can hold a store, and how fast it is.
 
     Call it on two hosts at once, and both find out what one alone cannot: whether put-if-absent
-    holds between hosts, and how late one sees what the other did. It takes a minute at most, and
-    as much more as ``wait`` is above 20 seconds; what a slow place leaves no time for is not tried.
+    holds between hosts, and how late one host sees the changes of the other. It takes a minute at
+    most; a ``wait`` of more than 20 seconds adds to that. If a slow place leaves no time for some
+    probes, they are skipped.
 
-    What it writes lies in the folder ``.casnap-doctor`` of the place, and is deleted at the end. A
-    process that is killed leaves that folder; it can be deleted.
+    The doctor writes into the folder ``.casnap-doctor`` of the place, and deletes it at the end. A
+    process that is killed leaves that folder, which you can delete.
 
     Args:
         place: A folder that exists, or a URI as for :class:`casnap.Store`.
         wait: How long to look for another host that does the same; by default 20 seconds at a place
-            that other hosts can reach, and 0 on a disk of this one.
+            that other hosts can reach, and 0 on a disk of this host.
         storage_options: For a remote place, as for :class:`casnap.Store`.
-        progress: Called with what is tried next, in words.
+        progress: Called before each probe with its name, in words.
 
     Raises:
-        StoreError: The place is not there, or nothing can be written there.
+        StoreError: The place does not exist, or nothing can be written there.
     """
     started = time.monotonic()
     uri = os.fspath(place)
@@ -101,7 +102,7 @@ def _tell(progress: Callable[[str], None] | None, name: str) -> None:
 
 
 def _tried(site: Site, name: str, probe: Callable[[], Iterable[DoctorRow]]) -> list[DoctorRow]:
-    """Return what a probe finds; a row with its error if it fails, and what it found before."""
+    """Return the rows of a probe; if it fails, its rows so far, and a row with the error."""
     rows: list[DoctorRow] = []
     if not site.left:
         advice = "this place is slow: try it while others do not use it, or with --wait 0"
@@ -125,7 +126,7 @@ def _folder(path: str) -> Path:
 def _site_at(
     uri: str, folder: Path | None, storage_options: Mapping[str, Any] | None, seconds: float
 ) -> Iterator[Site]:
-    """Give a place to work at for a ``with`` block, and leave nothing there."""
+    """Yield a site at a place; delete its files at the end of the ``with`` block."""
     if folder is None:
         backend = backend_at(joined(uri.rstrip("/"), WORK_FOLDER), storage_options)
     else:
@@ -143,7 +144,7 @@ def _site_at(
 
 
 def _tidy(site: Site, folder: Path | None) -> None:
-    """Delete what this process has written; and the folders, unless another one works there."""
+    """Delete the files of this process; and the folders, unless another process works there."""
     own = [site.key, f"{HALF}{site.me}"]
     backend = site.backend
     if folder is None:
@@ -161,7 +162,7 @@ def _tidy(site: Site, folder: Path | None) -> None:
         for path in (objects / "tmp", objects, folder):
             with suppress(OSError):
                 path.rmdir()
-        # Whoever else works there has a folder there.
+        # Each other process that works there has a folder there.
         others = set(_names_in(objects)) - {"tmp", *own}
         is_gone = folder.name not in _names_in(folder.parent)
         if others or is_gone or time.monotonic() > end:
@@ -177,7 +178,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _clear(site: Site) -> None:
-    """Delete what killed processes have left, by the clock of the file system."""
+    """Delete files that killed processes have left: old ones, by the clock of the file system."""
     now = site.folder.stat().st_mtime
     for path in site.folder.parent.iterdir():
         with suppress(OSError):

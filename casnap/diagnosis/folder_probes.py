@@ -1,4 +1,4 @@
-"""What a folder of this machine can do: one probe for each thing that casnap uses."""
+"""Probes of a folder: one for each ability of its file system that casnap uses."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from casnap.storage import PutIfAbsent
 
 _SYNCS = 8
 _SLOW_SYNC = 0.1
-# How long to watch for what is cached, in seconds, and how often to look.
+# How many seconds to wait until a cached fact is renewed, and the seconds between two looks.
 _WATCH, _LOOK = 6.0, 0.01
-# How long to do something several times, in seconds.
+# How many seconds a probe may repeat its step.
 _SOME = 3.0
 
 _Options = Sequence[str]
@@ -36,7 +36,7 @@ def _has(*options: str) -> Callable[[_Options], bool]:
     return lambda given: bool(set(options) & set(given))
 
 
-# File systems, options that cost something there, and what to do.
+# For file systems: options of a mount that cost something there, and the advice.
 _ADVICE: list[tuple[str, Callable[[_Options], bool], str]] = [
     (
         "lustre",
@@ -66,7 +66,7 @@ _ADVICE: list[tuple[str, Callable[[_Options], bool], str]] = [
 
 
 def file_system(site: Site) -> DoctorRow:
-    """Tell what is mounted, with its options."""
+    """Find the type of the file system, and the options of its mount."""
     mount = mount_of(site.folder)
     if mount is None:
         return DoctorRow("file system", "unknown", "unknown", "/proc/self/mountinfo has none")
@@ -85,7 +85,7 @@ def file_system(site: Site) -> DoctorRow:
 
 
 def hard_links(site: Site) -> DoctorRow:
-    """Give a file a second name."""
+    """Try whether a file can get a second name."""
     site.make("one")
     try:
         os.link(site.path("one"), site.path("two"))
@@ -103,7 +103,7 @@ def hard_links(site: Site) -> DoctorRow:
 
 
 def put_if_absent(site: Site) -> DoctorRow:
-    """Race several threads for one name."""
+    """Race several threads for one name: exactly one may get it."""
     for _ in site.tries(8, _SOME):
         if not PutIfAbsent(site.backend).has_one_winner(8, threads=4):
             return DoctorRow(
@@ -117,7 +117,7 @@ def put_if_absent(site: Site) -> DoctorRow:
 
 
 def direct_writes(site: Site) -> DoctorRow:
-    """Write around the page cache."""
+    """Try whether a file can be written around the page cache."""
     name = "O_DIRECT"
     try:
         flags = os.O_CREAT | os.O_WRONLY | os.O_DIRECT
@@ -131,7 +131,7 @@ def direct_writes(site: Site) -> DoctorRow:
 
 
 def space_in_reserve(site: Site) -> DoctorRow:
-    """Have a file hold space."""
+    """Try whether a file can reserve space."""
     with site.opened("reserve") as fd:
         if reserve_space(fd, 1 << 20):
             return DoctorRow("fallocate", "works")
@@ -141,7 +141,7 @@ def space_in_reserve(site: Site) -> DoctorRow:
 
 
 def locks(site: Site) -> DoctorRow:
-    """Lock a file twice."""
+    """Lock a file twice: the second lock must be refused."""
     site.make("locked")
     with site.opened("locked") as fd, site.opened("locked") as other:
         found = lock(fd)
@@ -156,7 +156,7 @@ def locks(site: Site) -> DoctorRow:
 
 
 def attributes(site: Site) -> DoctorRow:
-    """Set an extended attribute of a folder."""
+    """Try whether a folder can have an extended attribute."""
     name = "xattrs"
     try:
         os.setxattr(site.folder, "user.casnap.doctor", b"1")
@@ -172,7 +172,7 @@ def attributes(site: Site) -> DoctorRow:
 
 
 def inodes(site: Site) -> DoctorRow:
-    """Look at a file by two names, and again after others were looked at."""
+    """Try whether a file keeps its inode: by two names, and after looks at other files."""
     path, second = site.make("inode"), site.path("inode-2")
     with site.opened("inode") as fd:
         seen = [os.fstat(fd).st_ino]
@@ -193,7 +193,7 @@ def inodes(site: Site) -> DoctorRow:
 
 
 def own_changes(site: Site) -> DoctorRow:
-    """Change a file by one of its names, and look at it by another."""
+    """Change a file by one of its names, and try whether another name shows the change."""
     name = "own changes"
     path, second = site.make("changed"), site.path("changed-2")
     try:
@@ -220,7 +220,7 @@ def own_changes(site: Site) -> DoctorRow:
 
 
 def clocks(site: Site) -> DoctorRow:
-    """Have the file system say when a file was written."""
+    """Compare the file system's clock with this host's, by the time that a file gets."""
     begun = time.time()
     with site.opened("clock") as fd:
         os.write(fd, b"1")
@@ -230,7 +230,7 @@ def clocks(site: Site) -> DoctorRow:
 
 
 def sync_time(site: Site) -> DoctorRow:
-    """Sync small files, and the folder that they are in."""
+    """Measure how long it takes to sync a small file and its folder."""
     seconds = []
     with opened(site.folder, os.O_RDONLY | os.O_DIRECTORY) as folder:
         for number in site.tries(_SYNCS, _SOME):

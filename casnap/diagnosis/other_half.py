@@ -1,9 +1,9 @@
-"""Two processes on two hosts that try one place at once, and find out what one alone cannot.
+"""Two processes on two hosts try one place at once, and find out what one alone cannot.
 
-They meet at the place itself. Each has a folder of keys, ``half-`` and its id. It tells the other
-one what it has done by a key that it puts there, and learns of the other's by listing its folder.
-Some clients keep a listing, others that a name is absent: so after a while it also looks at the key
-itself. No step relies on a clock.
+They meet at the place itself. Each half has a folder of keys, ``half-`` and its id. After each step
+it puts a key there, and it learns of the other half's steps by listing the other's folder. Some
+clients cache a listing, others cache that a name is absent. So a half that has listed for a while
+also looks at the key itself. No step relies on a clock.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from casnap.format.digest import digest_of
 from casnap.runtime.descriptors import opened
 
 HALF = "half-"
-"""What the keys of a half begin with, before its id."""
-# How long all steps may take, and how long to watch what is cached until it is seen, in seconds.
+"""The prefix of the keys of a half, before its id."""
+# How many seconds all steps may take; and how many to wait until cached facts are renewed.
 _TALK, _WATCH = 35.0, 12.0
-# How long only the listing is looked at for a step, in seconds.
+# For how many seconds a half that waits for a step looks at listings alone.
 _LISTED = 1.0
-# How often to look at first: on a disk, and by requests. What has lasted is looked at after a share
-# of that time.
+# The seconds between two looks at first: on a disk, and by requests. Later the pause is the time
+# since the first look, divided by the share.
 _LOOK, _ASK, _SHARE = 0.01, 0.25, 20
-# So many seconds are left for the speed.
+# How many seconds are left for the probes of speed.
 _SPEED = 8.0
 _PINGS = 3
-# So many names are raced for, and for so long, in seconds.
+# The halves race for so many names, for at most so many seconds.
 _RACES, _RACING = 64, 3.0
-# From here on a lag is told as something to know, in seconds.
+# A lag of so many seconds or more makes the verdict "fair".
 _LATE = 0.5
 _DATA_BYTES = 1 << 20
 _HARMLESS = "harmless: until then a reader sees the store as it was, and a writer tries again"
 
 
 class _SilentError(Exception):
-    """The other half does not go on."""
+    """The other half does not answer any more."""
 
 
 class Meeting:
     """A process that waits for its other half, and then goes through all steps with it.
 
     Args:
-        site: Where it works.
+        site: The site at which this process works.
 
     Attributes:
-        other_host: The host of the other half; None if none has come.
+        other_host: The host of the other half; None if no other half has come.
     """
 
     def __init__(self, site: Site) -> None:
@@ -69,13 +69,13 @@ class Meeting:
         self._until = self._end = 0.0
 
     def announce(self, patience: float) -> None:
-        """Be found from now on, and look for the other half for so many seconds."""
+        """Put a key by which the other half finds this one; wait ``patience`` seconds for it."""
         self._until = time.monotonic() + patience
         self._end = min(self._until + _TALK, self._site.end - _SPEED)
         self._put("hello", socket.gethostname())
 
     def rows(self) -> Iterator[DoctorRow]:
-        """Find the other half, and yield what both find out together."""
+        """Meet the other half, and yield the rows that both find out together."""
         if not self._is_met():
             yield DoctorRow(
                 "other hosts",
@@ -109,7 +109,7 @@ class Meeting:
     # --- how they talk ---
 
     def _is_met(self) -> bool:
-        """Look for another half that has seen this one, too."""
+        """Look for another half; return whether one has seen this half too."""
         met: set[str] = set()
         started = time.monotonic()
         while True:
@@ -117,7 +117,7 @@ class Meeting:
                 if not name.startswith(HALF) or name == self.mine:
                     continue
                 if name not in met:
-                    # It may still be at its first probes.
+                    # The other half may still be busy with its first probes, so wait longer.
                     self._until = self._end
                     met.add(name)
                     self._put(f"meets-{name}")
@@ -129,7 +129,7 @@ class Meeting:
             self._rest(started)
 
     def _rest(self, started: float) -> None:
-        """Pause before the next look for something that was looked for since then."""
+        """Pause before the next look, longer if the looks began longer ago, at ``started``."""
         lasted = time.monotonic() - started
         time.sleep(min(max(self._pause, lasted / _SHARE), _ASK))
 
@@ -137,7 +137,7 @@ class Meeting:
         self._backend.write(f"{self.mine}/{step}", json.dumps(content).encode())
 
     def _wait(self, step: str) -> bytes:
-        """Wait for a step of the other half; return what it says."""
+        """Wait for a step of the other half; return the content of its key."""
         key, pause = f"{self._other}/{step}", self._pause
         started = time.monotonic()
         look = started + _LISTED
@@ -146,21 +146,21 @@ class Meeting:
             if step in self._backend.names(self._other) or now > look:
                 with suppress(FileNotFoundError):
                     return self._backend.read(key)
-                # Each look may have the client keep that it is absent.
+                # Looks become rarer: after each one the client may cache that the key is absent.
                 look, pause = now + 2 * pause, min(2 * pause, 4.0)
             if now > self._end:
                 raise _SilentError(step)
             self._rest(started)
 
     def _both(self, step: str, content: Any = None) -> Any:
-        """Wait until both have come to a step; return what the other one says."""
+        """Wait until both halves have come to a step; return the content of the other's key."""
         self._put(step, content)
         return json.loads(self._wait(step))
 
     # --- what they find out ---
 
     def _seen_changes(self) -> Iterator[DoctorRow]:
-        """Change what the other half has looked at, and see how late its changes are seen."""
+        """Change files that the other half has looked at; yield how late each sees changes."""
         mine, other = self.mine, self._other
         with ExitStack() as held:
             data = os.urandom(_DATA_BYTES)
@@ -181,7 +181,7 @@ class Meeting:
                     "a host would read a damaged store: have it elsewhere",
                 ),
             )
-            # The client caches what is looked at now.
+            # The client caches these sizes, and that "comes" is absent.
             sizes = {name: self._size(f"{other}/{name}") for name in ("goes", "grows", "comes")}
             if not self._is_remote:
                 yield self._lock_row(f"{other}/locked")
@@ -195,7 +195,7 @@ class Meeting:
         yield from self._watched(sizes)
 
     def _watched(self, before: dict[str, int | None]) -> Iterator[DoctorRow]:
-        """Look at what has changed until all of it is seen."""
+        """Look at the changed files until this host sees all changes; yield the lags."""
         texts = {
             "grows": "attributes",
             "goes": "deleted names",
@@ -229,7 +229,7 @@ class Meeting:
             )
 
     def _lag(self) -> DoctorRow:
-        """Send names to and fro, each half beginning once; no clock is needed for that."""
+        """Measure how late new names are seen: one half puts names, the other answers; in turns."""
         lags: list[float] = []
         ahead = 0.0
         for leader in sorted((self.mine, self._other)):
@@ -264,7 +264,7 @@ class Meeting:
         )
 
     def _races(self) -> DoctorRow:
-        """Put the same keys at the same time; each must be put by one of the two."""
+        """Put the same keys as the other half at the same time: exactly one half may win each."""
         folder = min(self.mine, self._other)
         self._both("starts")
         started = time.monotonic()
@@ -311,7 +311,7 @@ class Meeting:
         return Path(self._backend.where(key))
 
     def _size(self, key: str) -> int | None:
-        """Look at an object as any program does, without what casnap does against late names."""
+        """Return the size of an object, by one plain look that does not wait for late names."""
         if self._is_remote:
             return self._backend.size_if_there(key)
         try:

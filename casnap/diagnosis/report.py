@@ -1,4 +1,4 @@
-"""What a diagnosis says: rows, and a verdict that follows from them."""
+"""The report of a diagnosis: rows, and a verdict that follows from them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 Verdict: TypeAlias = Literal["good", "fair", "bad", "unknown"]
-"""Fair: a store is safe here, with what the advice says. Unknown: it could not be tried."""
+"""Fair: a store is safe here, but the advice names a cost. Unknown: it could not be tried."""
 
 CLOCK = 60.0
-"""How many seconds two clocks may be apart, so that a collector is not misled."""
+"""Clocks that are more seconds apart could mislead a collector."""
 SECOND = 2.0
-"""Two clocks that are so near agree: servers tell times in whole seconds."""
+"""Clocks that are at most so many seconds apart count as equal: servers tell whole seconds."""
 
 
 class DoctorRow(NamedTuple):
     """What one probe found.
 
     Attributes:
-        name: What was tried.
-        finding: What was found, in words.
-        verdict: ``good``; ``fair``: a store is safe, and the advice says what to know; ``bad``: no
-            store is safe here; ``unknown``: it could not be tried.
-        advice: What to do, or to know; empty if the verdict is good.
+        name: The name of the probe.
+        finding: The finding, in words.
+        verdict: ``good``; ``fair``: a store is safe, but the advice names a cost; ``bad``: no store
+            is safe here; ``unknown``: it could not be tried.
+        advice: What the user should do or know; empty if the verdict is good.
     """
 
     name: str
@@ -39,9 +39,9 @@ class DoctorReport:
 
     Attributes:
         place: The folder or the URI.
-        rows: What each probe found.
-        other_host: The host that took part from the other side; None if there was none.
-        seconds: How long it took.
+        rows: The findings of each probe.
+        other_host: The other host that took part; None if there was none.
+        seconds: How long all took.
     """
 
     place: str
@@ -51,7 +51,7 @@ class DoctorReport:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict of all rows, where what could not be tried is fair."""
+        """The worst verdict of all rows; ``unknown`` counts as ``fair``."""
         found = {row.verdict for row in self.rows}
         return "bad" if "bad" in found else "good" if found <= {"good"} else "fair"
 
@@ -77,12 +77,12 @@ class DoctorReport:
 
 
 def clock_row(whose: str, at: float, begun: float) -> DoctorRow:
-    """Return what to say of a clock that has just told when something was done.
+    """Return the row of a clock that has just told the time of an action of this host.
 
     Args:
-        whose: Whose clock it is.
-        at: When it was done by that clock, in seconds since the epoch.
-        begun: When it was begun by the clock of this host.
+        whose: The owner of the clock.
+        at: When the action was done by that clock, in seconds since the epoch.
+        begun: When the action began by the clock of this host.
     """
     ahead = at - min(max(at, begun), time.time())
     apart = f"{abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
@@ -97,7 +97,7 @@ def clock_row(whose: str, at: float, begun: float) -> DoctorRow:
 
 
 def time_text(seconds: float) -> str:
-    """Return a short time for people."""
+    """Return a short time as a text, in ms or s."""
     if seconds < 1:
         return f"{1000 * seconds:.3g} ms"
     return f"{seconds:.1f} s"

@@ -1,4 +1,4 @@
-"""Where probes work: keys of their own at the place, and there a folder, if it is on a disk."""
+"""The site of the probes: keys of their own at the place; on a disk, a folder of their own."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from casnap.runtime.descriptors import Descriptor, opened
 
 
 class Site:
-    """What one process writes at the place that it tries, and how much time is left for that.
+    """The part of a place at which one process works, and the time that is left for it.
 
     Args:
-        backend: The place, for nothing but this.
-        seconds: How long all probes together may take.
+        backend: A backend of the place, which only the probes use.
+        seconds: How many seconds all probes together may take.
 
     Attributes:
-        backend: The same.
-        end: When all probes are to be over, by the monotonic clock.
-        me: What tells this process from others that do the same there.
-        key: What the keys of its own work begin with.
+        backend: That backend.
+        end: When all probes must be over, by the monotonic clock.
+        me: A random id, by which the processes that work there differ.
+        key: The prefix of the keys of this process.
     """
 
     def __init__(self, backend: Backend, seconds: float) -> None:
@@ -33,15 +33,15 @@ class Site:
 
     @property
     def left(self) -> float:
-        """How many seconds are left; 0 if none are."""
+        """How many seconds are left, at least 0."""
         return max(0.0, self.end - time.monotonic())
 
     def tries(self, most: int, seconds: float) -> Iterator[int]:
-        """Yield numbers for what is done several times: at least one, and none once time is over.
+        """Yield numbers from 0, one for each repetition of a step, until the time is over.
 
         Args:
-            most: How many at most.
-            seconds: How long that may take.
+            most: The most numbers to yield; the first one always comes.
+            seconds: How many seconds all repetitions may take.
         """
         end = min(time.monotonic() + seconds, self.end)
         for number in range(most):
@@ -51,20 +51,20 @@ class Site:
 
     @property
     def folder(self) -> Path:
-        """The folder of its own work."""
+        """The folder of this process."""
         return Path(self.backend.where(self.key))
 
     def path(self, name: str) -> Path:
-        """Return the path of a file there."""
+        """Return the path of a file in the folder."""
         return self.folder / name
 
     def make(self, name: str) -> Path:
-        """Make an empty file there."""
+        """Make an empty file in the folder; return its path."""
         path = self.path(name)
         path.touch(0o600)
         return path
 
     def opened(self, name: str) -> Descriptor:
-        """Open a file there, at its end; make it if it is missing."""
+        """Open a file in the folder, to append to it; make it if it is missing."""
         flags = os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
         return opened(self.path(name), flags, 0o600)

@@ -1,4 +1,4 @@
-"""How fast a place is: as casnap writes and reads packs, beside one plain file."""
+"""Measuring the speed of a place: of packs, as casnap handles them, and of one plain file."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from casnap.runtime.descriptors import opened
 from casnap.runtime.sizes import size
 from casnap.runtime.threads import mapped
 
-# As many packs at once as a take writes.
+# How many packs are written at once, as a take does.
 _WRITERS = 3
 _LEAST, _MOST, _RUN = 1 << 18, 48 << 20, 1 << 20
-# Of a free disk, so little is written; and a larger amount is tried until one takes so long.
+# At most this fraction of the free space is written. The amount grows until one measurement takes
+# so many seconds.
 _SHARE = 16
 _ENOUGH_SECONDS = 0.7
 _SLOW = 100e6
@@ -23,13 +24,13 @@ _PIECE = 8 << 20
 
 
 def speed_rows(site: Site) -> list[DoctorRow]:
-    """Write and read packs, and one plain file where the place is a folder."""
+    """Write and read packs, and one plain file if the place is a folder; return the rows."""
     free = site.backend.free_bytes()
     most = _MOST if free is None else max(_LEAST, min(_MOST, free // _SHARE // _WRITERS))
     slots = [Slot(most) for _ in range(_WRITERS)]
     written, read, nbytes = _grown(site, [slot.view for slot in slots], most)
     plain: tuple[float | None, float | None] = (None, None)
-    # One plain file may be as slow.
+    # Measure a plain file if the time is enough, even at the speed of packs.
     if site.backend.folder is not None and site.left > nbytes / written + nbytes / read:
         plain = _plain_file(site, slots[0].view, nbytes)
     return [_row("write speed", written, plain[0]), _row("read speed", read, plain[1])]
@@ -50,7 +51,7 @@ def _row(name: str, speed: float, plain: float | None) -> DoctorRow:
 
 
 def _grown(site: Site, views: list[memoryview], most: int) -> tuple[float, float, int]:
-    """Measure with ever more bytes until it takes long enough; return the speeds and the bytes."""
+    """Measure with more and more bytes until that takes long enough; return speeds and bytes."""
     nbytes = min(_LEAST, most)
     while True:
         packs = [view[:nbytes] for view in views]
@@ -58,7 +59,7 @@ def _grown(site: Site, views: list[memoryview], most: int) -> tuple[float, float
             _fill(pack)
         writing, reading = _packs(site, packs)
         lasted = writing + reading
-        # The next ones may take four times as long, and a plain file beside them as long again.
+        # The next measurement may take four times as long, and a plain file as long again.
         if nbytes == most or lasted > _ENOUGH_SECONDS or 8 * lasted > site.left:
             total = _WRITERS * nbytes
             return total / writing, total / reading, total
@@ -66,7 +67,7 @@ def _grown(site: Site, views: list[memoryview], most: int) -> tuple[float, float
 
 
 def _fill(view: memoryview) -> None:
-    """Fill a buffer so that no two runs are the same: some file systems store those once."""
+    """Fill a buffer with runs that all differ: some file systems store equal runs only once."""
     random = os.urandom(_RUN)
     for start in range(0, len(view), _RUN):
         view[start : start + _RUN] = random[: len(view) - start]
@@ -74,7 +75,7 @@ def _fill(view: memoryview) -> None:
 
 
 def _packs(site: Site, views: list[memoryview]) -> tuple[float, float]:
-    """Write objects and read them back; return how long each took, in seconds."""
+    """Write objects and read them back; return the seconds of writing and of reading."""
     backend = site.backend
     keys = {f"{site.key}/pack-{os.urandom(6).hex()}": view for view in views}
     try:
@@ -93,7 +94,7 @@ def _packs(site: Site, views: list[memoryview]) -> tuple[float, float]:
 
 
 def _plain_file(site: Site, view: memoryview, nbytes: int) -> tuple[float, float]:
-    """Write one file as any program does, and read it; return the speeds, in bytes a second."""
+    """Write one file as any program does, and read it; return both speeds in bytes per second."""
     path = site.path("plain")
     pieces = [view[: min(_PIECE, nbytes - start, len(view))] for start in range(0, nbytes, _PIECE)]
     started = time.monotonic()
@@ -112,6 +113,6 @@ def _plain_file(site: Site, view: memoryview, nbytes: int) -> tuple[float, float
 
 
 def _forget(path: str) -> None:
-    """Have the page cache forget a file that was synced."""
+    """Remove a synced file from the page cache."""
     with opened(path, os.O_RDONLY | os.O_CLOEXEC) as fd:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

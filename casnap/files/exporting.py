@@ -8,10 +8,10 @@ from pathlib import Path
 
 from casnap.backends.local.system_errors import NO_SPACE
 from casnap.errors import CasnapError, StorageFullError
-from casnap.files.chunk_writer import ChunkWriter
 from casnap.files.export_output import ExportOutput, check_place
 from casnap.files.export_selection import part_of
 from casnap.files.file_reports import ExportOptions, ExportReport
+from casnap.files.tensor_writer import TensorWriter
 from casnap.format.names import key_of
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.storage import Contents
@@ -53,7 +53,7 @@ def export(
                 out, is_folder=is_folder, nbytes=sum(report.files.values())
             ) as output:
                 counter = ProgressCounter(progress, "writing", report.nbytes)
-                write(output, ChunkWriter(contents, counter))
+                write(output, TensorWriter(contents, counter))
         except OSError as e:
             if isinstance(e, CasnapError):
                 raise

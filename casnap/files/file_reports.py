@@ -12,8 +12,8 @@ from casnap.errors import FileFormatError
 from casnap.runtime.environment import given_path
 
 if TYPE_CHECKING:
-    from casnap.files.chunk_writer import ChunkWriter
     from casnap.files.export_output import ExportOutput
+    from casnap.files.tensor_writer import TensorWriter
 
 FORMATS = ("safetensors", "torch", "dcp")
 """The formats that can be exported."""
@@ -157,4 +157,4 @@ class ExportPlan(NamedTuple):
     """A planned export: its report, and the function that writes the files of the output."""
 
     report: ExportReport
-    write: Callable[[ExportOutput, ChunkWriter], None]
+    write: Callable[[ExportOutput, TensorWriter], None]

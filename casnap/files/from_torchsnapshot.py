@@ -64,7 +64,7 @@ class _ManifestEntry(msgspec.Struct):
     replicated: bool = False
 
 
-class _Snapshot(msgspec.Struct):
+class _Metadata(msgspec.Struct):
     world_size: int
     manifest: dict[str, _ManifestEntry]
 
@@ -88,12 +88,12 @@ def read_torchsnapshot(folder: Path, key: str | None, rank: int | None) -> Sourc
     return SourceFiles("torchsnapshot", len(reader.folder.files) + 1, leaves)
 
 
-def _read_metadata(file: Path) -> _Snapshot:
+def _read_metadata(file: Path) -> _Metadata:
     if file.stat().st_size > _MOST_METADATA:
         raise FileFormatError(f"{file} is too long for the metadata of TorchSnapshot")
     data = file.read_bytes()
     try:
-        return json_decoder(_Snapshot).decode(data)
+        return json_decoder(_Metadata).decode(data)
     except msgspec.ValidationError as e:
         raise FileFormatError(f"{file} is not as TorchSnapshot writes it: {e}") from e
     except (msgspec.DecodeError, RecursionError):
@@ -106,7 +106,7 @@ def _read_metadata(file: Path) -> _Snapshot:
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         _check_yaml(yaml.parse(data, loader))
         document = yaml.load(data, loader)
-        return json_decoder(_Snapshot).decode(msgspec.json.encode(document))
+        return json_decoder(_Metadata).decode(msgspec.json.encode(document))
     except (yaml.YAMLError, msgspec.MsgspecError, RecursionError, TypeError, ValueError) as e:
         reason = " ".join(str(e).split())
         raise FileFormatError(f"{file} is not as TorchSnapshot writes it: {reason:.200}") from e
@@ -126,7 +126,7 @@ def _check_yaml(events: Iterable[object]) -> None:
             raise ValueError("it has aliases, or is nested too deeply")
 
 
-def _seen_by(folder: Path, snapshot: _Snapshot, rank: int | None) -> dict[str, _ManifestEntry]:
+def _seen_by(folder: Path, snapshot: _Metadata, rank: int | None) -> dict[str, _ManifestEntry]:
     """Return the entries that a rank restores, by path without rank, with all ranks' shards."""
     world = snapshot.world_size
     of_rank = 0 if rank is None else rank

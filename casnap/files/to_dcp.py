@@ -11,11 +11,11 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from casnap.errors import FileFormatError
-from casnap.files.chunk_writer import ChunkWriter
 from casnap.files.dcp_names import described
 from casnap.files.export_output import ExportOutput
 from casnap.files.export_selection import Part, shards_by_size
 from casnap.files.file_reports import ExportOptions, ExportPlan, ExportReport
+from casnap.files.tensor_writer import TensorWriter
 from casnap.files.to_torch import read_values
 from casnap.files.torch_archive import ALIGNMENT, PAGED_BYTES, Archive, StandIns, write_archives
 from casnap.format.entries import TensorEntry
@@ -56,14 +56,14 @@ def plan_dcp(contents: Contents, part: Part, name: str, options: ExportOptions) 
         sum(sizes[name] for name in tensors),
     )
 
-    def write(output: ExportOutput, writer: ChunkWriter) -> None:
+    def write(output: ExportOutput, writer: TensorWriter) -> None:
         for file, names in files.items():
             with output.file(file) as fd, without_torch_modes():
                 write_file(fd, file, names, writer)
         with output.file(".metadata") as fd:
             os.pwrite(fd, pickle.dumps(metadata), 0)
 
-    def write_file(fd: int, file: str, names: list[str], writer: ChunkWriter) -> None:
+    def write_file(fd: int, file: str, names: list[str], writer: TensorWriter) -> None:
         """Write one value behind the other, and put the place of each into the metadata."""
         stand_ins = StandIns(tensors[name][1] for name in names if name in tensors)
         at, archives, objects = 0, list[Archive](), dict[int, bytes]()

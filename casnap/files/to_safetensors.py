@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 
 from casnap.errors import FileFormatError
-from casnap.files.chunk_writer import ChunkWriter, Placed
 from casnap.files.export_output import ExportOutput
 from casnap.files.export_selection import (
     Part,
@@ -18,6 +17,7 @@ from casnap.files.export_selection import (
 )
 from casnap.files.file_reports import ExportOptions, ExportPlan, ExportReport
 from casnap.files.safetensors_header import DTYPES, header_of
+from casnap.files.tensor_writer import Placed, TensorWriter
 from casnap.storage import Contents
 
 _MOST_NAMED = 10
@@ -64,7 +64,7 @@ def plan_safetensors(
     files = [name] if options.max_shard_size is None else shard_names(len(groups))
     report.files = {file: length for file, (_, _, length) in zip(files, headers, strict=True)}
 
-    def write(output: ExportOutput, writer: ChunkWriter) -> None:
+    def write(output: ExportOutput, writer: TensorWriter) -> None:
         for file, names, (head, starts, length) in zip(files, groups, headers, strict=True):
             with output.file(file, length) as fd:
                 os.pwrite(fd, head, 0)

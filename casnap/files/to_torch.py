@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from casnap.files.chunk_writer import ChunkWriter
 from casnap.files.export_output import ExportOutput
 from casnap.files.export_selection import (
     Part,
@@ -15,6 +14,7 @@ from casnap.files.export_selection import (
     without_tied,
 )
 from casnap.files.file_reports import ExportOptions, ExportPlan, ExportReport
+from casnap.files.tensor_writer import TensorWriter
 from casnap.files.torch_archive import Archive, StandIns, write_archives
 from casnap.format.entries import Entry, TensorEntry
 from casnap.format.names import key_of
@@ -47,7 +47,7 @@ def plan_torch(contents: Contents, part: Part, name: str, options: ExportOptions
     report = ExportReport(options.dry_run, "torch", {name: total}, len(streamed), total)
     report.tied, report.equal = tied_names, equal_tensors(tensors, tied_names)
 
-    def write(output: ExportOutput, writer: ChunkWriter) -> None:
+    def write(output: ExportOutput, writer: TensorWriter) -> None:
         with output.file(name) as fd:
             stand_ins = StandIns(entries.values())
             with without_torch_modes():

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from casnap.files.chunk_writer import ChunkWriter, Placed
 from casnap.files.export_selection import StoredTensor
+from casnap.files.tensor_writer import Placed, TensorWriter
 from casnap.format.entries import TensorEntry
 from casnap.runtime.buffers import PAGE, bytes_at
 from casnap.runtime.threads import cores, mapped
@@ -174,7 +174,7 @@ def _text(name: str, data: bytes) -> tuple[str, bytes, int, int]:
     return name, data, len(data), zlib.crc32(data)
 
 
-def write_archives(fd: int, writer: ChunkWriter, archives: list[Archive], nbytes: int) -> None:
+def write_archives(fd: int, writer: TensorWriter, archives: list[Archive], nbytes: int) -> None:
     """Write archives to their places in a file of ``nbytes`` bytes."""
     os.posix_fallocate(fd, 0, nbytes)
     placed = [tensor for archive in archives for tensor in archive.placed]

@@ -1,4 +1,4 @@
-"""Where the snapshots of a store go at its mirror, if it continues the run of another store there.
+"""Placing snapshots at a mirror where a store continues the run that another store began there.
 
 ``docs/decisions/0058-lives-of-a-run.md`` has the rules, and ``tests/model/succession.py`` shows
 that two nodes never mix their branches.
@@ -32,11 +32,11 @@ class Succession:
     Attributes:
         source: The mirrored store.
         destination: The mirror.
-        new_name: The full name of the snapshot there.
+        new_name: The full name of the snapshot at the mirror.
         row: Its row in the mirrored store.
-        retention: Which copies to keep there; None for all.
-        tag: The tag that the mirror follows, which holds no copy there; empty for none.
-        predecessor: The id of the store whose run the last placement took over; else empty.
+        retention: Which copies to keep at the mirror; None for all.
+        tag: The tag that the mirror follows, which keeps no copy from being replaced; "" for none.
+        predecessor: The id of the store whose run the last placement took over; "" for none.
         replaced: The names of the copies of earlier lives that the last placement replaces.
     """
 
@@ -55,7 +55,11 @@ class Succession:
         return self.row.run_of(self.new_name)
 
     def place(self, table: Table, seq: int) -> Placement:
-        """Return the notes of the copy, and what it replaces.
+        """Return the placement of the copy: its notes, and the copies that it replaces.
+
+        Args:
+            table: The table of the mirror.
+            seq: The number of its next root.
 
         Raises:
             SucceededError: Another store writes the run, and the snapshot does not follow it.
@@ -67,10 +71,10 @@ class Succession:
         copies = {name: row for name, row in copies.items() if not row.is_rewound}
         earlier = {name: row for name, row in copies.items() if life_of(row) != life}
         follows = follows_of(self.row, self.destination.config.store_id)
-        # What the store had not seen when it resumed is of another branch.
+        # Copies that the store had not seen when it resumed belong to another branch.
         replaced_names = {name for name, row in earlier.items() if row.seq > follows}
         if self.new_name in earlier:
-            # What came after the snapshot that is taken anew came from it.
+            # The snapshot is taken anew: later copies came from its old form, so they go too.
             names = [name for name, _ in Table.in_commit_order(earlier.items())]
             replaced_names.update(names[names.index(self.new_name) :])
         replaced_names = {n for n in replaced_names if not {*copies[n].tags} - {self.tag}}
@@ -83,7 +87,7 @@ class Succession:
         return Placement(notes, {name: copies[name] for name in replaced_names})
 
     def _life(self, copies: Mapping[str, Row], seq: int) -> Life:
-        """Return the life of the run that the copy is of: the last one, or a new one."""
+        """Return the life of the run that the copy belongs to: the last one, or a new one."""
         follows = follows_of(self.row, self.destination.config.store_id)
         self.predecessor = ""
         newest = max(copies.values(), key=lambda row: row.seq, default=None)
@@ -110,7 +114,7 @@ class Succession:
     def upkeep(
         self, table: Table, replaced: Mapping[str, Row], row: Row, session: Session
     ) -> Upkeep:
-        """Return what the commit of the copy does to the copies of the run, in all its lives."""
+        """Return what the commit of the copy also does to all lives of the run at the mirror."""
         return Upkeep.of_run(
             table,
             (self.new_name, row),

@@ -3,11 +3,12 @@
 A take with a mirror commits its row with a note that the mirror lacks the snapshot
 (``notes.py``). A **pass** copies all snapshots with such a note, in the order of their commits, and
 removes the notes. It runs on a thread that the interpreter waits for at exit. A pass begins after
-each commit of this process, and a **watcher**, a daemon thread, begins others: after a failure, or
-for what other processes have committed. On each host one process at a time has a pass. To a mirror
-that follows a tag, it copies only what that is published on, and moves the tag there. Nothing here
-raises to a take, or makes it wait. When to copy is decided in two places: :meth:`Mirror.wake`
-begins each pass, and :meth:`Mirror._pause` holds one up while a take goes on.
+each commit of this process. A **watcher**, a daemon thread, begins other passes: after a failure,
+or for snapshots that other processes have committed. On each host one process at a time has a pass.
+
+A mirror may follow a tag. The pass then copies only the snapshot that the tag is published on, and
+moves the tag at the mirror. No take waits for the mirror or gets its errors. Two places decide when
+to copy: :meth:`Mirror.wake` begins each pass, and :meth:`Mirror._pause` holds one up during a take.
 """
 
 from __future__ import annotations
@@ -67,15 +68,15 @@ from casnap.transfer.copy_jobs import CopyJob, CopyOptions
 from casnap.transfer.copy_selection import check_pair
 
 _log = logging.getLogger("casnap")
-# How often to look for what other processes have committed, in seconds.
+# The seconds between two looks for snapshots that other processes have committed.
 _LOOK = 5.0
-# How long a new Store waits to hear that its mirror is the wrong one, in seconds.
+# How many seconds a new Store waits to hear that its mirror is the wrong one.
 _FIRST_CONTACT = 5.0
-# How long the copy of a snapshot waits in all for takes of this process to end, in seconds, and
-# between two looks.
+# How many seconds the copy of a snapshot waits in all for takes of this process to end; and the
+# seconds between two looks.
 _GIVE_WAY = 60.0
 _GIVE_WAY_LOOK = 0.01
-# A long pass notes what it has copied this often, in seconds.
+# The seconds after which a long pass notes which snapshots it has copied.
 _SETTLE = 10.0
 
 
@@ -91,7 +92,7 @@ class _StoppedError(Exception):
 
 
 class _OvertakenError(Exception):
-    """A tag is not moved at the mirror, since it has moved on in the mirrored store."""
+    """The tag has moved on in the mirrored store, so it is not moved at the mirror yet."""
 
 
 class Mirror:
@@ -99,13 +100,13 @@ class Mirror:
 
     Args:
         source: The mirrored store.
-        prefix: The view of that store which is open: it must be the whole.
-        options: What the user said of the mirror.
-        hooks_of: Returns what goes with each commit to the mirror.
+        prefix: The prefix of the open view: it must be "", so that the view is the whole store.
+        options: The user's options for the mirror.
+        hooks_of: Returns the hooks of each commit to the mirror, given its store.
         is_taking: Returns whether this process is taking a snapshot. The copy waits meanwhile.
 
     Raises:
-        CasnapError: It cannot be the mirror of this store.
+        CasnapError: This store cannot have that mirror.
     """
 
     def __init__(
@@ -131,15 +132,15 @@ class Mirror:
         self._hooks_of = hooks_of
         self._is_taking = is_taking
         self._patient_for = 0.0
-        # On many ranks, rank 0 commits, and copies.
+        # Of many ranks, rank 0 alone commits and copies; others are passive.
         self._passive = _is_other_rank()
-        # The mirror of the store as such a rank saw it first.
+        # The mirror of the store, as a passive rank saw it first.
         self._place_seen: MirrorPlace | None = None
         self._stopped = False
         self._there: Destination | None = None
         self._misfit: CasnapError | None = None
-        # By run: the root of the mirror that a snapshot was returned from, and the one that the
-        # takes of this process follow.
+        # By run, two roots of the mirror: the one from which a user got a snapshot, and the one
+        # that the takes of this process follow.
         self._seen: dict[str, int] = {}
         self._follows: dict[str, int] = {}
         self._succeeded: dict[str, tuple[str, float]] = {}
@@ -149,7 +150,7 @@ class Mirror:
         _all.add(self)
 
     def _begin(self) -> None:
-        """Begin with threads of this process: those of a parent do not come along in a fork."""
+        """Begin with threads of this process: a forked child does not have its parent's threads."""
         self._event = threading.Event()
         self._changed = threading.Condition()
         self._backoff = Backoff(f"the mirror of {self._source.backend.uri} at {self.uri}")
@@ -157,28 +158,28 @@ class Mirror:
         self._again = False
         self._watcher: threading.Thread | None = None
         self._contacted = threading.Event()
-        # Made by the first pass: a mirror that never copies, as in a worker that reads, is then in
-        # no cycle, and is freed with its store.
+        # Made by the first pass: until then this object is in no cycle of references. So a mirror
+        # that never copies, as in a worker that reads, is freed with its store.
         self._copier: ContinuousCopier | None = None
         self._succession: Succession | None = None
-        # What is to be noted in the mirrored store: what the mirror has or is not to get, what it
-        # never gets, and the last publish that it has.
+        # The facts to note in the mirrored store: the snapshots that the mirror has or is not to
+        # get, the ones that it never gets, and the last publish that it has.
         self._dealt_with: dict[str, bytes] = {}
         self._given_up: dict[str, bytes] = {}
         self._moved = 0
         self._lag = Lag({})
         self._passes = 0
 
-    # --- from the threads of users; none of these raises because of the mirror, or waits for it ---
+    # --- called by threads of users; none of these raises because of the mirror, or waits for it --
 
     def start(self) -> None:
-        """Begin to copy; wait a moment for the news that the mirror is the wrong store.
+        """Begin to copy; wait a moment to see whether the mirror is the wrong store.
 
         Raises:
-            CasnapError: It is, or there is no store and none can be made.
+            CasnapError: It is the wrong store, or there is no store and none can be made.
         """
         if self._passive:
-            # Without a tag, what is awaited ends with the notes of the mirror that was forgotten.
+            # Only with a tag: without one, a wait ends when a forgotten mirror's notes are removed.
             if self._tag:
                 self._place_seen = mirror_place(self._source.recent(), self._source.backend.uri)
             return
@@ -189,12 +190,12 @@ class Mirror:
             raise self._misfit
 
     def stop(self) -> None:
-        """Stop copying. The store notes what the mirror lacks; another Store with it goes on."""
+        """Stop copying. The store keeps its notes, so another Store with this mirror goes on."""
         self._stopped = True
         self._event.set()
 
     def wake(self) -> None:
-        """Note that something was committed."""
+        """Begin a pass, or have the running one look again: something was committed."""
         if self._stopped or self._passive:
             return
         try:
@@ -206,11 +207,11 @@ class Mirror:
             self._backoff.note_failure(e)
 
     def note_returned(self, name: str, number: int) -> None:
-        """Note that a user got a snapshot of the mirror, and resumes from it.
+        """Note that a user got a snapshot from the mirror, and resumes from it.
 
         Args:
-            name: Its name, as it is called here.
-            number: A root there that has it.
+            name: The name of the snapshot in the mirrored store.
+            number: The number of a root of the mirror that has the snapshot.
         """
         run = folder_of(name)
         self._seen[run] = max(number, self._seen.get(run, 0))
@@ -218,7 +219,8 @@ class Mirror:
     def notes(self, name: str) -> dict[str, Any]:
         """Return the notes for the row of a snapshot that is about to be taken or copied here.
 
-        The first take of a run decides what it follows: this process's takes are one branch.
+        The first take of a run decides which root the run follows: all takes of this process are
+        one branch.
         """
         run = folder_of(name)
         source = self._source
@@ -249,8 +251,8 @@ class Mirror:
             self._pass.start()
 
     def due(self) -> float:
-        """Return in how many seconds to look for something to copy."""
-        # At a remote store each look is a request or two.
+        """Return after how many seconds to look for snapshots to copy."""
+        # A look at a remote store is a request or two, so its looks are rarer.
         return self._backoff.delay or self._source.backend.costs.watch
 
     # --- the pass ---
@@ -283,7 +285,7 @@ class Mirror:
         Raises:
             BusyError: Another process of this host is copying.
         """
-        # Before the lock: each process is to hear of it if its mirror is the wrong store.
+        # Before the lock, so that each process hears of it if its mirror is the wrong store.
         destination = self.destination()
         with ExitStack() as stack:
             if (lock := self._host.lock) is not None:
@@ -293,7 +295,7 @@ class Mirror:
             self._host.write(self._host_status())
 
     def _copy_some(self, destination: Destination) -> bool:
-        """Copy what is new; return whether anything was."""
+        """Copy the snapshots that are new; return whether there were any."""
         if self._copier is None:
             self._copier = ContinuousCopier(self._pair, self._on_progress, self._explain)
         settled = time.monotonic()
@@ -322,18 +324,18 @@ class Mirror:
         return any_copied
 
     def _publish(self, destination: Destination, job: CopyJob) -> None:
-        """Move the tag at the mirror to the copy of what it is published on.
+        """Move the tag at the mirror to the copy of the snapshot that it is published on.
 
         Raises:
-            _OvertakenError: It has moved on in the mirrored store.
+            _OvertakenError: The tag has moved on in the mirrored store.
             SucceededError: Another store writes the run at the mirror.
         """
         number = self._lag.number
         succession = self._succession_of(destination, job.new_name, job.row)
 
         def check(table: Table, seq: int) -> None:
-            # Another process may have moved the tag there to what is published later. This commit
-            # then begins anew, and sees that here.
+            # Another process may have moved the tag at the mirror to a later publish. This commit
+            # then begins anew, calls this again, and sees the later publish.
             if self.lag().number != number:
                 raise _OvertakenError
             succession.place(table, seq)
@@ -347,7 +349,7 @@ class Mirror:
         return Pair(self._source, destination.store, choose, destination.options)
 
     def _choose(self, destination: Destination) -> Iterator[CopyJob]:
-        """Yield what the mirror lacks."""
+        """Yield the snapshots that the mirror lacks, as jobs."""
         root, lag = self._look()
         self._check_attached(root)
         self._lag = lag
@@ -356,11 +358,11 @@ class Mirror:
         there = self._commits_at(destination) if strays else ()
         for name, row in lacking.items():
             if name in strays and row.commit not in there:
-                # Its run went back from it, or it was taken before the mirror followed the tag.
+                # The run went back from it, or it was taken before the mirror followed the tag.
                 self._dealt_with[name] = row.commit
                 continue
-            # Takes go first, unless the mirror falls behind. No low priority for this thread:
-            # when it holds Python's lock, the training would wait with it.
+            # Takes go first, unless the mirror falls behind. A low priority of this thread would
+            # not do: while it holds Python's lock, the training would wait for it.
             self._patient_for = 0.0 if len(lacking) > 1 else _GIVE_WAY
             prefix = destination.place.prefix
             new_name = f"{prefix}/{name}" if prefix else name
@@ -369,10 +371,10 @@ class Mirror:
             yield CopyJob(name, new_name, row, place=place, moved_tag=tag, upkeep=upkeep)
 
     def _check_attached(self, root: Root) -> None:
-        """Check that the store still has this mirror for what this process copies there.
+        """Check that the store still has this mirror, for the snapshots that this process copies.
 
         Raises:
-            MirrorError: A user has changed that.
+            MirrorError: A user has given the store another mirror, or the mirror another tag.
         """
         source = self._source
         attached = mirror_place(root, source.backend.uri)
@@ -397,7 +399,7 @@ class Mirror:
         return {row.commit for _, row in rows}
 
     def _say_continued(self, destination: Destination, job: CopyJob) -> None:
-        """Say that this store continues the run of another one, and what that replaced."""
+        """Warn that this store continues the run of another one, and which copies that replaced."""
         succession = self._succession
         if succession is None or not (succession.predecessor or succession.replaced):
             return
@@ -413,14 +415,14 @@ class Mirror:
         )
 
     def _settle(self) -> None:
-        # Before that, so that a thread that waits for the notes finds no failure any more.
+        # Before the notes are removed: a thread that waits for that must find no failure then.
         self._backoff.note_success()
         self._host.write(self._host_status())
         notes = self._dealt_with, self._given_up, self._moved
         mark_mirrored(self._source, *notes, check=self._check_attached)
         self._dealt_with.clear()
         self._given_up.clear()
-        # It may be owed once more by now.
+        # Cleared after the commit: the publish may have to be repeated by now.
         self._moved = 0
         self._host.write(self._host_status())
         self._tell_waiting()
@@ -431,14 +433,14 @@ class Mirror:
             raise _StoppedError
 
     def _pause(self) -> None:
-        """Wait while a take goes on: it is to have the cores, the disk and the line."""
+        """Wait while a take goes on, so that it has the cores, the disk and the line."""
         is_needed = threading.main_thread().is_alive
         while self._patient_for > 0 and self._is_taking() and is_needed() and not self._stopped:
             time.sleep(_GIVE_WAY_LOOK)
             self._patient_for -= _GIVE_WAY_LOOK
 
     def _explain(self, job: CopyJob, error: CasnapError) -> str | None:
-        """Say why a snapshot cannot be copied; None if it never will be."""
+        """Return why a snapshot cannot be copied now; None if it never will be."""
         if isinstance(error, SucceededError):
             run = folder_of(job.name)
             if run not in self._succeeded:
@@ -469,7 +471,7 @@ class Mirror:
         """Return the open mirror.
 
         Raises:
-            CasnapError: It cannot be reached or used, or is the wrong store.
+            CasnapError: The mirror cannot be reached or used, or is the wrong store.
         """
         with self._opening:
             if self._there is None:
@@ -477,20 +479,20 @@ class Mirror:
                     self._there = self._open_destination()
                     self._misfit = None
                 except CasnapError as e:
-                    # A failure may pass. Any other error stays until the user acts.
+                    # A failure of the place may pass. Any other error stays until the user acts.
                     if not isinstance(e, PLACE_ERRORS):
                         self._misfit = e
                     raise
             return self._there
 
     def _open_destination(self) -> Destination:
-        """Open the mirror, or make it if the store has none yet."""
+        """Open the mirror; make it if the store has no mirror yet."""
         source = self._source
         root = source.newest()
         attached = mirror_place(root, source.backend.uri)
         check_same_tag(attached, self._tag, source.backend.uri, attaches=True)
         try:
-            # Another process may have made it meanwhile, so its place is looked at anew.
+            # A new look at the place: another process may have made the mirror meanwhile.
             place = Location.of_store(self.how.uri, self.how.storage_options)
             store, _ = open_at(
                 place,
@@ -517,7 +519,7 @@ class Mirror:
     # --- what is known ---
 
     def lag(self) -> Lag:
-        """Return what the mirror lacks, as the newest root says."""
+        """Return what the mirror lacks, by the newest root of the mirrored store."""
         return self._look()[1]
 
     def _look(self) -> tuple[Root, Lag]:
@@ -556,10 +558,11 @@ class Mirror:
 
         Args:
             timeout: How many seconds to wait at most.
-            seconds_asked: How many the user allowed, for the message.
+            seconds_asked: The timeout that the user gave, for the message.
 
         Raises:
-            MirrorError: The time is over, some cannot be mirrored, or the mirror was stopped.
+            MirrorError: The time is over, some snapshots cannot be mirrored, or the mirror was
+                stopped.
         """
         until = None if timeout is None else time.monotonic() + timeout
         first = self._awaited_lag()
@@ -577,7 +580,7 @@ class Mirror:
                 )
             lag = self._awaited_lag()
             if lag.moved < first.number and lag.published:
-                # What was published since stands for what is waited for.
+                # The tag was published again since: the wait is for the newer snapshot now.
                 commits.add(lag.rows[lag.published].commit)
             lacking = {name: row for name, row in lag.rows.items() if row.commit in commits}
             commits &= {row.commit for row in lacking.values()}
@@ -592,18 +595,18 @@ class Mirror:
                 raise MirrorError(
                     _lag(status, lacking, None if hopeless else seconds_asked, stopped)
                 )
-        # If the store has another mirror now, what that has says nothing of this one.
+        # The notes may be those of another mirror by now; then they say nothing about this one.
         self._check_attached(self._source.newest())
         given_up = self.succeeded()
         if given_up:
             raise MirrorError(_given_up_text(self.status(), given_up))
 
     def _awaited_lag(self) -> Lag:
-        """Return what the mirror lacks, to who waits for it.
+        """Return what the mirror lacks, for a thread that waits for it.
 
         Raises:
-            MirrorError: The store has another mirror now, or none: no pass of this process says so,
-                if another rank copies.
+            MirrorError: The store has another mirror now, or none. On a passive rank only this
+                check says so, since such a rank has no passes.
         """
         root, lag = self._look()
         if self._passive:
@@ -648,7 +651,7 @@ def _given_up_text(status: MirrorStatus, given_up: Iterable[str]) -> str:
 
 
 def _watch(mirror_ref: ref[Mirror], event: threading.Event) -> None:
-    """Begin a pass now and then, as long as the mirror is in use."""
+    """Begin a pass from time to time, as long as the mirror is in use."""
     delay = _LOOK
     while True:
         event.wait(delay)
@@ -667,12 +670,12 @@ _all: WeakSet[Mirror] = WeakSet()
 def _warn_of_lag() -> None:
     for mirror in list(_all):
         lacking: dict[str, Row] = {}
-        # In a forked child, one that it has not used has nothing to do.
+        # A forked child that has not used the mirror has nothing to warn of.
         if not (mirror._stopped or mirror._passive) and mirror._watcher is not None:
             with suppress(Exception):
                 lacking = mirror.lacking()
         if lacking:
-            # Logging may be torn down by now, and this must be seen.
+            # Printed, not logged: logging may be torn down at exit.
             print(
                 f"casnap: WARNING: {mirror.uri} lacks {len(lacking)} of the snapshots of "
                 f"{mirror._source.backend.uri}. They are kept there, and the next Store "

@@ -1,9 +1,9 @@
 """Notes in the table of a store with a mirror: which snapshots the mirror lacks.
 
-A take into a store with a mirror commits its row with such a note, and the mirror removes it once
-it holds the snapshot. Until then no process prunes the snapshot, even a process that does not know
-of the mirror, and even after a crash. A mirror that follows a tag lacks what that is published on
-until the setting for the mirror has the number of that publish
+A take into a store with a mirror commits its row with such a note, and the mirror removes the note
+once it holds the snapshot. Until then no process prunes the snapshot: no process that does not know
+of the mirror, and none after a crash. A mirror that follows a tag lacks the snapshot that the tag
+is published on until the mirror's setting has the number of that publish
 (``docs/decisions/0093-mirrors-of-a-tag.md``). Other notes say which life of its run a snapshot
 belongs to (``docs/decisions/0058-lives-of-a-run.md``).
 """
@@ -23,14 +23,14 @@ from casnap.storage import Changes, Repository, Table, TagMove, Tags
 
 SETTING = "mirror"
 UNMIRRORED = "unmirrored"
-"""The note of a snapshot that the mirror is still to get: one of those that hold it here."""
+"""The note of a snapshot that the mirror is still to get. It keeps the snapshot in the store."""
 _SUCCEEDED = "succeeded"
 """The note of a snapshot that the mirror never gets: another store continues its run there."""
 _FOLLOWS, _LIFE = "follows", "life"
 
 
-# By the id of a mirror and the folder of a run there: the newest root when this process restored a
-# copy of that run.
+# By the id of a mirror and the folder of a run there: the mirror's newest root at the time when
+# this process restored a copy of that run.
 _restored: dict[tuple[str, str], int] = {}
 
 
@@ -38,9 +38,9 @@ class MirrorPlace(NamedTuple):
     """The store that is the mirror, by the settings of the mirrored store.
 
     Attributes:
-        store: The id of that store.
-        prefix: The folder there that all snapshots go into; empty for none.
-        uri: Where it was.
+        store: The id of the mirror.
+        prefix: The folder at the mirror that all snapshots go into; empty for none.
+        uri: The last known URI of the mirror.
         tag: The published tag that it follows; empty if it gets all snapshots.
         moved: The number of the last publish of that tag that it has.
     """
@@ -53,7 +53,7 @@ class MirrorPlace(NamedTuple):
 
     @property
     def setting(self) -> dict[str, Any]:
-        """The setting of the mirrored store."""
+        """The same, as the mirrored store keeps it in its settings."""
         fields = self._asdict()
         return fields if self.tag else {key: fields[key] for key in ("store", "prefix", "uri")}
 
@@ -62,10 +62,10 @@ class Lag(NamedTuple):
     """What a mirror lacks.
 
     Attributes:
-        rows: The snapshots, by full name, in the order in which it is to get them.
-        published: The one of these that the tag which it follows is published on; empty for none.
+        rows: The snapshots that it lacks, by full name, in the order in which it is to get them.
+        published: The name of the one that the followed tag is published on; empty for none.
         number: The number of that publish; 0 for none.
-        moved: The number of the last publish that it has.
+        moved: The number of the last publish that the mirror has.
     """
 
     rows: dict[str, Row]
@@ -75,11 +75,11 @@ class Lag(NamedTuple):
 
 
 class Life(NamedTuple):
-    """A life of a run at a mirror: one store after the other continues a run there.
+    """A life of a run at a mirror: the part that one store writes before another one goes on.
 
     Attributes:
-        began: The root of the mirror that has the first copy of this life.
-        follows: The root of the mirror that this life follows; 0 for none.
+        began: The number of the mirror's root that has the first copy of this life.
+        follows: The number of the mirror's root that this life follows; 0 for none.
     """
 
     began: int
@@ -101,7 +101,7 @@ def taken_notes(mirror_id: str, follows: int, tag: str) -> dict[str, Any]:
 
     Args:
         mirror_id: The id of the mirror.
-        follows: The root there that the snapshot follows; 0 for none.
+        follows: The number of the mirror's root that the snapshot follows; 0 for none.
         tag: The tag that the mirror follows; empty if it gets all snapshots.
     """
     followed = {_FOLLOWS: [mirror_id, follows]} if follows else {}
@@ -109,18 +109,18 @@ def taken_notes(mirror_id: str, follows: int, tag: str) -> dict[str, Any]:
 
 
 def follows_of(row: Row, mirror_id: str) -> int:
-    """Return the root of a mirror that a snapshot follows; 0 for none."""
+    """Return the number of the mirror's root that a snapshot follows; 0 for none."""
     store_id, number = row.noted_root(_FOLLOWS)
     return max(0, number) if store_id == mirror_id else 0
 
 
 def copy_notes(row: Row, store_id: str, life: Life) -> dict[str, Any]:
-    """Return the notes of the copy of a snapshot at a mirror, such as where it is from."""
+    """Return the notes of a snapshot's copy at a mirror: origin, life, and those of any copy."""
     return {ORIGIN: [store_id, row.seq], _LIFE: list(life), **row.copied_notes}
 
 
 def life_of(row: Row) -> Life | None:
-    """Return the life that a copy at a mirror is of; None if no mirror has put it there."""
+    """Return the life that a copy at a mirror belongs to; None if it was put there otherwise."""
     match row.notes.get(_LIFE):
         case [int(began), int(follows)] if began >= 0 and follows >= 0:
             return Life(began, follows)
@@ -137,7 +137,7 @@ def note_restored(store: Repository, name: str, row: Row) -> None:
 
 
 def restored_from(place: MirrorPlace, run: str) -> int:
-    """Return the root of a mirror that this process restored a run from; 0 for none.
+    """Return the number of the mirror's root from which this process restored a run; 0 for none.
 
     Args:
         place: The mirror.
@@ -160,8 +160,8 @@ def is_newer_here(
     Args:
         store: The store.
         mirror_id: The id of the mirror.
-        newest: The newest one here: its name, and its row.
-        newest_there: The newest one there.
+        newest: The newest snapshot of the store: its name, and its row.
+        newest_there: The newest snapshot of the mirror.
     """
     (name, row), (other_name, row_there) = newest, newest_there
     same_run = folder_of(name) == folder_of(other_name)
@@ -174,7 +174,7 @@ def is_newer_here(
 
 
 def _noted(row: Row, note: str | None) -> Row:
-    """Return a row with one of the notes of what the mirror lacks, or with none."""
+    """Return a row whose note about the mirror is ``note``: unmirrored, succeeded, or none."""
     return row.with_notes(_changes(note))
 
 
@@ -183,9 +183,9 @@ def _changes(note: str | None) -> dict[str, Any]:
 
 
 def notes_of_renamed(root: Root, uri: str) -> dict[str, Any]:
-    """Return changes of the notes of a snapshot that gets another name, given the newest root.
+    """Return the changes of notes for a snapshot that gets another name, given the newest root.
 
-    The mirror, if there is one, holds it under the name that it had.
+    The mirror, if there is one, holds the snapshot under its old name, and so lacks it again.
 
     Raises:
         MirrorError: The setting for the mirror cannot be understood.
@@ -204,11 +204,12 @@ def mark_mirrored(
 
     Args:
         store: The mirrored store.
-        mirrored: Full name and commit id of each that it holds. A run of which the mirror gets
-            snapshots again is no longer noted as succeeded.
-        succeeded: Those that it never gets, since another store continues their run.
-        moved: The number of the last publish that it has followed, or never will; 0 for none.
-        check: Raises if the mirror is another one by the root that the commit follows.
+        mirrored: By full name, the commit id of each snapshot that the mirror holds. If the mirror
+            gets snapshots of a run again, that run is no longer noted as succeeded.
+        succeeded: By full name, the commit id of each snapshot that the mirror never gets, since
+            another store continues its run.
+        moved: The number of the last publish that the mirror has followed, or never will; 0: none.
+        check: Raises if the root that the commit follows has another mirror.
     """
     runs = {folder_of(name) for name in mirrored}
 
@@ -220,10 +221,10 @@ def mark_mirrored(
         }
         for name, commit in {**mirrored, **succeeded}.items():
             row = table.get(name)
-            # It may have been taken anew meanwhile.
+            # The snapshot may have been deleted or taken anew meanwhile.
             if row is None or row.commit != commit:
                 continue
-            # What a tag is published on has no note.
+            # A snapshot that a followed tag is published on has no note of its own.
             if is_unmirrored(row) or (moved and name in succeeded):
                 changed[name] = _noted(row, _SUCCEEDED if name in succeeded else None)
         return changed
@@ -231,7 +232,7 @@ def mark_mirrored(
     def update_root(root: Root) -> Root:
         check(root)
         place = mirror_place(root, store.backend.uri) if moved else None
-        # It may have been forgotten meanwhile, or another process was faster.
+        # A user may have forgotten the mirror meanwhile, or another process was faster.
         if place is None or not place.tag or place.moved >= moved:
             return root
         settings = {**root.settings, SETTING: {**root.settings[SETTING], "moved": moved}}
@@ -241,13 +242,13 @@ def mark_mirrored(
 
 
 def lacking_again(root: Root, move: TagMove, tag: str) -> Root:
-    """Return a root by which the mirror that follows a tag lacks its last publish.
+    """Return a root by which the mirror lacks the last publish of the tag that it follows.
 
-    Somebody may have moved the tag there.
+    The tag may have been moved at the mirror itself, so the publish is repeated there.
 
     Args:
         root: A root of the mirrored store.
-        move: That publish.
+        move: The last publish.
         tag: The tag.
     """
     match root.settings.get(SETTING):
@@ -279,7 +280,7 @@ def lag_in(root: Root, table: Table, tag: str, uri: str) -> Lag:
     if not tag:
         return Lag(rows)
     place = mirror_place(root, uri)
-    # Another tag's number says nothing of this one.
+    # The number of another tag's publish says nothing about this tag.
     moved = 0 if place is None or place.tag != tag else place.moved
     move, published = Tags.move_in(root, tag), Tags.row_in(root, table, tag)
     if move is None or published is None or move.root <= moved:
@@ -311,10 +312,10 @@ def mirror_place(root: Root, uri: str) -> MirrorPlace | None:
 def attach_mirror(store: Repository, place: MirrorPlace) -> None:
     """Note which store is the mirror; the first time, note that it lacks all snapshots.
 
-    One that follows a tag lacks only what that is published on.
+    A mirror that follows a tag lacks only the snapshot that the tag is published on.
 
     Raises:
-        MirrorError: Another store is the mirror, or this one gets other snapshots.
+        MirrorError: Another store is the mirror, or the mirror follows another tag or none.
     """
     uri = store.backend.uri
     attached = mirror_place(store.newest(), uri)
@@ -326,15 +327,15 @@ def attach_mirror(store: Repository, place: MirrorPlace) -> None:
 
 
 def check_same_mirror(store: Repository, attached: MirrorPlace | None, place: MirrorPlace) -> None:
-    """Check that a store has the mirror that this process copies to, for what it copies there.
+    """Check that the mirror of a store is the one that this process copies to, with the same tag.
 
     Args:
         store: The mirrored store.
         attached: Its mirror, as the newest root has it.
-        place: The mirror of this process.
+        place: The mirror that this process copies to.
 
     Raises:
-        MirrorError: Another store is the mirror, or this one gets other snapshots.
+        MirrorError: Another store is the mirror, or the mirror follows another tag or none.
     """
     if attached is not None and (attached.store, attached.prefix) != (place.store, place.prefix):
         reality = f"at {place.uri} there is the store {place.store}{_folder_text(place)}"
@@ -345,17 +346,16 @@ def check_same_mirror(store: Repository, attached: MirrorPlace | None, place: Mi
 def check_same_tag(
     attached: MirrorPlace | None, tag: str, uri: str, *, attaches: bool = False
 ) -> None:
-    """Check that the mirror gets the snapshots that it is to get.
+    """Check that the mirror follows the tag that it is to follow.
 
     Args:
         attached: The mirror, as the newest root has it.
         tag: The tag that it is to follow; empty if it is to get all snapshots.
         uri: The mirrored store.
-        attaches: Whether there may be none yet.
+        attaches: Whether the store may have no mirror yet.
 
     Raises:
-        MirrorError: It follows another tag, or gets all snapshots, and is not to; or it was
-            forgotten.
+        MirrorError: The mirror follows another tag, or no tag; or it was forgotten.
     """
     if attached is None and tag and not attaches:
         raise MirrorError(
@@ -376,7 +376,7 @@ def _what_it_gets(tag: str) -> str:
 
 
 def wrong_mirror_error(store: Repository, attached: MirrorPlace, reason: str) -> MirrorError:
-    """Return the error for another store, or none, in place of the mirror."""
+    """Return the error for a place where another store, or no store, stands for the mirror."""
     uri = store.backend.uri
     return MirrorError(
         f"the mirror of {uri} is the store {attached.store}{_folder_text(attached)}, which was at "
@@ -399,7 +399,7 @@ def _note_none(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
 
 
 def detach_mirror(store: Repository) -> bool:
-    """Forget the mirror, and which snapshots it lacks; return whether there was any of that."""
+    """Forget the mirror, and which snapshots it lacks; return whether there was one to forget."""
 
     def without(settings: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in settings.items() if key != SETTING}

@@ -25,7 +25,7 @@ class Destination(NamedTuple):
 
     Attributes:
         store: The store.
-        place: Which store it is, and what it gets.
+        place: The mirror, as the mirrored store's settings have it.
         options: How to copy to it.
     """
 
@@ -40,16 +40,16 @@ class MirrorOptions:
 
     Args:
         uri: The path or URI of the other store.
-        tag: It gets only what this tag is published on, by :meth:`casnap.Store.publish`, and the
-            tag is published there on the same. Of publishes that follow each other fast, it may get
-            the last one alone. By default it gets all snapshots.
-        retention: Which snapshots to keep there; by default all.
-        storage_options: How to reach it, as :class:`casnap.Store` takes them. It is neither stored
-            nor shown.
+        tag: The mirror gets only the snapshots on which this tag is published, by
+            :meth:`casnap.Store.publish`, and the tag with them. If publishes follow each other
+            fast, it may get only the last one. By default it gets all snapshots.
+        retention: Which snapshots to keep at the mirror; by default all.
+        storage_options: How to reach the mirror, as :class:`casnap.Store` takes them. casnap
+            neither stores nor shows them.
 
     Raises:
-        TypeError: ``retention`` is something else.
-        ValueError: ``retention`` makes no sense.
+        TypeError: ``retention`` is no :class:`casnap.Retention`.
+        ValueError: The values of ``retention`` contradict each other.
         InvalidNameError: ``tag`` is not valid.
     """
 
@@ -74,12 +74,13 @@ class MirrorStatus:
 
     Attributes:
         uri: The mirror.
-        snapshots: How many snapshots it lacks, and is to get.
-        nbytes: About how many bytes these have added to the mirrored store, as stored.
+        snapshots: How many snapshots it is still to get.
+        nbytes: About how many stored bytes these snapshots have added to the mirrored store.
         active: Whether this process is copying just now.
-        error: Why the last try failed, or that another store continues a run there; else None.
-        since: When it began to fail, in seconds since the epoch.
-        refused: Snapshots, by name, that cannot be mirrored until the user acts, and why.
+        error: Why the last try failed, or that another store continues a run at the mirror; else
+            None.
+        since: When the tries began to fail, in seconds since the epoch; None if they do not.
+        refused: By name, why each snapshot cannot be mirrored that waits for the user to act.
     """
 
     uri: str
@@ -92,13 +93,13 @@ class MirrorStatus:
 
 
 class HostStatus(msgspec.Struct):
-    """What the process that copies says to the others of its host.
+    """The status that the process which copies tells to the other processes of its host.
 
     Attributes:
-        pid: The process.
+        pid: The process that copies.
         error: Why its last try failed; empty if it did not.
-        since: When it began to fail, in seconds since the epoch.
-        refused: Snapshots that cannot be mirrored, by name, and why.
+        since: When its tries began to fail, in seconds since the epoch.
+        refused: By name, why each snapshot cannot be mirrored that waits for the user to act.
     """
 
     pid: int = 0
@@ -108,9 +109,9 @@ class HostStatus(msgspec.Struct):
 
 
 class HostFiles:
-    """Two files of this host: which process copies to a mirror, and what it says.
+    """Two files of this host: a lock for the process that copies to a mirror, and its status.
 
-    Nothing rests on them but that work is not done twice.
+    They only spare double work: without them every process would copy.
 
     Args:
         source: The mirrored store.
@@ -127,18 +128,18 @@ class HostFiles:
 
     @property
     def lock(self) -> Path | None:
-        """The file that the process holds a lock on; None if there is no folder for it."""
+        """The file that the copying process locks; None if this host has no cache folder."""
         return self._path(".lock")
 
     def write(self, status: HostStatus) -> None:
-        """Say something to the other processes."""
+        """Write the status, for the other processes of this host."""
         path = self._path(".json")
         if path is not None:
             with suppress(OSError):
                 path.write_bytes(msgspec.json.encode(status))
 
     def read(self) -> HostStatus | None:
-        """Return what a process that still runs has said."""
+        """Return the status; None if there is none, or the process that wrote it has ended."""
         path = self._path(".json")
         if path is None:
             return None

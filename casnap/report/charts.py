@@ -7,19 +7,19 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from casnap.extending import size
-from casnap.report.facts import Changes, Path
+from casnap.report.facts import ModuleChanges, ModulePath
 from casnap.report.markup import Markup, element, joined, text
 
 WIDTH = 960.0
 _LEFT, _TOP = 84.0, 16.0
 _MOST_POINTS = 400
 _CELL = 13.0
-# The names of some snapshots stand below a drawing.
+# Below a drawing stand the names of some snapshots: how many, their height, and a letter's width.
 _MOST_NAMES, _NAMES, _LETTER = 6, 16.0, 7.3
 
 
 class Box(NamedTuple):
-    """A rectangle: its corner, its width and its height."""
+    """A rectangle: its upper left corner, its width and its height."""
 
     x: float
     y: float
@@ -49,7 +49,7 @@ def bars(names: Sequence[str], values: Sequence[int]) -> Markup:
 
 
 def curve(names: Sequence[str], values: Sequence[float | None]) -> Markup:
-    """Draw a metric as a curve over the snapshots; a gap where one does not have it."""
+    """Draw a metric as a curve over the snapshots, with a gap at each snapshot that lacks it."""
     height, numbers = 110.0, [value for value in values if value is not None]
     low, high = min(numbers), max(numbers)
     span = (high - low) or 1.0
@@ -80,7 +80,7 @@ def curves(runs: Mapping[str, Sequence[tuple[float, float]]]) -> Markup:
     """Draw a metric of several runs: a line for each, over steps or numbers of snapshots.
 
     Args:
-        runs: The points of each run, by the name of the run.
+        runs: By name of a run, its points: the step or number, and the value.
     """
     height, points = 150.0, [point for run in runs.values() for point in run]
     first, last = (pick(x for x, _ in points) for pick in (min, max))
@@ -93,7 +93,7 @@ def curves(runs: Mapping[str, Sequence[tuple[float, float]]]) -> Markup:
 
     lines, keys = list[Markup](), list[Markup]()
     for number, (name, run) in enumerate(runs.items()):
-        # Neighbours in the list are far from each other on the wheel of colours.
+        # 137 degrees apart, so that neighbours in the list have colours that differ much.
         style = f"--hue:{number * 137 % 360}"
         every = max(1, -(-len(run) // _MOST_POINTS))
         path = " ".join(place(*point) for point in (*run[:-1:every], run[-1]))
@@ -108,7 +108,7 @@ def curves(runs: Mapping[str, Sequence[tuple[float, float]]]) -> Markup:
     return joined([_drawing(_TOP + height + _NAMES, drawn), *keys])
 
 
-def heat_map(changes: Changes) -> Markup:
+def heat_map(changes: ModuleChanges) -> Markup:
     """Draw a row for each module and a column for each snapshot: the share that changed."""
     label_width = min(360.0, 12 + 6.4 * max(map(len, changes.modules), default=0))
     width = (WIDTH - label_width) / max(1, len(changes.snapshots))
@@ -131,7 +131,7 @@ def heat_map(changes: Changes) -> Markup:
                 width=max(0.5, width - 1),
                 height=_CELL - 1,
                 class_="heat",
-                # What changed a little must be seen too.
+                # Even a small change must be visible.
                 style=f"--share:{0.0 if not share else 0.12 + 0.88 * share:.3f}",
             )
             for j, (name, share) in enumerate(zip(changes.snapshots, shares, strict=True))
@@ -142,7 +142,7 @@ def heat_map(changes: Changes) -> Markup:
     return _drawing(bottom + _NAMES, rows)
 
 
-def treemap(sizes: dict[Path, int]) -> Markup:
+def treemap(sizes: dict[ModulePath, int]) -> Markup:
     """Draw the bytes of a state as nested rectangles, one for each module."""
     height = 420.0
     drawn = _nested(sizes, Box(0.0, 0.0, WIDTH, height), ())
@@ -175,14 +175,14 @@ def split_box(box: Box, sizes: Sequence[int]) -> list[Box]:
     ]
 
 
-def _nested(sizes: dict[Path, int], box: Box, path: Path) -> list[Markup]:
+def _nested(sizes: dict[ModulePath, int], box: Box, path: ModulePath) -> list[Markup]:
     """Draw what lies below a path into a rectangle."""
-    by_folder: dict[str, dict[Path, int]] = {}
+    by_folder: dict[str, dict[ModulePath, int]] = {}
     for parts, nbytes in sizes.items():
         if parts:
             by_folder.setdefault(parts[0], {})[parts[1:]] = nbytes
     if len(by_folder) == 1:
-        # A step that everything shares says nothing.
+        # If all paths share their next step, no rectangle is drawn for it.
         ((name, inner),) = by_folder.items()
         return (
             _nested(inner, box, (*path, name)) if any(inner) else _tile(box, (*path, name), inner)
@@ -197,7 +197,7 @@ def _nested(sizes: dict[Path, int], box: Box, path: Path) -> list[Markup]:
     return drawn
 
 
-def _tile(box: Box, path: Path, inner: dict[Path, int]) -> list[Markup]:
+def _tile(box: Box, path: ModulePath, inner: dict[ModulePath, int]) -> list[Markup]:
     nbytes = sum(inner.values())
     name = ".".join(path)
     tile = element(

@@ -13,15 +13,15 @@ from casnap import Diff
 from casnap.extending import Progress
 
 _MOST_RUNS = 12
-"""So many runs, those with the newest snapshots, are shown in full."""
+"""How many runs are shown in full: those with the newest snapshots."""
 _MOST_MODULES = 160
 _MOST_PARTS = 32
-"""A path is split so many times: deeper modules are not told apart."""
+"""How many times a path is split: deeper modules are not told apart."""
 _SEPARATORS = re.compile(r"[/.]")
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
 T = TypeVar("T")
-Path: TypeAlias = tuple[str, ...]
+ModulePath: TypeAlias = tuple[str, ...]
 """The modules that lead to an entry, and its own name."""
 
 
@@ -35,11 +35,12 @@ class SnapshotFacts:
         seconds: How long the take took.
         entries: How many entries its state has.
         logical_bytes: The bytes of its state.
-        new_bytes: What its take added to the store.
-        stored_bytes: All that it refers to.
-        unique_bytes: Bytes that no other snapshot refers to: deleting it frees these.
+        new_bytes: The bytes that its take added to the store.
+        stored_bytes: The stored bytes that it refers to.
+        unique_bytes: The stored bytes that no other snapshot refers to: deleting this one frees
+            them.
         metrics: The numbers in its metadata.
-        notes: Why no rule can delete it: its tags, or that a mirror lacks it.
+        notes: Why no rule can delete it: its tags, or a note that a mirror lacks it.
     """
 
     name: str
@@ -55,15 +56,15 @@ class SnapshotFacts:
 
 
 @dataclass(frozen=True)
-class Changes:
-    """Which share of each module differs from the snapshot before.
+class ModuleChanges:
+    """For each module and snapshot, the share that differs from the snapshot before.
 
-    Modules that never do are left out.
+    Modules that never change are left out.
 
     Attributes:
-        snapshots: The names of the snapshots, but for the first one, which has none before it.
-        modules: The modules.
-        shares: For each module, a share from 0 to 1 for each snapshot.
+        snapshots: The names of the snapshots, without the first one, which has none before it.
+        modules: The names of the modules.
+        shares: For each module, a list of shares from 0 to 1, one for each snapshot.
     """
 
     snapshots: list[str]
@@ -72,30 +73,30 @@ class Changes:
 
 
 @dataclass(frozen=True)
-class Run:
-    """The snapshots of one folder, in the order of their commits.
+class RunFacts:
+    """The facts of a run: the snapshots of one folder, in the order of their commits.
 
     Attributes:
-        folder: Its name in the store; empty for the store itself.
-        snapshots: The snapshots.
-        changes: What changed in the last ones of them.
-        sizes: The bytes below each path of the last one.
+        folder: The name of the folder in the store; empty for the store itself.
+        snapshots: The facts of each snapshot.
+        changes: The changes in the last snapshots.
+        sizes: By path, the bytes below it in the last snapshot.
     """
 
     folder: str
     snapshots: list[SnapshotFacts]
-    changes: Changes
-    sizes: dict[Path, int]
+    changes: ModuleChanges
+    sizes: dict[ModulePath, int]
 
 
 @dataclass(frozen=True)
 class Space:
-    """What a store takes up.
+    """The space that a store takes up.
 
     Attributes:
-        stored_bytes: All packs, and the index.
-        live_bytes: The part of these that the snapshots of the store need.
-        saved_bytes: How much larger the chunks would be without deltas and compression.
+        stored_bytes: The bytes of all packs and of the index.
+        live_bytes: The part of these bytes that the snapshots of the store need.
+        saved_bytes: How many bytes deltas and compression save.
     """
 
     stored_bytes: int
@@ -112,8 +113,8 @@ class Facts:
         chunk_size: The size of its chunks, in bytes.
         snapshots: How many snapshots were chosen.
         logical_bytes: The bytes of their states.
-        space: What the store takes up.
-        runs: The runs that are shown, the one with the newest snapshot first.
+        space: The space that the store takes up.
+        runs: The runs that are shown, the run with the newest snapshot first.
         more_runs: How many runs are not shown.
     """
 
@@ -122,7 +123,7 @@ class Facts:
     snapshots: int
     logical_bytes: int
     space: Space
-    runs: list[Run]
+    runs: list[RunFacts]
     more_runs: int
 
 
@@ -136,23 +137,23 @@ def gather(
     most: int,
     progress: Progress | None = None,
 ) -> Facts:
-    """Gather what a report on some snapshots shows.
+    """Gather the facts of a report on some snapshots.
 
     Args:
         uri: The store.
         chunk_size: The size of its chunks, in bytes.
-        snapshots: The snapshots, in the order of their commits: what the caller knows each by, and
-            its facts.
-        space: What the whole store takes up.
-        sizes_in: Returns the paths of all tensors and values of a snapshot, with their bytes.
-        compare: Returns what differs between two snapshots.
+        snapshots: The snapshots, in the order of their commits: a handle of the caller's, and the
+            facts.
+        space: The space that the whole store takes up.
+        sizes_in: Given a handle, returns the paths of all tensors and values, with their bytes.
+        compare: Given two handles, returns the differences between the snapshots.
         most: How many snapshots of each run to compare with the one before.
         progress: Called as ``progress(phase, done, total)``.
     """
     by_folder: dict[str, list[tuple[T, SnapshotFacts]]] = {}
     for snapshot, facts in snapshots:
         folder = facts.name.rpartition("/")[0]
-        # A folder with a newer snapshot comes later.
+        # Put last again, so that folders end up in the order of their newest snapshots.
         by_folder[folder] = by_folder.pop(folder, [])
         by_folder[folder].append((snapshot, facts))
     newest = list(reversed(by_folder))
@@ -172,7 +173,7 @@ def gather(
 
 
 def metrics_in(metadata: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in the metadata of a snapshot that can be drawn."""
+    """Return the numbers in a snapshot's metadata that charts can draw."""
     return {
         key: float(value)
         for key, value in metadata.items()
@@ -187,16 +188,16 @@ def _run(
     compare: Callable[[T, T], Diff],
     most: int,
     progress: Progress | None,
-) -> Run:
+) -> RunFacts:
     compared = snapshots[-most - 1 :]
-    sizes = _summed((_parts(path), nbytes) for path, nbytes in sizes_in(compared[-1][0]))
+    sizes = _summed((_modules_of(path), nbytes) for path, nbytes in sizes_in(compared[-1][0]))
     sizes = {parts: nbytes for parts, nbytes in sizes.items() if nbytes}
     changes = _changes(compared, compare, sizes, progress)
-    return Run(folder, [facts for _, facts in snapshots], changes, sizes)
+    return RunFacts(folder, [facts for _, facts in snapshots], changes, sizes)
 
 
-def _parts(path: str) -> Path:
-    """Return the modules that lead to an entry; all ranks' own entries count as one rank's."""
+def _modules_of(path: str) -> ModulePath:
+    """Return the modules that lead to an entry; the entries of all ranks count as one rank's."""
     head, slash, tail = path.partition("/")
     if slash and _NUMBER.fullmatch(head):
         path = f"ranks/{tail}"
@@ -206,15 +207,15 @@ def _parts(path: str) -> Path:
 def _changes(
     compared: Sequence[tuple[T, SnapshotFacts]],
     compare: Callable[[T, T], Diff],
-    sizes: dict[Path, int],
+    sizes: dict[ModulePath, int],
     progress: Progress | None,
-) -> Changes:
-    columns: list[dict[Path, int]] = []
+) -> ModuleChanges:
+    columns: list[dict[ModulePath, int]] = []
     for number, ((before, _), (after, _)) in enumerate(pairwise(compared)):
         if progress is not None:
             progress("comparing snapshots", number, len(compared) - 1)
         columns.append(
-            _summed((_parts(c.path), c.changed_bytes) for c in compare(before, after).changes)
+            _summed((_modules_of(c.path), c.changed_bytes) for c in compare(before, after).changes)
         )
     changed = {
         parts for column in columns for parts, nbytes in column.items() if nbytes
@@ -223,7 +224,7 @@ def _changes(
     totals = _summed((parts[:depth], nbytes) for parts, nbytes in sizes.items())
     columns = [_summed((parts[:depth], n) for parts, n in column.items()) for column in columns]
     modules = sorted({parts[:depth] for parts in changed}, key=_naturally)
-    return Changes(
+    return ModuleChanges(
         [facts.name for _, facts in compared[1:]],
         [".".join(module) for module in modules[:_MOST_MODULES]],
         [
@@ -233,20 +234,20 @@ def _changes(
     )
 
 
-def _summed(sizes: Iterable[tuple[Path, int]]) -> dict[Path, int]:
-    summed: dict[Path, int] = {}
+def _summed(sizes: Iterable[tuple[ModulePath, int]]) -> dict[ModulePath, int]:
+    summed: dict[ModulePath, int] = {}
     for parts, nbytes in sizes:
         summed[parts] = summed.get(parts, 0) + nbytes
     return summed
 
 
-def _naturally(parts: Path) -> list[tuple[int, int, str]]:
-    """Return a key that sorts numbers by their size."""
+def _naturally(parts: ModulePath) -> list[tuple[int, int, str]]:
+    """Return a sort key for paths that sorts the numbers in them by value."""
     return [(0, int(part), "") if _NUMBER.fullmatch(part) else (1, 0, part) for part in parts]
 
 
-def _depth(paths: Collection[Path]) -> int:
-    """Return how many parts of the paths leave at most as many modules as are shown."""
+def _depth(paths: Collection[ModulePath]) -> int:
+    """Return to how many parts to shorten paths, so that few enough modules are left to show."""
     depth = max(map(len, paths), default=1)
     while depth > 1 and len({parts[:depth] for parts in paths}) > _MOST_MODULES:
         depth -= 1

@@ -1,4 +1,4 @@
-"""Elements of HTML and SVG as text, everything in them escaped."""
+"""Elements of HTML and SVG as text, with all content escaped."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from html import escape
 from typing import NewType
 
 Markup = NewType("Markup", str)
-"""Text in which everything from a store is escaped."""
+"""Text in which all content from a store is escaped."""
 
 
 def text(content: str) -> Markup:
-    """Return a text, escaped; what cannot be printed becomes a replacement character."""
+    """Return a text, escaped; unprintable characters become replacement characters."""
     return Markup(escape("".join(c if c.isprintable() else "\ufffd" for c in content)))
 
 
@@ -25,9 +25,9 @@ def element(name: str, *content: Markup, **attributes: str | float) -> Markup:
 
     Args:
         name: Its name.
-        content: What is in it.
-        attributes: Its attributes; underscores become hyphens, and one at the end is dropped, as
-            in ``class_``.
+        content: The elements and texts in it.
+        attributes: Its attributes. Underscores in names become hyphens; an underscore at the end is
+            dropped, as in ``class_``.
     """
     pairs = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{_attribute(value)}"'

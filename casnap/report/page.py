@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from casnap import __version__
 from casnap.extending import size
 from casnap.report import charts
-from casnap.report.facts import Facts, Run, SnapshotFacts
+from casnap.report.facts import Facts, RunFacts, SnapshotFacts
 from casnap.report.markup import Markup, element, joined, text
 
 HEAD = "<!DOCTYPE html>\n<!-- casnap report -->\n"
-"""How each page begins: a file that begins otherwise is not overwritten."""
+"""The beginning of each page. The command overwrites only files that begin with it."""
 _MOST_METRICS = 12
 _MOST_LISTED = 200
 _STYLE = """
@@ -53,7 +53,7 @@ def page(facts: Facts, now: float) -> str:
     """Return the page.
 
     Args:
-        facts: What it shows.
+        facts: The facts that it shows.
         now: The time, in seconds since the epoch.
     """
     body = joined(
@@ -71,7 +71,7 @@ def page(facts: Facts, now: float) -> str:
         [
             Markup('<meta charset="utf-8">'),
             Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-            # A name in the store may hold anything; even so, nothing is run and nothing is loaded.
+            # Names in a store are untrusted: this keeps the page from running or loading anything.
             Markup(
                 '<meta http-equiv="Content-Security-Policy" '
                 "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
@@ -108,7 +108,7 @@ def _cards(facts: Facts) -> Markup:
     return element("div", joined(cards), class_="cards")
 
 
-def _run(run: Run) -> Markup:
+def _run(run: RunFacts) -> Markup:
     names = [snapshot.name for snapshot in run.snapshots]
     sections = [
         element("h2", text(run.folder or "Snapshots")),
@@ -152,13 +152,13 @@ def _metrics(names: Sequence[str], snapshots: Sequence[SnapshotFacts]) -> list[M
     drawn: list[Markup] = []
     for key in list(keys)[:_MOST_METRICS]:
         values = [snapshot.metrics.get(key) for snapshot in snapshots]
-        # One number makes no curve.
+        # A single number makes no curve.
         if len([value for value in values if value is not None]) > 1:
             drawn += [element("h3", text(f"Metadata: {key}")), charts.curve(names, values)]
     return drawn
 
 
-def _comparison(runs: Sequence[Run]) -> list[Markup]:
+def _comparison(runs: Sequence[RunFacts]) -> list[Markup]:
     """Return a chart for each metric that several runs have, with a line for each of these."""
     drawn: list[Markup] = []
     keys = dict.fromkeys(k for run in runs for s in run.snapshots for k in s.metrics if k != "step")

@@ -60,7 +60,7 @@ FillTarget: TypeAlias = tuple[Region | Selection, torch.Tensor]
 """Which elements of an entry to read, and the tensor to fill with them."""
 
 
-class _Target(NamedTuple):
+class _TensorToFill(NamedTuple):
     """A tensor to fill, with some elements of an entry.
 
     Attributes:
@@ -88,7 +88,7 @@ class _Item(NamedTuple):
     path: str
     entry: KnownEntry
     content: torch.Tensor | bytearray | None
-    targets: Sequence[_Target] = ()
+    targets: Sequence[_TensorToFill] = ()
 
 
 class _Move(NamedTuple):
@@ -247,7 +247,7 @@ class Loading:
                 continue
             cells = self._contents.cells(path, entry)
             digests = split_digests(self._contents.digests(payload, cells, path))
-            each: list[tuple[_Target | None, Iterator[_Move]]]
+            each: list[tuple[_TensorToFill | None, Iterator[_Move]]]
             if isinstance(content, bytearray):
                 content.extend(bytes(payload.nbytes))
                 each = [(None, _copies(cells, memoryview(content)))]
@@ -263,7 +263,7 @@ class Loading:
                     else:
                         yield self._candidate(want, target, cells.region(number))
 
-    def _candidate(self, want: Want, target: _Target, cell: Region) -> Want | Candidate:
+    def _candidate(self, want: Want, target: _TensorToFill, cell: Region) -> Want | Candidate:
         """Return a chunk with the part of a tensor that may hold it whole; else the chunk alone."""
         box, tensor, held = target
         if held is None or not isinstance(box, Region) or cell.intersect(box) != cell:
@@ -319,14 +319,14 @@ def naming(contents: Contents, path: str) -> Iterator[None]:
 
 def _target(
     entry: TensorEntry, box: Region | Selection, tensor: torch.Tensor, held: torch.Tensor | None
-) -> _Target:
+) -> _TensorToFill:
     """Return a tensor to fill, with the one that may hold its elements, if that can be hashed."""
     target = as_copyable(tensor.detach())
     if held is None or is_wrapper(held) or not is_its_storage(held) or is_numpy(entry):
-        return _Target(box, target, None)
+        return _TensorToFill(box, target, None)
     holder = target if held is tensor else as_copyable(held.detach())
     is_alike = holder.dtype == carrier_dtype(entry) and tuple(holder.shape) == box.sizes
-    return _Target(box, target, holder if is_alike else None)
+    return _TensorToFill(box, target, holder if is_alike else None)
 
 
 def with_item_axis(entry: TensorEntry, carrier: torch.Tensor) -> torch.Tensor:

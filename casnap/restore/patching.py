@@ -182,7 +182,8 @@ class LiveWeights:
                     continue
                 filled.add(place)
                 copies = [
-                    (common, _memory_for(tensor, common)) for common in _parts(cells, runs, box)
+                    (common, _memory_for(tensor, common))
+                    for common in _common_regions(cells, runs, box)
                 ]
                 patch.copies.extend((tensor[common.within(box)], new) for common, new in copies)
                 loading.add(path, entry, copies)
@@ -300,7 +301,7 @@ def _changed_runs(cells: Grid, old: bytes, new: bytes) -> Iterator[tuple[int, in
         start = max(stop, start + 1)
 
 
-def _parts(cells: Grid, runs: Iterable[tuple[int, int]], box: Region) -> Iterator[Region]:
+def _common_regions(cells: Grid, runs: Iterable[tuple[int, int]], box: Region) -> Iterator[Region]:
     """Yield the regions that a box has in common with runs of cells."""
     for start, stop in runs:
         common = cells.region(start, stop).intersect(box)

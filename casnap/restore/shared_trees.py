@@ -49,14 +49,14 @@ def _send_trees(comm: Comm, contents: Contents, keys: Iterable[str], keepers: li
                 window.append((recipients, node))
                 nbytes += len(node)
             if nbytes >= _WINDOW_BYTES:
-                comm.scatter(_parts(window, comm.size))
+                comm.scatter(_nodes_by_rank(window, comm.size))
                 window, nbytes = [], 0
     if window:
-        comm.scatter(_parts(window, comm.size))
+        comm.scatter(_nodes_by_rank(window, comm.size))
     comm.scatter([b""] * comm.size)  # an empty part ends the loop of each rank
 
 
-def _parts(window: list[tuple[set[int], bytes]], size: int) -> list[bytes]:
+def _nodes_by_rank(window: list[tuple[set[int], bytes]], size: int) -> list[bytes]:
     # Ranks that get the same nodes get the same object, so that it is made only once.
     equal: dict[tuple[int, ...], bytes] = {}
     parts = []

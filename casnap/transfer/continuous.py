@@ -1,7 +1,7 @@
-"""Copying each new snapshot of a store as it is committed, for as long as asked.
+"""Copying each new snapshot of a store soon after its commit.
 
-A :class:`ContinuousCopier` copies what is new since its last look. A mirror has one on a thread of
-its own, and ``casnap cp --follow`` follows with one.
+A :class:`ContinuousCopier` copies the snapshots that are new since its last look. A mirror uses one
+on a thread of its own, and ``casnap cp --follow`` uses one in a loop.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.copy_jobs import CopyJob, CopyOptions, CopyReport, PlacementError
 
 _log = logging.getLogger("casnap")
-# After how many seconds to try again a snapshot that waits for the user to act.
+# The seconds after which a snapshot that waits for the user to act is tried again.
 _RETRY_REFUSED = 60.0
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What is followed, and where its snapshots go.
+    """The store that is followed, and the store that gets its snapshots.
 
     Attributes:
         source: The store to read from.
         destination: The store to write to.
-        choose: Returns the snapshots that are meant, as the source has them now.
+        choose: Returns a job for each snapshot of the source that is to be copied, also for those
+            that were copied already.
         options: How to copy.
     """
 
@@ -56,13 +57,13 @@ class _Refusal(NamedTuple):
 
 
 class ContinuousCopier:
-    """Copies what was committed since its last look.
+    """Copies the snapshots that were committed since its last look.
 
     Args:
         open_pair: Opens both stores, at the first look.
         progress: As for a copy.
-        explain: Returns the reason why a snapshot cannot be copied, given the error; None if it is
-            not to be tried again.
+        explain: Returns the reason why a snapshot cannot be copied, given the error; None if the
+            copier is not to try it again.
     """
 
     def __init__(
@@ -81,12 +82,12 @@ class ContinuousCopier:
 
     @property
     def refused(self) -> dict[str, str]:
-        """Snapshots, by name, that cannot be copied until the user acts, and the reasons."""
-        # Another thread may be copying.
+        """By name, why each snapshot cannot be copied that waits for the user to act."""
+        # A copy of the dict: another thread may be changing it.
         return {name: refusal.reason for name, refusal in dict(self._refused).items()}
 
     def retry_refused(self) -> None:
-        """Try what was refused again at the next look."""
+        """Try the refused snapshots again at the next look."""
         self._retry_at = 0.0
 
     def look(
@@ -95,7 +96,7 @@ class ContinuousCopier:
         """Copy the snapshots that are new, and yield each with its report.
 
         Args:
-            choose_of: Returns those to copy of the snapshots that are meant, in their order.
+            choose_of: Given all jobs of the pair, returns those to copy now, in their order.
         """
         pair = self._pair = self._pair or self._open_pair()
         root = pair.source.newest()
@@ -105,7 +106,7 @@ class ContinuousCopier:
         try:
             jobs = pair.choose()
         except SnapshotNotFoundError:
-            jobs = ()  # there is nothing yet
+            jobs = ()  # the source has no such snapshot yet
         names: set[str] = set()
         for job in choose_of(jobs):
             names.add(job.name)
@@ -117,7 +118,7 @@ class ContinuousCopier:
                     pair.source, pair.destination, [job], pair.options, self._progress
                 )
             except SnapshotNotFoundError:
-                # It was deleted meanwhile.
+                # The snapshot was deleted meanwhile.
                 continue
             except (SnapshotExistsError, DamagedError, PlacementError) as e:
                 reason = self._explain(job, e)
@@ -137,17 +138,17 @@ class ContinuousCopier:
         self._retry_at = time.monotonic() + _RETRY_REFUSED
 
     def follow(self, interval: float, give_up_after: float | None = None) -> Iterator[CopyReport]:
-        """Copy what the source holds, then each new snapshot, and yield the reports; for ever.
+        """Copy the snapshots of the source, then each new one, for ever; yield the reports.
 
         A snapshot that was copied is not copied again, even if it is deleted at the destination. If
-        it is taken anew under its name, its own earlier copy is replaced, and no other snapshot.
+        it is taken anew under its name, the new copy replaces the old copy, and nothing else.
 
         Args:
-            interval: How often to look, in seconds.
-            give_up_after: For how many seconds failures may go on without a success; None for ever.
+            interval: The seconds between two looks.
+            give_up_after: How many seconds failures may go on without a success; None: for ever.
 
         Raises:
-            CasnapError: It cannot begin, or has failed for so long.
+            CasnapError: Copying cannot begin, or has failed for ``give_up_after`` seconds.
         """
         copied: dict[str, set[bytes]] = {}
         backoff = Backoff("the copy")
@@ -158,7 +159,8 @@ class ContinuousCopier:
                     if report.copied:
                         yield report
             except CasnapError as e:
-                # At the beginning, only what may pass is tried again: it may be a wrong argument.
+                # The first look retries only errors that may pass: others may come from an
+                # argument.
                 if self._pair is None and not isinstance(e, UnavailableError):
                     raise
                 backoff.note_failure(e)
@@ -173,7 +175,7 @@ def _not_copied(copied: dict[str, set[bytes]], jobs: Iterable[CopyJob]) -> Itera
     """Yield the snapshots that were not copied yet, in the order of their roots.
 
     Args:
-        copied: The commits that were copied, by the name at the destination.
+        copied: By name at the destination, the commits that were copied.
         jobs: The snapshots.
     """
     for job in sorted(jobs, key=lambda job: job.row.seq):

@@ -1,9 +1,9 @@
 """Copying snapshots into another store.
 
-A snapshot is copied in parts. Each part is a change of the destination like a take: it relies on
-the chunks that are there, and writes those that it lacks. A part that does not complete the
-snapshot refers to what it has written from a row of its own (``unfinished.py``). The last part
-writes the nodes of the tree and the row of the snapshot, and removes that row.
+A snapshot is copied in parts. Each part is one commit to the destination, as a take is: it relies
+on chunks that the destination has, and writes those that it lacks. A part that does not complete
+the snapshot puts a row of its own that refers to its chunks (``unfinished.py``). The last part
+writes the nodes of the tree and the row of the snapshot, and removes that other row.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from casnap.transfer.source_tree import SourceTree
 from casnap.transfer.tally import Tally
 
 _log = logging.getLogger("casnap")
-# The most nodes of earlier snapshots of this copy that are remembered.
+# The most nodes that a copy remembers of the snapshots that it has copied before.
 _MOST_VISITED = 1 << 19
-# After so many fences, or full disks, a copy gives up.
+# A copy gives up once a fence or a full disk has stopped it so many times.
 _TRIES = 5
 
 
@@ -41,35 +41,36 @@ def copy_snapshots(
 ) -> CopyReport:
     """Copy snapshots into another store, in the order of their commits.
 
-    A snapshot of the same name and commit id that is there already is not copied again.
+    A snapshot that the destination has already, with the same name and commit id, is not copied
+    again.
 
     Args:
         source: The store to read from.
         destination: The store to write to; None for a dry run into a store that is to be made.
-        snapshots: What to copy.
-        options: How.
-        progress: Called with "copying", the bytes that were dealt with, and the total.
+        snapshots: The snapshots to copy.
+        options: How to copy them.
+        progress: Called with "copying", the bytes that were sent or found present, and the total.
 
     Raises:
         SnapshotExistsError: A name is taken. Nothing was sent.
         SnapshotNotFoundError: A snapshot was deleted from the source meanwhile.
-        DamagedError: Something in the source cannot be read. What was copied before stands.
-        UnsupportedFormatError: A newer version has to copy some of them. All others were copied.
+        DamagedError: A chunk or node of the source cannot be read. Earlier copies stay.
+        UnsupportedFormatError: Only a newer casnap can copy some snapshots. All others were copied.
         FencedError: A collector was faster than the copy, again and again.
         StoreError: A store failed.
     """
     started = time.monotonic()
-    copy = _Copy(source, destination, options or CopyOptions(), progress)
+    copy = _Copying(source, destination, options or CopyOptions(), progress)
     copy.run(sorted(snapshots, key=lambda job: (job.row.seq, job.name)))
     copy.report.seconds = time.monotonic() - started
     return copy.report
 
 
-class _Copy:
-    """A copy of several snapshots.
+class _Copying:
+    """The copying of several snapshots.
 
     Attributes:
-        report: What was done so far.
+        report: The report so far.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class _Copy:
         self._tally = Tally(progress)
         self.report = self._tally.report
         self.report.dry_run = options.dry_run
-        # The nodes that this copy visited; and each with the copied snapshot that it is part of.
+        # The nodes that this has visited, by key; and the copied snapshot that each belongs to.
         self._visited: set[bytes] = set()
         self._owners: dict[bytes, CopyJob] = {}
 

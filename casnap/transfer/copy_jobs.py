@@ -15,16 +15,16 @@ PART_SECONDS = 30.0
 
 
 class PlacementError(StoreError):
-    """A snapshot has no place at its destination, as :attr:`CopyJob.place` says."""
+    """A snapshot has no place at its destination; raised by :attr:`CopyJob.place`."""
 
 
 class Placement(NamedTuple):
     """How a snapshot is put into the table of a destination.
 
     Attributes:
-        notes: The notes that its row is to have there.
-        replaced: The snapshots there that it replaces, by full name.
-        tags: Tags that it gets there beside its own.
+        notes: The notes that its row gets there.
+        replaced: By full name, the snapshots of the destination that it replaces.
+        tags: Tags that it gets there besides its own.
     """
 
     notes: Mapping[str, Any]
@@ -39,12 +39,13 @@ class CopyJob(NamedTuple):
         name: Its full name in the source.
         new_name: Its full name in the destination.
         row: Its row in the source's table.
-        replaces: The commit ids of snapshots that it may replace there.
-        place: Says otherwise how it is placed, given the table and the number of the next root. It
-            raises :class:`PlacementError` to give up.
-        moved_tag: A tag that is moved to it there, so that it holds nothing that this replaces.
-        upkeep: Given the table, what the snapshot replaces, its new row, and the session, returns
-            what else the same commit does to the run there.
+        replaces: The commit ids of snapshots that it may replace at the destination.
+        place: Given the destination's table and the number of its next root, returns the placement;
+            None: the default one, by ``replaces``. It may raise :class:`PlacementError`.
+        moved_tag: A tag that this copy will get: the tag does not keep other snapshots from being
+            replaced by it.
+        upkeep: Given the table, the replaced snapshots, the new row, and the session, returns what
+            the same commit also does to the run at the destination.
     """
 
     name: str
@@ -56,7 +57,7 @@ class CopyJob(NamedTuple):
     upkeep: Callable[[Table, Mapping[str, Row], Row, Session], Upkeep] | None = None
 
     def placement(self, table: Table, seq: int) -> Placement:
-        """Return how it is placed in a table, for the root of a number."""
+        """Return the placement of the snapshot in a table, for the root of number ``seq``."""
         if self.place is not None:
             return self.also_replacing_itself(table, self.place(table, seq))
         row = table.get(self.new_name)
@@ -64,9 +65,9 @@ class CopyJob(NamedTuple):
         return self.also_replacing_itself(table, Placement(self.row.copied_notes, replaced))
 
     def also_replacing_itself(self, table: Table, placement: Placement) -> Placement:
-        """Return a placement that replaces the same snapshot by the name that it had there before.
+        """Return a placement that also replaces this snapshot's copy under an earlier name.
 
-        It has another name since its run went back from it, or to it again.
+        A snapshot gets another name when its run goes back from it, or to it again.
         """
         base_name = self.new_name.rpartition("/")[2]
         same = {
@@ -85,13 +86,13 @@ class CopyOptions:
     """How to copy.
 
     Attributes:
-        dry_run: Only report what would be sent.
-        skip_gone: Pass over snapshots that are deleted from the source meanwhile.
-        part_bytes: Commit what was sent when it is about so many bytes, so that a repeat goes on
-            from there.
-        part_seconds: Commit it also when about so many seconds have passed: a link may be slow.
-        hooks: Those of the destination.
-        gets_all: Whether the destination gets each snapshot: then it gets deltas on a disk too.
+        dry_run: Whether to report only what would be sent.
+        skip_gone: Whether to skip snapshots that are deleted from the source meanwhile.
+        part_bytes: About how many bytes to send before they are committed, so that a repeated copy
+            goes on from there.
+        part_seconds: About how many seconds after which they are committed too: a link may be slow.
+        hooks: The hooks of commits to the destination.
+        gets_all: Whether the destination gets each snapshot. Then it gets deltas even on a disk.
     """
 
     dry_run: bool = False
@@ -104,19 +105,19 @@ class CopyOptions:
 
 @dataclass
 class CopyReport:
-    """What a copy did, or with ``dry_run`` would do. Bytes are those of chunks and nodes as stored.
+    """What a copy did, or with ``dry_run`` would do. Bytes are as stored, of chunks and nodes.
 
     Attributes:
         dry_run: Whether nothing was changed.
-        copied: The names of the snapshots that were copied, as they are called there.
-        present: The names of those that were there already.
-        gone: The names, in the source, of those that were deleted there meanwhile.
+        copied: The names, at the destination, of the snapshots that were copied.
+        present: The names of snapshots that the destination had already.
+        gone: The names, in the source, of snapshots that were deleted there meanwhile.
         sent_chunks: How many chunks and tree nodes were sent.
         sent_bytes: Their bytes.
-        present_chunks: How many chunks and tree nodes of the copied snapshots were there already.
-            One that several snapshots have may count more than once.
+        present_chunks: How many chunks and tree nodes of the copied snapshots the destination had
+            already. One that several snapshots share may count more than once.
         present_bytes: Their bytes.
-        seconds: How long it took.
+        seconds: How long the copy took.
     """
 
     dry_run: bool = False

@@ -11,18 +11,19 @@ from casnap.transfer.copy_jobs import CopyJob
 
 
 def choose(source: Repository, prefix: str, name: str | None, rename: str | None) -> list[CopyJob]:
-    """Return the snapshots that are meant, each with its full name and what it is called there.
+    """Return a job for each snapshot that ``name`` means, with its new name at the destination.
 
     Args:
         source: The store.
-        prefix: The folder that the names lie in, and that their new names are without; "" for the
+        prefix: The folder below which names are looked for; new names do not have it. "" for the
             whole store.
-        name: A snapshot, or a folder of them; None for all.
-        rename: What that is called at the destination, or the folder that all go into.
+        name: A snapshot, or a folder of snapshots; None for all.
+        rename: The new name of that snapshot or folder; without ``name``, the folder at the
+            destination that all snapshots go into.
 
     Raises:
-        SnapshotNotFoundError: There are none.
-        InvalidNameError: The name, or a new one, cannot be one.
+        SnapshotNotFoundError: ``name`` means no snapshot that is there.
+        InvalidNameError: The name, or a new name, is not valid.
     """
     inner = "" if name is None else check_name(name)
     outer = "/".join(part for part in (prefix, inner) if part)
@@ -56,8 +57,8 @@ def check_pair(source: Repository, destination: Repository) -> None:
     """Check that snapshots of one store can be copied into another one.
 
     Raises:
-        StoreError: They are the same store, or their chunks are of different sizes.
-        UnsupportedFormatError: The other one stores chunks as this version cannot.
+        StoreError: Both are the same store, or they have chunks of different sizes.
+        UnsupportedFormatError: The destination's codec is unknown to this casnap.
     """
     source_backend, destination_backend = source.backend, destination.backend
     is_same_id = source.config.store_id == destination.config.store_id
@@ -75,7 +76,7 @@ def check_pair(source: Repository, destination: Repository) -> None:
             f"chunks of one size: make the other store with `casnap init --chunk-size {ours}K`; or "
             "restore from the one and take into the other"
         )
-    # Raises for one that this version does not know.
+    # Raises for a codec that this casnap does not know.
     _ = destination.settings(destination.recent()).codec
 
 

@@ -1,4 +1,4 @@
-"""Copying chunks in their smallest form: as deltas of what the destination has, or in planes."""
+"""Copying chunks in their smallest form: as deltas of chunks at the destination, or in planes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from casnap.runtime.threads import cores, mapped, works_in_background
 from casnap.storage import ChunkBuffer, Repository, Session
 
 Report = Callable[[Digest, int], None]
-# No chunk counts as less.
+# In the estimate of memory, a chunk counts as at least so many bytes.
 _LEAST = 1 << 20
-# More threads would wait for Python's lock; and for large chunks they would need much memory.
+# More threads would wait for Python's lock, and would need too much memory for large chunks.
 _MOST_THREADS, _MOST_BYTES = 8, 128 << 20
 
 
@@ -25,9 +25,9 @@ class DeltaCopier:
 
     Args:
         source: The store to read from.
-        session: The change of the store to write to.
-        candidates: For some chunks of the source, another one that each may be like. Those that the
-            destination has become bases of deltas, and are relied on.
+        session: The session of the store to write to.
+        candidates: By chunk of the source, a chunk that it may resemble. If the destination has the
+            candidate, it becomes the base of a delta, and the session relies on it.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class DeltaCopier:
         """Copy some chunks.
 
         Args:
-            places: The chunks, each with where it lies in the source, if that is known.
-            report: Called with digest and raw length of each, from any thread.
+            places: The chunks, each with its place in the source if that is known.
+            report: Called with the digest and the raw length of each; any thread may call it.
 
         Raises:
-            DamagedError: Some are nowhere whole in the source.
-            PlaceError: Some cannot be read, and may be whole.
+            DamagedError: No copy of some chunk in the source is whole.
+            PlaceError: Some chunk cannot be read now, though it may be whole.
         """
         sizes = {d: 0 if place is None else place.raw_size for d, place in places.items()}
         bases = self._usable_bases(sizes)
@@ -75,7 +75,7 @@ class DeltaCopier:
         self._buffers.append(buffer)
 
     def _usable_bases(self, digests: Iterable[Digest]) -> dict[Digest, Digest]:
-        """Return the candidates that the destination has, which it then keeps."""
+        """Return, by chunk, the base that the destination has; the session then relies on it."""
         bases = {d: base for d in digests if (base := self._candidates.get(d)) is not None}
         candidates = list(dict.fromkeys(bases.values()))
         places = self._session.rely_on(candidates) if candidates else []
@@ -85,7 +85,7 @@ class DeltaCopier:
     def _read(
         self, buffer: ChunkBuffer, digests: list[Digest], bases: set[Digest]
     ) -> dict[Digest, memoryview]:
-        """Return some chunks, and the candidates for their bases that are whole in the source."""
+        """Read chunks, and the bases that are whole in the source; return their bytes by digest."""
         try:
             return buffer.read(self._source, dict.fromkeys([*digests, *bases]))
         except (DamagedError, UnsupportedFormatError):

@@ -25,23 +25,23 @@ from casnap.transfer.delta_copies import DeltaCopier
 from casnap.transfer.source_tree import SourceTree
 from casnap.transfer.tally import Tally
 
-# So many digests are looked for at a time, at most.
+# The most digests that are looked up at a time.
 _BATCH = 1024
-# After so many stored bytes, it is asked whether the time of a part is over.
+# The stored bytes after which the copy asks whether the time of a part is over.
 _TURN_BYTES = 32 << 20
 # The most chunks of a part: all of its entries are in memory at once.
 _MOST_CHUNKS = 1 << 16
 
 RelyOn = Callable[[list[Digest]], "list[Place | None]"]
 Planned = dict[Digest, "Place | None"]
-"""What to send, with its places in the source."""
+"""The chunks to send, with their places in the source."""
 
 
 def placement_in(table: Table, job: CopyJob, backend: Backend, seq: int) -> Placement | None:
-    """Return how a snapshot is placed in a table; None if it was copied already.
+    """Return the placement of a snapshot in a table; None if the snapshot was copied already.
 
     Raises:
-        SnapshotExistsError: Its name is taken by another one, or by a file.
+        SnapshotExistsError: Another snapshot, or a file, has its name.
     """
     row = table.get(job.new_name)
     if row is not None and row.commit == job.row.commit:
@@ -65,7 +65,7 @@ class SnapshotCopy:
         job: The snapshot.
         tree: Its tree.
         options: How to copy.
-        tally: Counts what is done.
+        tally: Counts the chunks and bytes.
     """
 
     def __init__(
@@ -82,17 +82,17 @@ class SnapshotCopy:
         self._options = options
         self._tally = tally
         self._pending: Iterator[Digest] = tree.chunks()
-        # The digests that the destination has, of this part and of earlier ones.
+        # The digests that the destination has: of this part, and of earlier parts.
         self._present, self._present_before = bytearray(), bytearray()
         self._looks_again = False
         self._candidates: dict[Digest, Digest] | None = None
         self._parts: dict[str, bytes] = {}
         self._new_bytes = 0
-        # Its row, once it is committed, and those of the snapshots that go with that.
+        # Once the snapshot is committed: its row, and the rows of the snapshots that it replaced.
         self._row: Row | None = None
         self._gone: dict[str, Row] = {}
 
-    # --- what to send ---
+    # --- planning ---
 
     def _plan(self, reuse: RelyOn) -> tuple[Planned, bool]:
         """Return the chunks to send next, and whether these are the last ones."""
@@ -107,7 +107,7 @@ class SnapshotCopy:
             if not batch:
                 if not self._present_before:
                     return planned, True
-                # It may have been collected since.
+                # Chunks of earlier parts may have been collected since.
                 self._pending = iter(split_digests(bytes(self._present_before)))
                 self._present_before = bytearray()
                 self._looks_again = True
@@ -132,10 +132,10 @@ class SnapshotCopy:
         return lacking
 
     def look(self, destination: Repository | None) -> None:
-        """Report what would be sent.
+        """Count what a copy would send, and send nothing.
 
         Args:
-            destination: The store that it would be sent to; None if that is to be made.
+            destination: The store to write to; None if it is to be made.
         """
         if destination is None:
             self._look(lambda digests: [None] * len(digests))
@@ -147,7 +147,7 @@ class SnapshotCopy:
         is_last = False
         while not is_last:
             planned, is_last = self._plan(reuse)
-            # A second look would find the same.
+            # Cleared, so that the plan does not look a second time: the result would be the same.
             self._present = bytearray()
             self._count_would(planned)
         for digests in _batches([*self._tree.nodes.values()]):
@@ -170,7 +170,7 @@ class SnapshotCopy:
         """Copy the snapshot; return False if another process has copied it meanwhile.
 
         Raises:
-            FencedError: A collector has deleted what this has written or relied on.
+            FencedError: A collector has deleted chunks that this copy has written or relied on.
         """
         while not run_shielded(partial(self._part, destination)):
             continue
@@ -182,11 +182,11 @@ class SnapshotCopy:
         return True
 
     def _part(self, destination: Repository, crew: Crew) -> bool:
-        """Send a part, and commit it; return whether the destination has the snapshot then."""
+        """Send a part and commit it; return whether the destination now has the snapshot."""
         with Session(destination, crew, copies=True) as session:
             planned, is_last = self._plan(session.rely_on)
             sizes = self._send(session, planned)
-            if len(sizes) < len(planned):  # its time is over
+            if len(sizes) < len(planned):  # the time of the part is over
                 remaining = planned.keys() - {digest for digest, _ in sizes}
                 self._pending = chain(filter(remaining.__contains__, planned), self._pending)
             elif is_last:
@@ -198,7 +198,7 @@ class SnapshotCopy:
         """Copy chunks into new packs, until the part's time is over.
 
         Returns:
-            The digest and the raw length of each.
+            The digest and the raw length of each chunk that was sent.
         """
         ends = time.monotonic() + self._options.part_seconds
         sizes: list[tuple[Digest, int]] = []
@@ -212,10 +212,10 @@ class SnapshotCopy:
             return 0 if place is None else place.stored_size
 
         deltas: DeltaCopier | None = None
-        # A store that compresses compresses all; another one takes chunks as they are.
+        # Either all chunks are compressed, or all are sent as they are stored.
         if self._compresses(session):
             session.use(Codec.PLANES)
-            # To find candidates takes long.
+            # Only for chunks to send: finding candidates takes long.
             if planned:
                 deltas = DeltaCopier(self._source, session, self._candidates_for(session))
         else:
@@ -231,14 +231,14 @@ class SnapshotCopy:
         return sizes
 
     def _compresses(self, session: Session) -> bool:
-        """Whether chunks are stored as deltas, or in planes."""
+        """Whether the destination gets chunks as deltas or in planes."""
         settings = session.store.settings(session.base.root)
-        # What `gc` does not make smaller later is to come small.
+        # Small at once, if no later `gc` there makes the chunks smaller.
         is_small = settings.is_auto and (self._options.gets_all or not settings.recodes)
         return settings.codec is not Codec.RAW or is_small
 
     def _candidates_for(self, session: Session) -> dict[Digest, Digest]:
-        """Return for chunks of the snapshot those of the last one that the destination has."""
+        """Return, by chunk, the chunk of the same cell in the last snapshot at the destination."""
         if self._candidates is None:
             contents = Contents(self._source, self._job.name, self._job.row)
             there = _Presence(session, self._job)
@@ -248,7 +248,7 @@ class SnapshotCopy:
         return self._candidates
 
     def _commit_part(self, session: Session, sizes: list[tuple[Digest, int]]) -> bool:
-        """Commit what was sent, so that no collector deletes it; False as of :meth:`_commit`."""
+        """Commit the sent chunks, so that no collector deletes them; return as :meth:`_commit`."""
         parts = unfinished.put_part(session, sizes)
 
         def update_root(root: Root) -> Root:
@@ -264,7 +264,7 @@ class SnapshotCopy:
         nodes = self._put_nodes(session)
         job = self._job
         contents = Contents(self._source, job.name, job.row)
-        # A row that does not fit its manifest is found here, not by readers of the copy.
+        # Read both, so that a row that does not fit its manifest is found before the copy.
         metadata, _ = contents.metadata, contents.manifest
         row = job.row
         notes = self._options.hooks.notes(job.new_name)
@@ -302,7 +302,7 @@ class SnapshotCopy:
     def _put_nodes(self, session: Session) -> int:
         """Write the nodes that the destination lacks; return how many."""
         count = 0
-        # The manifest last, as a take writes it.
+        # In reverse order, so that the manifest comes last, as in a take.
         for digests in _batches([*reversed(self._tree.nodes.values())]):
             lacking = []
             for digest, place in zip(digests, session.rely_on(digests), strict=True):
@@ -320,7 +320,15 @@ class SnapshotCopy:
         chunks: int,
         update_root: Callable[[Root], Root],
     ) -> bool:
-        """Commit what was sent; return False if another process has copied all of it meanwhile."""
+        """Commit; return False if another process has copied the whole snapshot meanwhile.
+
+        Args:
+            session: The session of the destination.
+            change: Given the table, the number of the next root, and the placement, returns the
+                changes of rows.
+            chunks: How many chunks the session has written.
+            update_root: Returns the next root with further changes.
+        """
 
         def placed(table: Table, seq: int) -> dict[str, Row | None] | None:
             placement = placement_in(table, self._job, session.store.backend, seq)
@@ -333,10 +341,11 @@ class SnapshotCopy:
         return True
 
     def _check_kept(self, store: Repository, root: Root) -> None:
-        """Check that a root still refers to what this does not rely on by itself.
+        """Check that a root still keeps the chunks that other rows keep for this copy.
 
         Raises:
-            FencedError: A snapshot that has a part of the tree, or a part of this, was deleted.
+            FencedError: A snapshot that shares a part of the tree, or an earlier part of this copy,
+                was deleted.
         """
         table = store.table(root)
         stand = self._parts.items() <= unfinished.parts_of(store, root, self._job).items()
@@ -348,10 +357,10 @@ class SnapshotCopy:
 
 
 class _Presence:
-    """Which snapshots the destination has that a copy may stand on.
+    """The snapshots of the destination whose chunks can be bases for a copy.
 
     Args:
-        session: The change of the destination.
+        session: The session of the destination.
         job: The snapshot that is copied.
     """
 
@@ -362,7 +371,10 @@ class _Presence:
         self._time = job.row.time
 
     def has(self, name: str, row: Row) -> bool:
-        """Whether it has a snapshot of the source: most often under the same name in its folder."""
+        """Whether the destination has a snapshot of the source, by its commit id.
+
+        This looks first under the same name in the folder of the copy, where most are.
+        """
         inner = name.rpartition("/")[2]
         there = self._table.get(f"{self._folder}/{inner}" if self._folder else inner)
         if there is not None and there.commit == row.commit:
@@ -370,7 +382,7 @@ class _Presence:
         return row.commit in self._commits
 
     def last_before(self) -> Contents | None:
-        """Return the last snapshot of the folder that was taken before; None if there is none."""
+        """Return the last snapshot of the folder that was taken earlier; None if there is none."""
         earlier = [
             (name, row)
             for name, row in self._table.items_in(self._folder)

@@ -14,12 +14,12 @@ class SourceTree:
 
     Args:
         contents: The snapshot.
-        visited: The keys of nodes that were visited before; new ones are added.
-        owners: The copied snapshot that each of these is part of.
+        visited: The keys of nodes that were visited before; this adds the keys of new ones.
+        owners: By key of a visited node, the copied snapshot that it belongs to.
 
     Attributes:
-        nodes: The nodes that were visited so far, each before those below it: key and digest.
-        shared_with: The copied snapshots that the other nodes are part of, by their new names.
+        nodes: By key, the digests of the nodes that were visited so far; parents come first.
+        shared_with: By new name, the copied snapshots that have the subtrees that were left out.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class SourceTree:
         self.shared_with: dict[str, CopyJob] = {}
 
     def chunks(self) -> Iterator[Digest]:
-        """Walk the tree, and yield the digests of its chunks; one may come several times.
+        """Walk the tree, and yield the digests of its chunks. A digest may come several times.
 
         Raises:
             DamagedError: A node is missing or damaged.

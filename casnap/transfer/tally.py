@@ -1,4 +1,4 @@
-"""Counting what a copy does, for its report and its progress."""
+"""Counting the chunks and bytes of a copy, for its report and its progress."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from casnap.transfer.copy_jobs import CopyReport
 
 
 class Tally:
-    """Counts what was dealt with.
+    """Counts what a copy has sent, and what the destination had already.
 
     Args:
-        progress: Called with "copying", the bytes that were dealt with, and the total.
+        progress: Called with "copying", the bytes that were sent or found present, and the total.
 
     Attributes:
         report: The report so far.
-        bytes: Counts the bytes of all snapshots that were dealt with.
-        would_send: In a dry run, what would be sent for the snapshots so far.
+        bytes: Counts the bytes that were sent or found present.
+        would_send: In a dry run, the digests that would be sent for the snapshots so far.
     """
 
     def __init__(self, progress: Progress | None) -> None:
@@ -30,13 +30,17 @@ class Tally:
 
     @contextmanager
     def dealing_with(self, nbytes: int) -> Iterator[None]:
-        """Deal with a snapshot of so many bytes, some of which may be passed over as a whole."""
+        """Count a snapshot of ``nbytes`` bytes as done at the end of the block.
+
+        The block counts the bytes of chunks that it looks at, which may be fewer: whole subtrees
+        may be skipped.
+        """
         before = self.bytes.done
         yield
         self.bytes.add(before + nbytes - self.bytes.done)
 
     def count_present(self, place: Place) -> None:
-        """Count a chunk or node that the destination has."""
+        """Count a chunk or node that the destination has already."""
         self.report.present_chunks += 1
         self.report.present_bytes += place.stored_size
 

@@ -1,7 +1,7 @@
-"""Unfinished copies in the root, which keep the parts that were sent from the collector.
+"""Unfinished copies: the root refers to their parts, so that no collector deletes sent chunks.
 
-For each there is a manifest with a key for each part, with an entry for each chunk: a value of its
-bytes. So for every collector it is like that of a snapshot.
+Each unfinished copy has a manifest like a snapshot's, so a collector needs no rule of its own for
+it. The manifest has a key for each part, and below it a value for each chunk.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from casnap.transfer.copy_jobs import CopyJob
 
 
 def put_part(session: Session, sizes: list[tuple[Digest, int]]) -> dict[str, bytes]:
-    """Store the tree that refers to some chunks.
+    """Store the tree of a part, which refers to the chunks that were sent.
 
     Args:
-        session: The one that wrote them.
-        sizes: Digest and raw length of each.
+        session: The session that wrote the chunks.
+        sizes: The digest and the raw length of each chunk.
 
     Returns:
-        The key of the part, and the top of its tree.
+        The key of the part, with the digest of the top of its tree.
     """
     entries: dict[str, KnownEntry] = {
         f"/{number}": ValueEntry(Payload(nbytes, b"", digest), "bytes")
@@ -45,7 +45,7 @@ def parts_of(store: Repository, root: Root, job: CopyJob) -> dict[str, bytes]:
 
 
 def with_parts(session: Session, root: Root, job: CopyJob, parts: dict[str, bytes]) -> Root:
-    """Return a root that refers to some more parts of a snapshot."""
+    """Return a root that refers to further parts of a snapshot."""
     every = {**parts_of(session.store, root, job), **parts}
     manifest = session.put_table_node(encode(Manifest(every, {"0": {}})))
     copy = UnfinishedCopy(NodeRef(manifest, None), time.time())

@@ -142,7 +142,7 @@ def runs(
     """
     parts: list[tuple[int, int, list[int]]] = []
     for start, stop, numbers in _ranges(targets):
-        parts += _parts(start, stop, numbers, targets)
+        parts += _split(start, stop, numbers, targets)
     missing_parts = Counter(number for _, _, numbers in parts for number in numbers)
 
     def passed(numbers: list[int], place: int) -> None:
@@ -172,7 +172,7 @@ def _ranges(targets: Sequence[Target]) -> list[tuple[int, int, list[int]]]:
     return ranges
 
 
-def _parts(
+def _split(
     start: int, stop: int, numbers: list[int], targets: Sequence[Target]
 ) -> Iterator[tuple[int, int, list[int]]]:
     # Servers keep objects in pieces of such lengths. A part that is aligned touches fewer pieces.

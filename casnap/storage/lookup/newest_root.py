@@ -187,11 +187,11 @@ class RememberedRoot(NewestRoot):
         self._seen_at = self._newest_at = time.monotonic()
         if self._kept != (root.seq, root.commit):
             self._kept = (root.seq, root.commit)
-            note = _Note(self._config, root.seq, root.commit)
+            note = _RootNote(self._config, root.seq, root.commit)
             _host_notes(self._backend).keep_notes({_NOTE: encode(note)})
 
 
-class _Note(msgspec.Struct, array_like=True):
+class _RootNote(msgspec.Struct, array_like=True):
     config: StoreConfig
     seq: int
     commit: bytes
@@ -215,7 +215,7 @@ def _known_to_host(backend: Backend, *, look_ahead: bool) -> tuple[StoreConfig, 
         more.
     """
     try:
-        note = decoder(_Note).decode(_host_notes(backend).note(_NOTE) or b"")
+        note = decoder(_RootNote).decode(_host_notes(backend).note(_NOTE) or b"")
         if look_ahead:
             root, newer = root_and_next(backend, note.seq)
         else:

@@ -21,7 +21,7 @@ _MOST = 1000
 """The most names of a folder to look at."""
 
 
-class Form(NamedTuple):
+class CheckpointForm(NamedTuple):
     """A form of checkpoints of another library.
 
     Attributes:
@@ -43,25 +43,27 @@ class Form(NamedTuple):
         return f"{self.reader} loads" if self.reader else "`casnap import` imports as a snapshot"
 
 
-_SAFETENSORS = Form("safetensors", ("*.safetensors",), is_sure=False)
+_SAFETENSORS = CheckpointForm("safetensors", ("*.safetensors",), is_sure=False)
 _FILES = (
     _SAFETENSORS,
-    Form("torch.save", ("*.pt", "*.pth", "*.ckpt", "*.bin"), is_sure=False),
+    CheckpointForm("torch.save", ("*.pt", "*.pth", "*.ckpt", "*.bin"), is_sure=False),
 )
 _FOLDERS = (
-    Form("torch.distributed.checkpoint", (".metadata",)),
-    Form("TorchSnapshot", (".snapshot_metadata",)),
-    Form("DeepSpeed", ("*mp_rank_*_states.pt",), reader="DeepSpeed's own load_checkpoint"),
-    Form("Accelerate", ("random_states_0.pkl",), reader="Accelerate's own load_state"),
+    CheckpointForm("torch.distributed.checkpoint", (".metadata",)),
+    CheckpointForm("TorchSnapshot", (".snapshot_metadata",)),
+    CheckpointForm(
+        "DeepSpeed", ("*mp_rank_*_states.pt",), reader="DeepSpeed's own load_checkpoint"
+    ),
+    CheckpointForm("Accelerate", ("random_states_0.pkl",), reader="Accelerate's own load_state"),
     _SAFETENSORS,
-    Form("torch_checkpointing", ("metadata.pkl", "*_0.pt"), is_sure=False),
+    CheckpointForm("torch_checkpointing", ("metadata.pkl", "*_0.pt"), is_sure=False),
 )
 """The forms of folders. The first one that matches counts."""
 _LATEST = "latest"
 """DeepSpeed writes the name of its last checkpoint into this file, beside the checkpoint."""
 
 
-def form_of(path: Path) -> Form | None:
+def form_of(path: Path) -> CheckpointForm | None:
     """Return the form of another library's checkpoint, judged by names; None if it is none."""
     try:
         if is_file(path):
@@ -139,7 +141,7 @@ class ForeignCheckpoints:
             )
 
 
-def _folder_form(folder: Path, forms: Sequence[Form]) -> Form | None:
+def _folder_form(folder: Path, forms: Sequence[CheckpointForm]) -> CheckpointForm | None:
     """Return the first form that a folder matches, or its last checkpoint of DeepSpeed does."""
     folders = [folder]
     if is_file(latest := folder / _LATEST):
@@ -150,7 +152,7 @@ def _folder_form(folder: Path, forms: Sequence[Form]) -> Form | None:
     return next((form for form in forms if any(_has(each, form) for each in folders)), None)
 
 
-def _has(folder: Path, form: Form) -> bool:
+def _has(folder: Path, form: CheckpointForm) -> bool:
     """Whether a folder has a file that a telltale of a form matches."""
     # Ask for a plain name directly: the folder may have too many names to look at.
     names = [glob for glob in form.telltales if "*" not in glob]
@@ -161,7 +163,7 @@ def _has(folder: Path, form: Form) -> bool:
     return any(is_file(folder / name) and not _is_ours(folder / name) for name in names)
 
 
-def _matches(form: Form, name: str) -> bool:
+def _matches(form: CheckpointForm, name: str) -> bool:
     return any(fnmatchcase(name, glob) for glob in form.telltales)
 
 

@@ -21,7 +21,7 @@ _WEIGHT, _MOST_WEIGHT = 56.0, 8.0
 _LARGE_SHARE = 0.5
 
 
-class Form(NamedTuple):
+class ChosenForm(NamedTuple):
     """The form in which to store a chunk.
 
     Attributes:
@@ -78,7 +78,7 @@ class ChunkForms:
         """
         return chains_below(digests, partial(self._find, view))
 
-    def choose(self, digest: Digest, raw: memoryview, base: Base | None) -> Form | None:
+    def choose(self, digest: Digest, raw: memoryview, base: Base | None) -> ChosenForm | None:
         """Return the smallest form of a chunk; None if no form is smaller than the chunk.
 
         Several threads may call this.
@@ -93,19 +93,19 @@ class ChunkForms:
             return delta
         planes = compress(raw)
         if planes is not None and (delta is None or len(planes) <= len(delta.content)):
-            return Form(planes, Codec.PLANES, None)
+            return ChosenForm(planes, Codec.PLANES, None)
         return delta
 
-    def _delta(self, digest: Digest, raw: memoryview, base: Base) -> Form | None:
+    def _delta(self, digest: Digest, raw: memoryview, base: Base) -> ChosenForm | None:
         """Return a chunk as a delta; None if that saves little, or readers cannot afford it."""
         sizes = [place.stored_size for _, place in base.chain]
         if can_carry(base.chain, digest) and _is_affordable([0, *sizes], len(raw)):
             delta = encode_delta(raw, base.raw, base.digest)
             if delta is not None and _is_affordable([len(delta), *sizes], len(raw)):
-                return Form(delta, Codec.DELTA, base.digest)
+                return ChosenForm(delta, Codec.DELTA, base.digest)
         return None
 
-    def write(self, new_packs: NewPacks, digest: Digest, nbytes: int, form: Form) -> None:
+    def write(self, new_packs: NewPacks, digest: Digest, nbytes: int, form: ChosenForm) -> None:
         """Write a chunk in a form.
 
         Args:

@@ -45,7 +45,7 @@ from casnap.storage.lookup.index import IndexView
 from casnap.storage.packs.pack_writer import Raw, SelectNew
 from casnap.storage.reading.repository import Repository
 from casnap.storage.reading.table import Table
-from casnap.storage.writing.chunk_forms import Base, ChunkForms, Form
+from casnap.storage.writing.chunk_forms import Base, ChosenForm, ChunkForms
 from casnap.storage.writing.copying import Report, copy_verified, one_at_a_time
 from casnap.storage.writing.handovers import MOST_RECORDS, Handover, OtherRanks
 from casnap.storage.writing.new_packs import NewPacks
@@ -262,7 +262,7 @@ class Session:
             self._go_on()
             raw, like = raws[digest], bases.get(digest)
             base = Base(like, raws[like], chains[like]) if like in chains else None
-            form = self._forms.choose(digest, raw, base) or Form(raw, Codec.RAW, None)
+            form = self._forms.choose(digest, raw, base) or ChosenForm(raw, Codec.RAW, None)
             self._forms.write(self.new_packs, digest, len(raw), form)
 
     def _go_on(self) -> None:

@@ -58,7 +58,7 @@ class _OpenJoint(msgspec.Struct, array_like=True, gc=False):
     at: int
 
 
-class _Part(msgspec.Struct, array_like=True, gc=False):
+class _SentPart(msgspec.Struct, array_like=True, gc=False):
     """A part that a rank has sent.
 
     Attributes:
@@ -87,7 +87,7 @@ class _PartList(msgspec.Struct, array_like=True):
 
     is_last: bool
     opened: list[_OpenJoint]
-    parts: list[_Part]
+    parts: list[_SentPart]
 
 
 class _Joint:
@@ -262,7 +262,7 @@ class SplitCells:
             if piece.ready is not None:
                 piece.ready()
             region, nbytes = piece.part.region, len(piece.view)
-            part = _Part(joint.leaf_id, joint.first_cell, nbytes, None)
+            part = _SentPart(joint.leaf_id, joint.first_cell, nbytes, None)
             if rank == self._rank:
                 self._fill(part, region, piece.view)
                 continue
@@ -327,7 +327,7 @@ class SplitCells:
         return new_joints
 
     def _fill(
-        self, part: _Part, region: Region | None = None, content: memoryview | None = None
+        self, part: _SentPart, region: Region | None = None, content: memoryview | None = None
     ) -> None:
         """Note that a part has come, and copy it to its place unless it is there.
 

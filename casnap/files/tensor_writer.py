@@ -28,7 +28,7 @@ class Placed(NamedTuple):
     start: int
 
 
-class ChunkWriter:
+class TensorWriter:
     """Writes tensors of a snapshot to files.
 
     Args:
