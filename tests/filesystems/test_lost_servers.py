@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -197,7 +198,8 @@ def test_a_program_that_begins_while_the_client_stands_still(work: Path) -> None
 
 def _client_of(place: Path) -> int:
     for process in Path("/proc").glob("[0-9]*"):
-        words = (process / "cmdline").read_bytes().split(b"\0")
-        if words[0] == b"bindfs" and os.fsencode(place) in words:
-            return int(process.name)
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            if words[0] == b"bindfs" and os.fsencode(place) in words:
+                return int(process.name)
     raise AssertionError("no client")

@@ -254,6 +254,25 @@ def test_a_handle_that_the_server_has_replaced(
     assert not stale_once
 
 
+def test_a_folder_that_another_host_makes_just_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GlusterFS calls it stale then."""
+    make, stale_once = os.mkdir, ["roots", "0"]
+
+    def made(name: str, *arguments: Any, **options: Any) -> None:
+        make(name, *arguments, **options)
+        if name in stale_once:
+            stale_once.remove(name)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), name)
+
+    monkeypatch.setattr(os, "mkdir", made)
+    store = Store(tmp_path / "new")
+    store.take(state(1), "step_1")
+    assert value_of(store, "step_1") == 1
+    assert not stale_once
+
+
 @pytest.mark.parametrize("lag", [0.0, 0.05])
 def test_a_root_that_is_lost(folder: Path, lag: float) -> None:
     """It is damage once a client would see it; on a disk, at the first look."""

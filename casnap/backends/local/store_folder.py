@@ -6,6 +6,7 @@ to the folder, the umask applies as well.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -273,8 +274,11 @@ class StoreFolder:
             is_open = path == self.objects and mode & stat.S_IWOTH and not mode & stat.S_ISGID
             try:
                 os.mkdir(name, 0o777 if is_open else mode, dir_fd=folder)
-            except FileExistsError:
-                return
+            except OSError as e:
+                # GlusterFS says "stale" where another host makes the same folder just now.
+                if e.errno in (errno.EEXIST, errno.ESTALE):
+                    return
+                raise
         if not is_open and (_is_shared(like) or like.st_gid != os.getegid()):
             with folder_at(path, base=base) as fd:
                 # By a handle with O_PATH: the umask may have taken the right to open it otherwise.
