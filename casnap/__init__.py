@@ -16,7 +16,7 @@ from casnap.store import Store as Store
 from casnap.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    # Imported when they are asked for: not every program needs them, and some need torch.
+    # Imported at their first use: not every program needs these names, and some need torch.
     from casnap.diagnosis.doctor import doctor as doctor
     from casnap.diagnosis.report import DoctorReport as DoctorReport
     from casnap.diagnosis.report import DoctorRow as DoctorRow
@@ -58,5 +58,5 @@ __all__ = sorted(
 
 
 def __dir__() -> list[str]:
-    # Without the packages that an import leaves here: ``casnap.take`` is nothing to call.
+    # Without subpackages, which become attributes when they are imported: nobody calls these.
     return sorted({*(name for name in globals() if name.startswith("__")), *__all__})

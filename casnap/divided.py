@@ -40,12 +40,12 @@ Part: TypeAlias = tuple[Region, torch.Tensor]
 
 
 def leaf_of_parts(path: str, shape: tuple[int, ...], parts: Iterable[Part]) -> Iterator[Leaf]:
-    """Yield the leaf of what this rank stores of a tensor; nothing if it has no elements.
+    """Yield one leaf for the boxes that this rank stores of a tensor; none if it has no elements.
 
     Args:
         path: The path of the tensor.
         shape: The shape of the whole tensor.
-        parts: The boxes of it that this rank holds, each with its memory.
+        parts: The boxes that this rank holds, each with its memory.
     """
     held = [(box, memory) for box, memory in parts if box.numel]
     if held:
@@ -59,7 +59,7 @@ def boxes_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Regi
     Args:
         shape: The shape of the tensor.
         start: The number of the first element of the run.
-        stop: One past that of the last.
+        stop: The number of its last element, plus one.
     """
     if start >= stop:
         return
@@ -90,7 +90,7 @@ class WithOthers:
 
     Args:
         divided: The leaves of the divided part that this rank stores.
-        others: Key → a value; none of the keys is one of the state's.
+        others: The other values by key. No key may be a key of the divided part.
     """
 
     def __init__(self, divided: DividedLeaves, others: Mapping[str, Stateful]) -> None:
@@ -99,15 +99,15 @@ class WithOthers:
         self.values = self._others.values
 
     def keys(self) -> list[str]:
-        """Return the keys."""
+        """Return the keys of both parts."""
         return [*self._others.keys(), *self._divided.keys()]
 
     def capture(self, keys: Sequence[str], chunk_size: int, *, allow_pickle: bool) -> CapturedState:
-        """Capture what is below the keys.
+        """Capture the values of the keys.
 
         Args:
-            keys: All keys, in the order that all ranks agreed on.
-            chunk_size: The store's, in bytes.
+            keys: All keys, in the order on which all ranks agreed.
+            chunk_size: The chunk size of the store, in bytes.
             allow_pickle: Whether values without a safe encoding may be pickled.
         """
         others = self._others.capture(
@@ -129,7 +129,8 @@ class Target(NamedTuple):
 
     Attributes:
         path: The path of the tensor.
-        shape: Its shape; None for any, and then elements beyond it become 0.
+        shape: The shape that it must have; None for any. With None, elements of a box that lie
+            outside of the stored tensor become 0.
         parts: The boxes, each with the memory for its elements.
     """
 
@@ -144,11 +145,12 @@ class _Commit(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True)
 class Fit:
-    """What else must fit for a snapshot to be loaded, besides the tensors that are filled.
+    """Conditions for loading a snapshot, besides those of the tensors that are filled.
 
     Attributes:
-        names: Paths of dicts → the names that are here. What a snapshot has more does not fit.
-        problems: What was found not to fit, in words.
+        names: By path of a dict, the names that this rank has in it. If the snapshot has a further
+            name there, it does not fit.
+        problems: Problems that the caller has found already, in words.
     """
 
     names: Mapping[ObjectPath, Collection[str]] = field(default_factory=dict)
@@ -158,16 +160,17 @@ class Fit:
 def check_together(
     snapshot: casnap.Snapshot, comm: Comm, targets: Iterable[Target], fit: Fit
 ) -> None:
-    """Check that all ranks could load what they want. All ranks call this, each with its own.
+    """Check that each rank could load its targets. All ranks call this, each with its own targets.
 
     Args:
         snapshot: The snapshot.
         comm: The ranks.
-        targets: What this rank wants to fill.
-        fit: What else must fit.
+        targets: The tensors that this rank wants to fill.
+        fit: Further conditions of this rank.
 
     Raises:
-        MismatchError: They could not; the one error names all that does not fit this rank.
+        MismatchError: A rank could not load its targets. Each rank raises; its error lists all
+            problems of this rank.
     """
     _match(snapshot, comm, targets, (), fit)
     comm.all_gather(b"")
@@ -181,20 +184,20 @@ def load_together(
     *,
     allow_pickle: bool = False,
 ) -> dict[ObjectPath, Any]:
-    """Fill the parts of this rank, and read values. All ranks call this, each with its own.
+    """Fill the targets of this rank, and read values. All ranks call this, each with its own.
 
     Args:
         snapshot: The snapshot.
         comm: The ranks.
-        targets: What to fill.
-        values: The paths of the values.
+        targets: The tensors to fill.
+        values: The paths of the values to read.
         allow_pickle: Whether to unpickle values that were stored by pickle.
 
     Returns:
         The values, by their paths.
 
     Raises:
-        MismatchError: Something does not fit the snapshot; no rank has filled anything.
+        MismatchError: A target does not fit the snapshot; no rank has filled anything.
         UnsupportedTypeError: A value cannot be read; no rank has filled anything.
         DamagedError: Stored bytes are missing or damaged.
     """
@@ -203,7 +206,7 @@ def load_together(
     fetch = partial(fetch_shared, comm, snapshot.contents.store)
     with torch.no_grad(), without_torch_modes():
         known = loading.load_values(fetch, allow_pickle=allow_pickle)
-        comm.all_gather(b"")  # no rank writes before all have compared
+        comm.all_gather(b"")  # returns once all ranks have compared: none writes before that
         for memory in to_clear:
             memory.zero_()
         leaves = loading.load(fetch=fetch)
@@ -218,7 +221,7 @@ def _match(
     values: Iterable[str],
     fit: Fit,
 ) -> tuple[Loading, list[torch.Tensor]]:
-    """Compare; return what is to be read, and the memory that is to be cleared before."""
+    """Compare targets and snapshot; return the loading, and the memory to set to 0 before it."""
     contents = snapshot.contents
     first = comm.broadcast_message(_Commit(contents.row.commit), _Commit)
     comm.check_same(f"the commit of {snapshot.path}", contents.row.commit.hex(), first.commit.hex())
@@ -253,7 +256,7 @@ def _match(
 
 
 def entries_below(trees: Mapping[str, Entries], path: str) -> Iterator[tuple[str, Entry]]:
-    """Yield path and entry of a value and of all that it contains."""
+    """Yield path and entry of a value, and of each value inside it."""
     key, slash, inner = path.partition("/")
     entry = _entry_at(trees, path)
     assert entry is not None
@@ -278,7 +281,7 @@ def _why_not_filled(entry: Entry | None, target: Target) -> str:
 
 
 def _within(entry: TensorEntry, target: Target) -> Iterator[Part]:
-    """Yield what of the parts lies within the tensor that is stored."""
+    """Yield the pieces of the target's boxes that lie within the stored tensor."""
     for box, memory in target.parts:
         common = box.intersect(Region.whole(entry.shape))
         if common is not None:
@@ -286,11 +289,11 @@ def _within(entry: TensorEntry, target: Target) -> Iterator[Part]:
 
 
 def check_fit(snapshot: casnap.Snapshot, problems: Collection[str]) -> None:
-    """Raise one error for all that does not fit a snapshot, before anything is loaded.
+    """Raise one error that lists all problems, before anything is loaded.
 
     Args:
         snapshot: The snapshot.
-        problems: What does not fit, each in words. Without any, nothing is raised.
+        problems: The problems in words. If there are none, nothing is raised.
 
     Raises:
         MismatchError: There are problems.

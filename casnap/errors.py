@@ -26,9 +26,9 @@
     ├── RankError                   another rank of a take or restore failed, died or hangs
     └── FencedError                 a collector deleted chunks that a paused take relied on
 
-The place of a store fails with a :class:`BackendError` or an :class:`UnavailableError`; ``except
-StoreError`` catches both. An outage is no ``BackendError``: who goes on without an object that
-cannot be read, or calls it damaged, must not do so while nothing can be read.
+If the place of a store fails, the error is a :class:`BackendError` or an :class:`UnavailableError`;
+``except StoreError`` catches both. An outage is no ``BackendError``: code that catches that one
+skips an unreadable object or calls it damaged, which would be wrong while no object can be read.
 
 An :class:`UnavailableError` has a ``reason``, a str of :data:`Reason`:
 
@@ -36,7 +36,7 @@ An :class:`UnavailableError` has a ``reason``, a str of :data:`Reason`:
 ``exhausted``    this process or host has no open files, no memory or no threads left
 ``unreachable``  no answer from the server, or none in time; or each attempt failed
 ``denied``       the server does not allow this: a policy, a key of KMS, who pays
-``credentials``  there are none, they are wrong or expired, or a clock is wrong
+``credentials``  credentials are missing, wrong or expired, or a clock is wrong
 ``no_bucket``    the bucket does not exist
 ``archived``     the object has to be restored from its storage class first
 ``other``        something else, which the message says
@@ -54,7 +54,7 @@ from typing import Literal, TypeAlias
 Reason: TypeAlias = Literal[
     "exhausted", "unreachable", "denied", "credentials", "no_bucket", "archived", "other"
 ]
-"""Why something is unavailable."""
+"""The reason of an :class:`UnavailableError`."""
 
 
 class CasnapError(Exception):
@@ -102,17 +102,17 @@ class UnavailableError(StoreError):
 
 
 class UnclearCommitError(UnavailableError):
-    """A commit was put, or may have been, but it is not known whether it lasts.
+    """A commit was put, or may have been put, but it is not known whether it lasts.
 
-    What was to be done may be there already. The same call again is safe: a take of the same name
-    replaces its own commit.
+    The call may have succeeded. To repeat it is safe: a take of the same name replaces its own
+    commit.
     """
 
 
 PlaceError: TypeAlias = BackendError | UnavailableError
-"""What the place of a store raises: its failure, or an outage."""
+"""An error of a store's place: a failure at an object, or an outage."""
 PLACE_ERRORS = (BackendError, UnavailableError)
-"""The same, for ``except``: what goes on without the place, whatever is wrong there."""
+"""The same, for ``except``, in code that can go on without the place."""
 
 
 class SnapshotError(CasnapError):
@@ -155,8 +155,8 @@ class DamagedError(CasnapError):
     """Stored bytes are missing or differ from what was written.
 
     Attributes:
-        paths: The hurt paths inside the snapshot, as far as they are known.
-        what: What is damaged: the message without the advice.
+        paths: The paths inside the snapshot that need the bytes, as far as they are known.
+        what: The message without the advice.
     """
 
     def __init__(self, message: str, paths: tuple[str, ...] = (), advice: str = "") -> None:
@@ -172,9 +172,9 @@ class DeviceError(CasnapError):
 class FencedError(CasnapError):
     """A garbage collector deleted chunks that a take relied on, before the take could commit.
 
-    A take then starts again by itself. This is raised where it cannot: collectors were faster five
-    times, ``max_staging_bytes`` has not kept all copies of an async take, or what it relied on has
-    stayed on a device.
+    A take then starts again by itself. It raises this error if it cannot: collectors were faster
+    five times, ``max_staging_bytes`` did not let an async take keep all its copies, or the chunks
+    that it relied on were never copied from a device.
     """
 
     def __init__(
@@ -186,10 +186,10 @@ class FencedError(CasnapError):
 
 
 class NotServedError(CasnapError, TimeoutError):
-    """Not all followers that were waited for serve a version; the message says who lags.
+    """Some followers do not serve a version in time; the message says which.
 
     Attributes:
-        lagging: The followers that do not serve it, as a follower is named: ``host:pid``.
+        lagging: The followers that do not serve it, each as ``host:pid``.
     """
 
     def __init__(self, message: str, lagging: tuple[str, ...] = ()) -> None:
@@ -210,7 +210,7 @@ class RankError(CasnapError):
 
 
 def retold(error: BaseException, text: str) -> CasnapError:
-    """Return an error of the same type with another text; a CasnapError for a foreign type."""
+    """Return an error with another text: of the same type, or a CasnapError for a foreign type."""
     if not isinstance(error, CasnapError):
         return CasnapError(text)
     copy = type(error)(text)
@@ -220,15 +220,16 @@ def retold(error: BaseException, text: str) -> CasnapError:
 
 def with_article(noun: str) -> str:
     """Return a noun, such as the name of a type, with "a" or "an"."""
-    # As it is said: an ndarray, but a UserDict.
+    # By sound, not by letter: an ndarray, but a UserDict.
     is_vowel = noun.lower().startswith(("a", "e", "i", "o", "ndarray"))
     return f"{'an' if is_vowel else 'a'} {noun}"
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the end of a message: the names that are most like one that does not exist.
+    """Return the end of a message about a name that does not exist: it suggests the most alike.
 
-    Comparing names is slow, so of many names only those that begin and end alike are compared.
+    Comparing names is slow. So if there are many, only those are compared whose beginning and end
+    are most like the name's.
     """
     from difflib import get_close_matches
 
@@ -252,9 +253,9 @@ def shell_word(text: object) -> str:
 
 
 SOURCE = "/path/to/casnap"
-"""Where pip finds casnap: a clone. From the day that a version is on an index it is ``casnap``."""
+"""The place from which pip installs casnap: a clone, as long as no version is on an index."""
 
 
 def pip_install(extra: str) -> str:
-    """Return the command that installs casnap with what one extra of it needs."""
+    """Return the command that installs casnap with the packages of an extra."""
     return f"pip install '{SOURCE}[{extra}]'"

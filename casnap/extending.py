@@ -4,22 +4,22 @@ A guest imports the names of ``casnap`` and ``casnap.errors``, and the names bel
 versioning holds for all of them. ``docs/guides/own-trainer.md`` uses them.
 
 ==========================  ====================================================================
-take what a trainer has     ``JoinedTake``, ``TakeOptions``; a ``StateSource`` is a ``LiveState``
+takes of a trainer          ``JoinedTake``, ``TakeOptions``; a ``StateSource`` is a ``LiveState``
                             or ``DividedLeaves``
 ranks                       ``join``, ``Comm``, ``SingleProcess``, ``own_rank``
 divided tensors             ``Region``, ``leaf_of_parts``, ``boxes_of_run``, ``WithOthers``;
                             ``Target``, ``load_together``, ``check_together``, ``Fit``
 leaves and their paths      ``Leaf``, ``flatten``, ``describe``, ``map_leaves``; ``ObjectPath``,
                             ``casnap_path``, ``containers_above``, ``component_of``, ``key_of``
-what is at a path           ``local_path``; ``exists``, ``is_file``, ``is_folder``, ``is_link``,
+files and folders           ``local_path``; ``exists``, ``is_file``, ``is_folder``, ``is_link``,
                             ``is_taken``, ``status``, ``paths_in``, ``matching``, ``translated``
-what a snapshot holds       ``Entry``, ``TensorEntry``, ``ContainerEntry``; ``why_unfit``,
+entries of a snapshot       ``Entry``, ``TensorEntry``, ``ContainerEntry``; ``why_unfit``,
                             ``check_fit``
 digests                     ``Digest``, ``digest_of``
-work, and forks             ``mapped``, ``cores``, ``new_lock``, ``new_rlock``, ``in_child``,
+threads, forks, progress    ``mapped``, ``cores``, ``new_lock``, ``new_rlock``, ``in_child``,
                             ``Backoff``, ``Progress``, ``ProgressCounter``, ``without_torch_modes``
 arguments                   ``Size``, ``bytes_of``; ``Duration``, ``seconds_of``; ``count_of``
-figures, and classes        ``size``; ``override``, ``cached_property``
+sizes as texts; classes     ``size``; ``override``, ``cached_property``
 ==========================  ====================================================================
 
 Each name is loaded at its first use. So this module may lie below modules whose names it offers

@@ -31,26 +31,26 @@ else:
 class JoinedTake:
     """One take, which all ranks make together.
 
-    Each rank makes one of these, then calls :meth:`take` or :meth:`begin` once. That ends the
-    operation of the ranks.
+    Each rank makes one of these objects, then calls :meth:`take` or :meth:`begin` once. Then the
+    ranks leave ``comm``.
 
     Args:
         path: The path of the snapshot, or its name in ``store``.
         options: How to take it.
-        comm: Returns the ranks; by default the whole world is joined.
-        store: The :class:`casnap.Store`, if one was given.
+        comm: Returns the ranks; by default this joins the whole world.
+        store: The :class:`casnap.Store` for the snapshot; None: the store of ``path``.
         storage_options: How to reach a remote store.
         root: A folder of this machine that the user has named for checkpoints. It becomes the store
-            of a path deeper in it, if there is none above that path yet.
-        advice: What a caller is told who takes within another call of casnap.
+            for a path deeper in it, if there is no store above that path yet.
+        advice: Advice for the error if the caller is inside another call of casnap.
 
     Attributes:
         comm: The ranks.
         view: The store, for casnap's own trainers; it was made if there was none.
-        full_name: The full name of the snapshot there.
+        full_name: The full name of the snapshot in the store.
 
     Raises:
-        CasnapError: This begins within another call of casnap, or the store cannot be used.
+        CasnapError: The caller is inside another call of casnap, or the store cannot be used.
         RankError: Another rank failed, or did not come in time.
     """
 
@@ -77,7 +77,10 @@ class JoinedTake:
         self.full_name: str = self.view.full_of(self._name)
 
     def take(self, source: Callable[[], StateSource]) -> Snapshot:
-        """Take the snapshot of what ``source`` returns on this rank; it is durable afterwards.
+        """Take the snapshot; return once it is durable.
+
+        Args:
+            source: Returns the state that this rank stores.
 
         Raises:
             CasnapError: This rank or another one failed; nothing was committed.
@@ -89,11 +92,11 @@ class JoinedTake:
         source: Callable[[], StateSource],
         on_stored: Callable[[Snapshot], object] | None = None,
     ) -> pending.PendingSnapshot:
-        """Copy what ``source`` returns on this rank, and take the snapshot in the background.
+        """Copy the state of this rank, and take the snapshot in the background.
 
         Args:
-            source: Returns what this rank stores.
-            on_stored: Called with the snapshot once it is durable, by ``wait()``.
+            source: Returns the state that this rank stores.
+            on_stored: ``wait()`` calls it with the snapshot once that is durable.
 
         Raises:
             CasnapError: This rank or another one failed while the state was copied.
@@ -106,9 +109,10 @@ class JoinedTake:
 
 
 def _store_in(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> str | None:
-    """Return a root that is to become the store of a path; None if the path alone says the store.
+    """Return the root if it is to become the store for a path; None if the path alone decides.
 
-    Names with slashes lie deeper than right in the root. Each of their folders would be a store.
+    Names with slashes lie deeper in the root. Without this, each of their parent folders would
+    become a store of its own.
 
     Raises:
         StoreError: The root holds a store of another user.

@@ -16,11 +16,11 @@ _log = logging.getLogger("casnap")
 
 
 class FoundRow(NamedTuple):
-    """A snapshot that was looked for.
+    """A snapshot that was found.
 
     Attributes:
-        view: Where it is: the store, or its mirror.
-        name: Its name there.
+        view: The view that has it: of the store, or of its mirror.
+        name: Its name in that view.
         row: Its row.
     """
 
@@ -30,10 +30,10 @@ class FoundRow(NamedTuple):
 
 
 def find_row(view: View, name: str) -> FoundRow:
-    """Return the snapshot of a name. One that the store does not have is looked for at its mirror.
+    """Return the snapshot of a name, from the store, or else from its mirror.
 
     Raises:
-        SnapshotNotFoundError: Neither has it.
+        SnapshotNotFoundError: Neither of them has it.
     """
     name = view.local_name(name)
     try:
@@ -49,12 +49,12 @@ def find_row(view: View, name: str) -> FoundRow:
 
 
 def _note_returned(view: View, found: FoundRow, seq: int) -> None:
-    """Note that a snapshot of the mirror is returned: what is taken here then follows it.
+    """Note that the user gets a snapshot of the mirror: later takes here follow it.
 
     Args:
         view: The store.
         found: The snapshot.
-        seq: The number of the newest root of the mirror before it was looked up.
+        seq: The number of the mirror's newest root before the snapshot was looked up.
     """
     if view.mirror is not None:
         view.mirror.note_returned(found.name, max(seq, found.row.seq))
@@ -78,7 +78,7 @@ def newest_row(view: View, prefix: str | None, *, thinned: bool) -> FoundRow | N
 
 
 def _all_rewound_error(path: str) -> SnapshotError:
-    """Return the error where only snapshots are left that runs went back from, given the last."""
+    """Return the error if runs went back from all snapshots that are left, given the last one."""
     return SnapshotError(
         "only snapshots are left that their run went back from; the last one is "
         f"{path}. To go on from it after all: `casnap rewind {shell_word(path)}`, or Store.rewind"
@@ -86,7 +86,7 @@ def _all_rewound_error(path: str) -> SnapshotError:
 
 
 def _all_thinned_error(path: str) -> SnapshotError:
-    """Return the error for a run of which only thinned snapshots are left, given the last one."""
+    """Return the error if all snapshots of a run that are left are thinned, given the last one."""
     return SnapshotError(
         "only thinned snapshots are left, which have lost what a resume needs; the last one is "
         f"{path}. To begin anew from its weights, open it by its name, or ask for "
@@ -97,7 +97,11 @@ def _all_thinned_error(path: str) -> SnapshotError:
 def _newest(
     view: View, prefix: str | None, *, thinned: bool
 ) -> tuple[FoundRow | None, FoundRow | None]:
-    """Return the snapshot to resume from, and the last one, a whole one first: of one look."""
+    """Return the snapshot to resume from, and the last one of all, both from one look.
+
+    The last one is for the error if no snapshot is fit to resume from. If there are whole
+    snapshots, it is the last of these.
+    """
     rows = [FoundRow(view, *named_row) for named_row in view.rows(prefix)]
     here = [found for found in rows if thinned or not found.row.is_thinned]
     last = next(reversed(here or rows), None)

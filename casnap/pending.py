@@ -31,7 +31,7 @@ class PendingSnapshot:
 
     @classmethod
     def not_begun(cls, path: str, error: CasnapError) -> PendingSnapshot:
-        """Return the snapshot of a take that failed before it went on in the background."""
+        """Return a pending snapshot whose take has failed before it went to the background."""
 
         def stored(_: commit.TakeResult) -> casnap.Snapshot:
             raise error
@@ -51,7 +51,7 @@ class PendingSnapshot:
     def error(self) -> BaseException | None:
         """The error that the take has ended with; None while it is pending, and if it succeeded.
 
-        Looking at it does not count as raising it: ``wait()`` or a later take still does.
+        Even if you have read it here, ``wait()`` or a later take raises it.
         """
         return self._take.error
 
@@ -59,14 +59,15 @@ class PendingSnapshot:
         """Wait until the snapshot is durable, and return it.
 
         Raises:
-            CasnapError: The take failed; nothing was committed, unless it is an
+            CasnapError: The take failed, and nothing was committed, unless the error is an
                 :class:`casnap.errors.UnclearCommitError`. Or this snapshot is durable, but an
-                earlier take of the store failed, and no call has raised that yet: call again.
+                earlier take of the store failed, and no call has raised its error yet: call
+                ``wait()`` again.
         """
         return self._stored(self._take.wait())
 
     def _tried(self) -> casnap.Snapshot | None:
-        """Wait for the end; return None if a fault of the storage was tolerated."""
+        """Wait for the end; return the snapshot, or None after a fault that ``try_`` tolerates."""
         self._take.wait_for_end()
         return None if self._take.tolerated else self._stored(self._take.wait_for_result())
 
@@ -94,9 +95,9 @@ class PendingTry:
     def wait(self) -> casnap.Snapshot | None:
         """Wait for the end of the take; return the snapshot, or None if the storage failed.
 
-        Then :attr:`error` says why.
+        If it failed, :attr:`error` says why.
 
         Raises:
-            CasnapError: The take failed by another fault than one of the storage.
+            CasnapError: The take failed for a reason other than the storage.
         """
         return self._pending._tried()

@@ -41,7 +41,7 @@ class Preemption:
     """Watches for signals; made by :func:`on_preemption`.
 
     Attributes:
-        snapshot: The last snapshot, once it is durable; None before, and if it was not in time.
+        snapshot: The last snapshot once it is durable; None before, or if it was too late.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Preemption:
         self._group = _own_group(pg)
         self._since: float | None = None
         self._stopped = self._closed = False
-        # The last step; the last one since the loader gave a batch; and the one that is known to be
-        # whole just now, as no other one has begun.
+        # The last step; the last one that has ended since the loader gave a batch; and the one
+        # after which the state certainly is just now, since no later step has begun.
         self._last: int | None = None
         self._ended: int | None = None
         self._whole: int | None = None
@@ -87,14 +87,14 @@ class Preemption:
 
     @property
     def signalled(self) -> bool:
-        """Whether this process has got a signal. Other ranks may not know of it yet."""
+        """Whether this process has received a signal. Other ranks may not know of it yet."""
         return self._since is not None
 
     def step(self, step: int) -> bool:
-        """Note the end of a step; return whether to stop. If so, the last take has been made.
+        """Note the end of a step; return whether to stop. If so, the last take was made already.
 
-        All ranks call this after the same steps. Most calls only count; now and then the ranks
-        agree, so all of them stop after the same step.
+        All ranks call this after the same steps. Most calls only count. From time to time the ranks
+        agree whether to stop, so that all of them stop after the same step.
 
         Args:
             step: The number of the step, for the name of the last snapshot.
@@ -116,13 +116,14 @@ class Preemption:
         return self._stopped
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches of a data loader, and note that no step has begun while it fetches.
+        """Yield the batches of a data loader; while it fetches one, the last step counts as whole.
 
-        A signal to the whole job ends the workers of the loader too, and then the loader fails. On
-        one process, the end of the ``with`` then takes the state after the last whole step.
+        A signal to the whole job ends the workers of the loader too, and the loader fails. A job of
+        one process then takes the state after the last whole step at the end of the ``with``.
 
         Args:
-            loader: The loader. If it is in the app state, that says which batch it gave last.
+            loader: The loader. If it is in the app state, its state there says which batch came
+                last.
         """
         self._whole, self._ended = self._ended, None
         for batch in loader:
@@ -145,8 +146,8 @@ class Preemption:
         self._group = None
 
     def _leave(self) -> None:
-        """Close it in a forked child, which is terminated for reasons of its own."""
-        # To destroy it would wait for threads that are not here.
+        """Stop watching in a forked child: a signal to it does not mean that the job ends."""
+        # Not destroyed: that would wait for threads that the child does not have.
         never_free(self._group)
         self._group = None
         self.close()
@@ -167,7 +168,7 @@ class Preemption:
             self.close()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        # Nothing but a flag: the main thread may hold any lock.
+        # Only sets a flag: the main thread may hold any lock.
         if self._since is None and not self._closed:
             self._since = time.monotonic()
         before = self._earlier(number)
@@ -175,7 +176,7 @@ class Preemption:
             before(number, frame)
 
     def _earlier(self, number: int) -> Any:
-        """Return the handler of before, that of a closed object left out."""
+        """Return the handler that was installed before; skip handlers of closed objects."""
         before = self._before.get(number)
         owner = getattr(before, "__self__", None)
         if isinstance(owner, Preemption) and owner._closed:
@@ -183,20 +184,20 @@ class Preemption:
         return signal.SIG_DFL if before is None else before
 
     def _agree(self, is_asked: bool, seconds_waited: float) -> tuple[bool, float]:
-        """Return whether any rank was asked to stop, and how long ago; only now and then."""
+        """Return whether a rank was asked to stop, and how long ago; most calls ask no others."""
         self._left -= 1
         if self._left:
             return False, 0.0
         seconds = max((time.monotonic() - self._agreed_at) / self._steps, 1e-6)
         steps = max(1, min(int(self._every / seconds), 2 * self._steps, _MOST_STEPS))
         any_asked, longest, most = self._most(float(is_asked), seconds_waited, -float(steps))
-        # All ranks count down from the same number.
+        # The same on all ranks: they count the steps down until they agree again.
         self._steps = self._left = int(-most)
         self._agreed_at = time.monotonic()
         return bool(any_asked), longest
 
     def _most(self, *values: float) -> list[float]:
-        """Return the largest of each value on all ranks."""
+        """Return, for each value, the largest one of all ranks."""
         import torch
         import torch.distributed as dist
 
@@ -215,7 +216,7 @@ class Preemption:
         if not is_idle:
             self._too_late("the take before was still pending, so no last snapshot was taken")
             return
-        # If an earlier take failed, this one is needed all the more.
+        # The error of an earlier take must not prevent this one, which is needed all the more.
         with held_back():
             pending: PendingSnapshot = self._store.async_take(
                 self._app_state,
@@ -230,9 +231,9 @@ class Preemption:
         self._too_late("the last take goes on in the background, until the process is killed")
 
     def _take_whole(self, error: BaseException) -> None:
-        """Take the app state if it is known to be that after a whole step; say what was done."""
+        """Take the app state if it is certainly the state after a whole step; log what was done."""
         if self._stopped and (self._whole is None or self._group or isinstance(error, CasnapError)):
-            return  # the last take was made, or has failed: it was told how
+            return  # the last take was made, or has failed: the caller knows
         why = ""
         if self._last is None:
             why = "no step had ended"
@@ -263,7 +264,7 @@ class Preemption:
 
 
 def _own_group(pg: Any) -> Any:
-    """Return a new gloo group of the ranks, since a pending take may be using casnap's; or None."""
+    """Return a new gloo group, since a pending take may use casnap's; None for one process."""
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
@@ -283,7 +284,7 @@ def on_preemption(
     name: str = "preempted_{step}",
     pg: Any = None,
 ) -> Preemption:
-    """Watch for a signal that announces the end, and take a last snapshot at the end of a step.
+    """Watch for a signal that announces the end; then take a last snapshot at the end of a step.
 
     ::
 
@@ -293,34 +294,35 @@ def on_preemption(
                 if preemption.step(step):
                     break
 
-    The handler only sets a flag, and calls the handler that was there before; forked children have
-    only that one. On many ranks all call this together, and one signal to one of them is enough. A
-    pending ``async_take`` is waited for; then a last snapshot is taken. If it is not durable in
-    time, a warning is logged, and :attr:`Preemption.snapshot` stays None. A second signal changes
-    nothing.
+    The handler only sets a flag, and calls the handler that was there before. In a forked child
+    only that earlier handler acts. All ranks call this function together; one signal to one of them
+    is enough. After it, the step waits for a pending ``async_take``, then takes a last snapshot. If
+    this is not durable in time, a warning is logged, and :attr:`Preemption.snapshot` stays None. A
+    second signal changes nothing.
 
-    If an error ends the ``with`` after a signal, as where the workers of a data loader got the
-    signal too, a warning says whether a last snapshot was taken; see :meth:`Preemption.batches`.
+    After a signal, an error may end the ``with``, for example if the workers of a data loader got
+    the signal too. A warning then says whether a last snapshot was taken; see
+    :meth:`Preemption.batches`.
 
     Args:
         store: The store.
-        app_state: What to take.
-        within: How long after the first signal the last snapshot is waited for: seconds, or such as
+        app_state: The state to take.
+        within: How long after the first signal to wait for the last snapshot: seconds, or such as
             ``"90s"``.
         signals: The signals.
-        every: On many ranks, about how many seconds pass until the ranks agree again. That is one
+        every: With many ranks, about how many seconds pass until the ranks agree again. That is one
             small collective, on a group of its own; other steps only count.
-        name: The name of the last snapshot. One of this name is replaced.
+        name: The name of the last snapshot. It replaces a snapshot of the same name.
         pg: The process group whose ranks take together; by default the whole world.
 
     Returns:
-        What to ask after each step. Its ``close()``, or the end of a ``with``, restores the
-        earlier handlers.
+        The object whose :meth:`Preemption.step` to call after each step. Its ``close()``, or the
+        end of the ``with``, restores the earlier handlers.
 
     Raises:
         CasnapError: This is not the main thread.
         ValueError: ``within`` or ``every`` is not above 0, or there is no such signal.
-        OSError: A signal cannot be handled, as SIGKILL.
+        OSError: A signal cannot be handled, such as SIGKILL.
     """
     within_seconds, every_seconds = (
         seconds_of(option, value, above_zero=True)

@@ -47,10 +47,11 @@ else:
 
 
 def _check_no_file(path: str | os.PathLike[str], cause: CasnapError) -> None:
-    """Check that the path of a snapshot that was not found is not that of a file.
+    """Check that no file is at a path where no snapshot was found.
 
     Raises:
-        CasnapError: It is; the error is of the type of ``cause``, and says how to import the file.
+        CasnapError: A file is there. The error has the type of ``cause``, and says how to import
+            the file.
     """
     text = given_path(path)
     if store_uri(text) is None and is_file(local_path(text)):
@@ -124,11 +125,12 @@ class TakeStats(Stats, frozen=True, array_like=True):
     """Figures of a take.
 
     Attributes:
-        requests: How many requests it made, by kind, on all ranks. Only the take itself tells: this
-            is empty for a snapshot that was looked up, and for a store on this machine.
-        freed_bytes: What this process (of many ranks, rank 0) has freed of the store since its take
-            before: collections in the background, and what it collected to have room for this take.
-            Only the take itself tells that, too.
+        requests: How many requests the take made, by kind, on all ranks. Only the snapshot that the
+            take returned has them. Empty for a snapshot that was looked up, and for a store on this
+            machine.
+        freed_bytes: How many bytes of the store this process (of many ranks, rank 0) has freed
+            since its take before: by collections in the background, and to have room for this
+            take. 0 for a snapshot that was looked up.
     """
 
     requests: dict[str, int] = msgspec.field(default_factory=dict)
@@ -210,12 +212,12 @@ class Snapshot:
 
         Args:
             view: The store, which is open.
-            name: The snapshot's name there.
+            name: The snapshot's name in that view.
             row: The row.
             pg: As for the constructor.
             store: The :class:`casnap.Store` of the view, if there is one already.
             requests: How many requests the take made, by kind, if it was taken just now.
-            freed_bytes: What was freed since the take before, likewise.
+            freed_bytes: How many bytes were freed since the take before, if it was taken just now.
         """
         snapshot = cls.__new__(cls)
         snapshot._begin(view, name, row, pg, store, requests, freed_bytes)
@@ -244,13 +246,14 @@ class Snapshot:
     ) -> Snapshot:
         """Take a snapshot; return when it is durable.
 
-        ``path`` is that of the store, then the name of the snapshot. The nearest store above it is
-        used. If there is none, the parent folder becomes a store. Of a URI, such as
-        ``s3://bucket/run1/step_100``, the parent is the store. All ranks use the absolute path of
-        rank 0. With ``store``, an open one or its URI, ``path`` is the name in this store.
-        ``storage_options`` are those of :class:`casnap.Store`; each rank uses its own.
+        ``path`` is the path of the store, followed by the name of the snapshot. The take uses the
+        nearest store above ``path``. If there is none, the parent folder becomes a store. If
+        ``path`` is a URI, such as ``s3://bucket/run1/step_100``, its parent is the store. All ranks
+        use the absolute path of rank 0. With ``store``, an open store or its URI, ``path`` is the
+        name in this store. ``storage_options`` are those of :class:`casnap.Store`; each rank uses
+        its own.
 
-        :meth:`casnap.Store.take` describes all other arguments, and what is raised.
+        :meth:`casnap.Store.take` describes all other arguments, and the errors.
         """
         refuse_nested_take()
         check_order("Snapshot.take(path, app_state)", app_state, path)
@@ -327,46 +330,47 @@ class Snapshot:
     ) -> casnap.RestoreReport:
         """Restore an app state, or some of its keys, in place where that is possible.
 
-        A tensor of a module, optimizer or :class:`StateDict` is filled in place where the state
-        holds a tensor of the same path and shape (another dtype is cast). Then each value's
-        ``load_state_dict`` gets the state that was taken: one that is not torch's or casnap's own,
-        in new tensors. With ``torch.distributed``, all ranks call this together; their number and
-        their sharding may differ from those of the take. A value that belongs to one rank is
-        restored only by that rank.
+        A tensor of a module, optimizer or :class:`StateDict` is filled in place if the state has a
+        tensor of the same path and shape (another dtype is cast). Then each value's
+        ``load_state_dict`` gets the state that was taken. Values of other classes than torch's and
+        casnap's get it in new tensors. With ``torch.distributed``, all ranks call this together;
+        their number and their sharding may differ from those of the take. A value that belongs to
+        one rank is restored only by that rank.
 
         Args:
             app_state: The values to restore, by key.
             strict: If modules, optimizers or dicts differ from the snapshot, raise before anything
-                is written. Otherwise restore what fits.
+                is written. Otherwise restore whatever fits.
             allow_pickle: Unpickle values that were taken with ``allow_pickle=True``. Use this only
                 for a store that you trust as you trust code.
-            rename: The key in ``app_state`` for each key of the snapshot: a mapping, or a function
+            rename: Gives keys of the snapshot their keys in ``app_state``: a mapping, or a function
                 that returns None for keys to leave out. Keys that a mapping lacks stay. It is the
                 same on all ranks. Messages have the keys of the snapshot.
             progress: Called as ``progress(phase, done, total)``, in bytes, from any thread.
-            read_once: Read each stored byte on one rank, which passes it on to the others (True),
-                or have each rank read for itself (False). By default, ranks that all see the store
-                through one page cache do this if they can share memory and it saves 96 MiB of
-                reading or more; otherwise each reads for itself. All other ranks read once.
-            reuse: Hash what the tensors of the state hold, and read only the chunks that differ:
-                for going back to a snapshot where much is as it is now, such as the frozen base of
-                a fine-tune. What a shard has a part of is read, as is all on a device that cannot
-                hash. Nobody else may write to the tensors meanwhile. Ranks may differ in this.
-            new_ranks: What happens to a key that holds something for single ranks of the take, if
-                this world has ranks that the take did not have. "keep": these keep what they hold
-                of it, as the report says. "error": raise before anything is written. By default,
-                random generators are kept, so a new rank goes on from its own seed; for all other
-                keys, ``strict`` decides.
+            read_once: True: one rank reads each stored byte, and passes it on to the others. False:
+                each rank reads for itself. The default depends on the ranks. If all ranks see the
+                store through one page cache, they read once only if they can share memory and that
+                saves 96 MiB of reading or more. Otherwise, as on several hosts, they read once.
+            reuse: Hash the tensors of the state, and read only the chunks that differ: for going
+                back to a snapshot of which much has not changed, such as the frozen base of a
+                fine-tune. Chunks of which a shard has only a part are always read, and so is
+                everything on a device that cannot hash. Nobody else may write to the tensors
+                meanwhile. Ranks may differ in this.
+            new_ranks: What happens to keys that hold values for single ranks of the take, if this
+                world has ranks that the take did not have. "keep": these new ranks keep their own
+                values, and the report lists them. "error": raise before anything is written. By
+                default, random generators are kept, so a new rank goes on from its own seed; for
+                all other keys, ``strict`` decides.
             timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
         Returns:
-            What was not restored, or has no counterpart in the snapshot; with ``reuse``, also how
-            many bytes were not read.
+            The paths that were not restored, or have no counterpart in the snapshot; with
+            ``reuse``, also how many bytes were not read.
 
         Raises:
             MismatchError: State and snapshot differ. The error lists all differences. Or a
-                ``load_state_dict`` raised an error; this one names the key, and what was restored
-                before.
+                ``load_state_dict`` raised an error; this error then names its key, and the keys
+                that were restored before.
             UnsupportedTypeError: A value cannot be decoded here; nothing was written.
             DamagedError: Stored bytes are missing or damaged.
             DeviceError: With ``reuse``, a device computes wrong digests.
@@ -408,25 +412,25 @@ class Snapshot:
 
         Args:
             out: The file to make; with ``max_shard_size``, or for ``dcp``, the folder.
-            path: What to export: ``model``. Tensors are named by the keys below, joined by dots.
-                By default it is everything that rank 0 sees.
+            path: The part to export, such as ``model``. Tensors are named by the keys below it,
+                joined by dots. By default, everything that rank 0 sees is exported.
             format: ``safetensors``, ``torch`` (one file of ``torch.save``) or ``dcp``. By default,
                 the suffix of ``out`` decides: ``.pt``, ``.pth``, ``.bin`` and ``.ckpt`` are for
                 ``torch``, ``.dcp`` is for ``dcp``, all others are for ``safetensors``.
             max_shard_size: Bytes of tensors in each file, at most, such as ``"5GB"``; an index of
                 safetensors lists the files.
-            tensors_only: Leave out what safetensors cannot hold: values, sparse tensors, …
-            tied: Names of tensors to store only under another name, whose bytes they have; or the
-                module, if ``path`` is where its state is: each of its parameters is stored once,
-                under its first name.
+            tensors_only: Leave out values that safetensors cannot hold, such as sparse tensors.
+            tied: Names of tensors to leave out, since another tensor has the same bytes. Or the
+                module whose state is at ``path``: then each of its parameters is stored once, under
+                its first name.
             dry_run: Only report what would be written.
             progress: Called as ``progress(phase, done, total)``, in bytes.
 
         Raises:
             FileFormatError: ``out`` exists, or its suffix means another format. Or the format
-                cannot hold what is there; the error lists it.
-            EntryNotFoundError: There is no such path, or several ranks have their own there and it
-                does not name the rank.
+                cannot hold some values; the error lists them.
+            EntryNotFoundError: There is no such path, or several ranks have entries of their own
+                there and ``path`` does not name the rank.
             DamagedError: Stored bytes are missing or damaged.
         """
         from casnap.files.exporting import export
@@ -456,8 +460,8 @@ class Snapshot:
             path: As for :meth:`read_objects`, but no glob.
 
         Raises:
-            EntryNotFoundError: There is no entry of this path, or several ranks have their own
-                there and the path does not name the rank.
+            EntryNotFoundError: There is no entry of this path, or several ranks have entries of
+                their own there and the path does not name the rank.
         """
         from casnap.restore.entry_handle import handle_of
 
@@ -469,7 +473,7 @@ class Snapshot:
         with self.contents.reading():
             return isinstance(path, str) and self.contents.has(path)
 
-    # Without this, Python would try the numbers from 0 on as paths.
+    # Not iterable: without this line, Python would iterate by __getitem__(0), (1), and so on.
     __iter__ = None
 
     def handles(self, pattern: str = "*") -> dict[str, casnap.Handle]:
@@ -496,10 +500,10 @@ class Snapshot:
         Chunks that lie side by side are read together, and each chunk once.
 
         Args:
-            paths: Paths and globs (``*`` crosses ``/``). ``3/model/w`` is what rank 3 sees,
-                ``global/model/w`` a global entry. Without one of these, a path or glob means
-                global entries, and what single ranks have of their own. A glob matches tensors and
-                values; a path may name a container, too.
+            paths: Paths and globs (``*`` matches ``/`` too). ``3/model/w`` is the entry that rank 3
+                sees, ``global/model/w`` a global entry. Without such a prefix, a path or glob means
+                global entries and the entries of single ranks. A glob matches tensors and values; a
+                path may also name a container.
             memory_budget_bytes: The most bytes of buffers besides the result.
             allow_pickle: As for :meth:`casnap.Snapshot.restore`.
             progress: Called as ``progress(phase, done, total)``, in bytes, from any thread.
@@ -556,12 +560,12 @@ class Snapshot:
 
         Raises:
             EntryNotFoundError: There is no entry of this path; the error names the nearest one. Or
-                several ranks have their own there, and the path does not name the rank.
+                several ranks have entries of their own there, and the path does not name the rank.
             MismatchError: ``obj_out`` has another shape.
             DamagedError: Stored bytes are missing or damaged.
         """
-        # To load these modules would set off a visit to all objects of torch, several times as long
-        # as a small read.
+        # Paused: the import below would start Python's garbage collector, which visits all objects
+        # of torch and takes several times as long as a small read.
         with python_gc_paused(), self.contents.reading():
             from casnap.restore.read_object import read_object
 
@@ -586,8 +590,8 @@ class Snapshot:
         """Return the state that was taken under a key of the app state, in new memory.
 
         Raises:
-            EntryNotFoundError: The app state had no such key, or ranks have their own values in it:
-                read ``3/<key>`` by :meth:`read_object`.
+            EntryNotFoundError: The app state had no such key, or ranks have values of their own in
+                it: read ``3/<key>`` by :meth:`read_object`.
         """
         state: dict[str, Any] = self.read_object(component_of(key), allow_pickle=allow_pickle)
         return state
@@ -606,30 +610,32 @@ class Snapshot:
         """Fill the parameters and persistent buffers of a module in place, and nothing else.
 
         Unlike :meth:`casnap.Snapshot.restore`, this runs no ``load_state_dict`` and no hook, and
-        needs no app state. Of a sharded module (FSDP2, tensor parallelism), each rank fills its own
-        parts. Shapes and dtypes are checked before anything is written; another dtype is cast.
+        needs no app state. If the module is sharded (FSDP2, tensor parallelism), each rank fills
+        its own parts. Shapes and dtypes are checked before anything is written; another dtype is
+        cast.
 
         Args:
             module: The module.
-            prefix: Where its tensors are: a key such as ``model``, or a submodule in it, as in
-                ``model/encoder`` for ``model/encoder.weight``. It may begin with a rank.
-            rename: The name in the module for each name below the prefix: a mapping, or a
-                function. None leaves an entry out; a mapping leaves other names as they are.
-            device: Where tensors on the meta device get their memory; ties are kept. Others must
-                be there already.
-            strict: Whether to raise if module and snapshot differ. Otherwise what fits is filled;
-                the rest stays as it is.
+            prefix: The path of the tensors in the snapshot: a key such as ``model``, or a submodule
+                in it, as in ``model/encoder`` for ``model/encoder.weight``. It may begin with a
+                rank.
+            rename: Gives names below the prefix their names in the module: a mapping, or a
+                function. None leaves an entry out; names that a mapping lacks stay.
+            device: The device on which tensors of the meta device get their memory; ties are kept.
+                Other tensors must have memory already.
+            strict: Whether to raise if module and snapshot differ. Otherwise the tensors that fit
+                are filled, and the others stay as they are.
             progress: Called as ``progress(phase, done, total)``, in bytes, from any thread.
-            reuse: Hash what the module holds, and read only the chunks that differ, as
+            reuse: Hash the tensors of the module, and read only the chunks that differ, as
                 :meth:`casnap.Snapshot.restore` does.
 
         Returns:
-            What was not filled, or has no counterpart in the module; with ``reuse``, also how many
-            bytes were not read.
+            The names that were not filled, or have no counterpart in the module; with ``reuse``,
+            also how many bytes were not read.
 
         Raises:
-            EntryNotFoundError: There is nothing below the prefix, or several ranks have own tensors
-                there and it does not name the rank.
+            EntryNotFoundError: There is nothing below the prefix, or several ranks have tensors of
+                their own there and ``prefix`` does not name the rank.
             MismatchError: With ``strict``, module and snapshot differ; the error lists all
                 differences, and nothing was written. Or two names were renamed to one.
             DamagedError: Stored bytes are missing or damaged. Tensors may hold new values already.
@@ -653,7 +659,7 @@ class Snapshot:
 
     @property
     def row(self) -> Row:
-        """The row that the store's table has for it."""
+        """The snapshot's row in the table of the store."""
         return self.contents.row
 
     @property
@@ -697,7 +703,7 @@ class Snapshot:
     def stats(self) -> TakeStats:
         """The logical bytes, new bytes, entries, seconds and requests of the take.
 
-        And, of a snapshot that was just taken, the bytes that were freed since the take before.
+        A snapshot that was just taken also has the bytes that were freed since the take before.
         """
         stats = msgspec.structs.asdict(self.row.stats)
         return TakeStats(**stats, requests=self.requests, freed_bytes=self._freed_bytes)
@@ -725,11 +731,11 @@ class Snapshot:
         return f"Snapshot({self.path!r})"
 
     def __dir__(self) -> list[str]:
-        """Leave out, for completion, what is for casnap's own modules."""
+        """Return the names for completion, without those that only casnap's own modules use."""
         return [name for name in super().__dir__() if name not in ("contents", "of", "row")]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Have another process open the store anew; process groups stay in their process."""
+        """Pickle the snapshot: another process opens its store anew, and has no process group."""
         measured = self._requests, self._freed_bytes
         return Snapshot.of, (self._store_view, self.name, self.row, None, self._store, *measured)
 
@@ -741,10 +747,10 @@ class TakePlace(NamedTuple):
     """The place of a new snapshot.
 
     Attributes:
-        label: How errors of ranks name the snapshot.
+        label: The name of the snapshot in errors of ranks.
         path: Its path or URI.
-        find: Finds the store, or makes it, on all ranks; returns it and the name there.
-        store: The store, if one was given.
+        find: Finds or makes the store, on all ranks; returns it and the snapshot's name in it.
+        store: The store, if the caller has given one.
     """
 
     label: str
@@ -759,7 +765,7 @@ class TakePlace(NamedTuple):
         storage_options: Mapping[str, Any] | None,
         store: casnap.Store | str | os.PathLike[str] | None,
     ) -> TakePlace:
-        """Return that at a path; or of a name in a store."""
+        """Return the place at a path; with ``store``, ``path`` is the name in that store."""
         if store is None:
             text = full_path = given_path(path)
         else:
@@ -771,7 +777,7 @@ class TakePlace(NamedTuple):
 
     @classmethod
     def of(cls, view: View, name: str, store: object) -> TakePlace:
-        """Return that of a local name in a store that is open, or is to be made."""
+        """Return the place of a local name in the store of a view, which may be still to make."""
 
         def find(comm: Comm) -> tuple[View, str]:
             with comm.reporting_errors():
@@ -789,7 +795,7 @@ def take_snapshot(place: TakePlace, app_state: AppState, options: TakeOptions, p
 def try_snapshot(
     place: TakePlace, app_state: AppState, options: TakeOptions, pg: Any
 ) -> Snapshot | None:
-    """Take a snapshot likewise, as :meth:`casnap.Store.try_take` describes."""
+    """Take a snapshot together with the others, as :meth:`casnap.Store.try_take` describes."""
     options = options.for_path(place.path, goes_on=True)
     return options.attempt.run(lambda: _take(place, app_state, options, pg), lambda _: None)
 
@@ -804,7 +810,7 @@ def begin_snapshot(
 def try_to_begin(
     place: TakePlace, app_state: AppState, options: TakeOptions, pg: Any
 ) -> casnap.PendingTry:
-    """Begin a take likewise, as :meth:`casnap.Store.try_async_take` describes."""
+    """Begin a take with the other ranks, as :meth:`casnap.Store.try_async_take` describes."""
     from casnap.pending import PendingSnapshot, PendingTry
 
     options = options.for_path(place.path, goes_on=True)
@@ -849,7 +855,7 @@ def take_from(
 
     Args:
         view: The store.
-        comm: The ranks. At the end, this leaves them.
+        comm: The ranks. This function leaves them at its end.
         source: Returns the state of this rank.
         name: The snapshot's local name.
         options: How to take it.
@@ -874,11 +880,11 @@ def begin_take(
     store: object = None,
     on_stored: Callable[[Snapshot], object] | None = None,
 ) -> casnap.PendingSnapshot:
-    """Begin a take together with other ranks, likewise.
+    """Begin a take together with other ranks, for :meth:`Snapshot.async_take` and integrations.
 
     Args:
         view: The store.
-        comm: The ranks. At its end, the take leaves them.
+        comm: The ranks. The take leaves them at its end.
         source: The state of this rank.
         name: The snapshot's local name.
         options: How to take it.

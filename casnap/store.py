@@ -57,17 +57,18 @@ _log = logging.getLogger("casnap")
 
 @dataclass(frozen=True, kw_only=True)
 class NewStore:
-    """The nature of a store that :class:`Store` makes where there is none.
+    """The properties of a store that :class:`Store` makes if there is none.
 
     Args:
         chunk_size: A power of two from 64 KiB to 64 MiB, such as ``"4MiB"``. It cannot be changed.
-        codec: How chunks are stored. With "auto", the default, takes store them as they are. On a
-            disk, :meth:`Store.gc` makes deltas of older ones; mirrors, and copies into a bucket,
-            get deltas. With "zstd", takes compress, and :meth:`Store.gc` and copies make deltas
-            anywhere. With "raw", nothing is compressed. :meth:`Store.configure` changes it.
+        codec: How chunks are stored. With "auto", the default, takes store them uncompressed; on a
+            disk, :meth:`Store.gc` turns older chunks into deltas; mirrors, and copies into a
+            bucket, get deltas. With "zstd", takes compress, and :meth:`Store.gc` and copies make
+            deltas in any store. With "raw", nothing is compressed. :meth:`Store.configure` changes
+            the codec.
 
     Raises:
-        ValueError: There is no such codec, or the size is none.
+        ValueError: There is no such codec, or the chunk size is not allowed.
     """
 
     chunk_size: Size = DEFAULT_CHUNK_SIZE
@@ -89,35 +90,36 @@ class Store:
             store opens a view of that store, and so does ``s3://bucket/ckpts//run1``. The full
             names of all snapshots in the view begin with the rest of the path.
         create: If there is no store, make one with the first take, import or copy to it, or with
-            :meth:`make`. A :class:`NewStore` says what it is like. Reading makes none: where there
-            is no store, there is no snapshot. With ``mirror``, the store is made at once.
+            :meth:`make`; a :class:`NewStore` gives its properties. Reading makes no store: if there
+            is none, there are no snapshots. With ``mirror``, the store is made at once.
             ``Snapshot.take`` of a path below finds the store only once it is made: call
             :meth:`make` before, or pass ``store=``.
-        storage_options: How to reach a remote store: what s3fs, gcsfs or another file system of
-            fsspec takes, such as ``{"endpoint_url": ...}``. It is neither stored nor shown.
-        exclusive: You make sure that no other process writes to this store. This is asked
-            only where the server cannot keep two writers apart (no put-if-absent).
+        storage_options: How to reach a remote store: the arguments of s3fs, gcsfs or another file
+            system of fsspec, such as ``{"endpoint_url": ...}``. casnap neither stores nor shows
+            them.
+        exclusive: You promise that no other process writes to this store. casnap asks for this only
+            if the server cannot keep two writers apart (no put-if-absent).
         markers: Put ``<name>/casnap-snapshot.json`` for each snapshot, so that ``ls``,
-            ``os.path.exists`` and ``fsspec`` see the snapshot; remove it with the snapshot. On a
-            remote store each is one request.
+            ``os.path.exists`` and ``fsspec`` see the snapshot; remove it with the snapshot. In a
+            remote store, each marker is one request.
         mirror: The path or URI of another store that gets each snapshot, in the background. It is
-            made if there is none. A mirror that fails never fails a take, or makes it wait.
-            :class:`MirrorOptions` says more: what it gets, what it keeps, and how it is reached.
-            See ``docs/object-stores.md``.
-        cache_bytes: For a remote store: keep the chunks that are read on a disk of this host, up to
-            so many bytes for all stores together, such as ``"50GB"``, so that they are fetched
-            once. 0: no cache. By default ``CASNAP_CACHE_BYTES`` of the environment counts; without
-            it there is no cache.
-        threads: How many threads of each step of a take may run, unless the take itself says; see
-            :meth:`take`. By default ``CASNAP_THREADS`` of the environment counts.
+            made if there is none. A mirror that fails neither fails a take nor makes it wait. A
+            :class:`MirrorOptions` also chooses the snapshots that it gets and keeps, and how to
+            reach it. See ``docs/object-stores.md``.
+        cache_bytes: For a remote store: keep chunks that were read on a disk of this host, so that
+            they are fetched once. This is the most bytes for all stores together, such as
+            ``"50GB"``; 0: no cache. The default is ``CASNAP_CACHE_BYTES`` of the environment;
+            without it there is no cache.
+        threads: How many threads of each step of a take may run, unless the take has its own
+            ``threads=``; see :meth:`take`. The default is ``CASNAP_THREADS`` of the environment.
 
     Raises:
         NotAStoreError: There is no store, and ``create`` is False.
         UnsupportedFormatError: A newer casnap made the store.
-        StoreError: A store cannot be made at this place, or cannot be reached; or the folder of the
-            cache is another user's, or on a network file system.
+        StoreError: A store cannot be made at this place, or not be reached; or the folder of the
+            cache belongs to another user, or is on a network file system.
         ValueError: ``storage_options`` or ``cache_bytes`` were given for a store on this machine.
-        MirrorError: The mirror is the wrong store, or the store has another one.
+        MirrorError: The mirror is the wrong store, or the store has another mirror.
     """
 
     def __init__(
@@ -160,12 +162,12 @@ class Store:
     def make(self) -> Store:
         """Make the store now, if there is none; return this object.
 
-        A take does so by itself. A run that calls this when it starts learns at once if no store
-        can be made at its place.
+        A take makes the store by itself. A run that calls this at its start learns at once if no
+        store can be made at its place.
 
         Raises:
-            StoreError: A store cannot be made at this place, or the one that the path leads to is
-                another user's.
+            StoreError: A store cannot be made at this place, or the path leads to a store of
+                another user.
         """
         self._view.make()
         return self
@@ -183,12 +185,12 @@ class Store:
 
     @property
     def prefix(self) -> str:
-        """The beginning of the full names of all snapshots in this view; empty for a store."""
+        """The prefix of the full names of all snapshots in this view; empty for a whole store."""
         return self._view.prefix
 
     @property
     def id(self) -> str:
-        """The id of the store: 32 hex digits. Every store has another one."""
+        """The id of the store: 32 hex digits. No two stores have the same id."""
         return self._view.repository.config.store_id
 
     @property
@@ -239,30 +241,32 @@ class Store:
             name: The snapshot's name in this store.
             pg: The process group whose ranks take the snapshot together. By default this is the
                 whole world, or this process alone.
-            replicated: Globs (``*`` crosses ``/``) of paths like ``model/**`` that are equal on
-                all ranks, so that each rank hashes and writes only a part. Samples are compared
-                first; values that differ are refused. The parameters of DDP modules need no glob.
+            replicated: Globs (``*`` matches ``/`` too) of paths, such as ``model/**``, whose values
+                are equal on all ranks, so that each rank hashes and writes only a part. Samples are
+                compared first; values that differ are refused. The parameters of DDP modules need
+                no glob.
             metadata: Anything that JSON can hold, up to 64 KiB, kept with the snapshot. NumPy's
-                scalars, and tensors without a dimension, become plain numbers. The metadata of rank
-                0 count.
+                scalars, and tensors without a dimension, become plain numbers. Only the metadata of
+                rank 0 count.
             overwrite: Replace a snapshot of this name, unless it has a tag.
             allow_pickle: Store values that have no safe encoding by pickle. To restore them,
                 ``allow_pickle=True`` is needed again.
             progress: Called as ``progress(phase, done, total)``, in bytes, from any thread.
             retention: In the same commit, delete the snapshots of the same folder that these rules
-                do not keep, but never this one. If they cannot be judged, a warning is logged.
-            per_rank: Globs of paths whose values belong to their rank even if they are equal: the
-                state of a data loader, for example. :class:`RNGState` needs no glob.
-            threads: How many threads of this process may hash, how many may copy, and how many may
-                write to a disk. By default one a core (up to eight) hashes, and up to three write.
+                do not keep, but never this one. If the rules cannot be applied, a warning is
+                logged.
+            per_rank: Globs of paths whose values belong to their rank even if they are equal on all
+                ranks: the state of a data loader, for example. :class:`RNGState` needs no glob.
+            threads: The most threads of this process that hash, that copy, and that write to a
+                disk. By default, one per core (up to eight) hashes, and up to three write.
             timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
         Raises:
             StateError: A value of the state cannot be taken, or the ranks contradict each other.
             SnapshotError: The name cannot be used.
-            UnclearCommitError: It is not known whether the snapshot is stored, or lasts. The same
-                take again replaces it.
-            StoreError: Another one: the store cannot be used; nothing was committed.
+            UnclearCommitError: It is not known whether the snapshot is stored, or whether it lasts.
+                If you repeat the take, it replaces this snapshot.
+            StoreError: Any other StoreError: the store cannot be used; nothing was committed.
             DeviceError: A device has computed a wrong digest; nothing was committed.
             RankError: Another rank failed, died or did not answer in time.
         """
@@ -300,19 +304,19 @@ class Store:
     ) -> casnap.PendingSnapshot:
         """Take a snapshot of the state as it is now; return once the state may change.
 
-        The take goes on in the background. :meth:`PendingSnapshot.wait` ends it, and raises its
-        error. An error is also logged at once. If no ``wait()`` has raised it, the next take of the
-        store raises it on all ranks, and takes nothing. The arguments are those of :meth:`take`,
-        and two more.
+        The take goes on in the background. :meth:`PendingSnapshot.wait` waits for its end, and
+        raises its error. An error is also logged at once. If no ``wait()`` has raised the error,
+        the next take of the store raises it on all ranks, and takes nothing. The arguments are
+        those of :meth:`take`, and two more.
 
         ``max_staging_bytes``, such as ``"20GB"``, bounds the memory for the copies of all pending
-        takes together, which is kept for the next take; at least four blocks of 64 MiB are used. If
-        the states are larger, this blocks until enough of them has been stored.
+        takes together. casnap keeps this memory for later takes, and uses at least four blocks of
+        64 MiB. If the states are larger, this call blocks until enough of them is stored.
 
-        ``max_pending``, the same on all ranks, is how many takes may be pending, with this one.
-        While there are as many, this blocks. Each is stored, and committed, once the one before it
-        has ended; if one fails, the others go on. A name that a pending take has is then refused
-        not here, but by :meth:`PendingSnapshot.wait`.
+        ``max_pending``, the same on all ranks, is how many takes may be pending, including this
+        one. If more would be, this call blocks. Pending takes are stored and committed one after
+        the other; if one fails, the others go on. If a pending take has the same name, this call
+        does not refuse it, but :meth:`PendingSnapshot.wait` does.
         """
         refuse_nested_take()
         options = TakeOptions(
@@ -348,13 +352,14 @@ class Store:
     ) -> Snapshot | None:
         """Take a snapshot as :meth:`take` does; if the storage fails, warn, and return None.
 
-        So a run goes on while there is no space or no answer, and after damage, a collector that
-        was faster, or a wrong digest of a device. All ranks log the warning, and return None. Once
-        a take of the run is stored again, another warning says how many failed, and since when.
-        Any other error is raised: a wrong state, name or store, a rank that died or hangs, Ctrl-C.
+        So a run goes on if there is no space or no answer, after damage, after a collector that was
+        faster, and after a wrong digest of a device. All ranks log the warning, and return None.
+        Once a take of the run succeeds again, another warning says how many takes failed, and since
+        when. Any other error is raised: a wrong state, name or store, a rank that died or hangs,
+        Ctrl-C.
 
-        An error of an earlier :meth:`async_take` is not raised here. All ranks call this, or all
-        call :meth:`take`. The arguments are those of :meth:`take`.
+        This call does not raise the error of an earlier :meth:`async_take`. Either all ranks call
+        this, or all call :meth:`take`. The arguments are those of :meth:`take`.
         """
         refuse_nested_take()
         options = TakeOptions(
@@ -388,10 +393,10 @@ class Store:
         max_staging_bytes: Size | None = None,
         max_pending: int = 1,
     ) -> casnap.PendingTry:
-        """Take a snapshot as :meth:`async_take` does, and go on after faults as :meth:`try_take`.
+        """Take a snapshot as :meth:`async_take` does, and tolerate faults as :meth:`try_take` does.
 
-        Neither :meth:`PendingTry.wait` nor a later take raises a fault of the storage: ``wait()``
-        returns None then, and :attr:`PendingTry.error` says why. The arguments are those of
+        If the storage fails, neither :meth:`PendingTry.wait` nor a later take raises that:
+        ``wait()`` returns None, and :attr:`PendingTry.error` says why. The arguments are those of
         :meth:`async_take`.
         """
         refuse_nested_take()
@@ -417,16 +422,17 @@ class Store:
 
         Args:
             call: The verb, for errors.
-            app_state: What was given as the app state.
-            name: What was given as the name.
+            app_state: The user's argument for the app state, of any type.
+            name: The user's argument for the name.
         """
         check_order(f"store.{call}(app_state, name)", app_state, name)
         return TakePlace.of(self._view, self._view.local_name(name), self)
 
     def __getitem__(self, name: str) -> Snapshot:
-        """Return a snapshot by name, or raise :class:`SnapshotNotFoundError`.
+        """Return a snapshot by name, from this store or else from its mirror.
 
-        One that this store does not have is looked for at its mirror.
+        Raises:
+            SnapshotNotFoundError: There is no snapshot of this name.
         """
         from casnap.latest import find_row
 
@@ -449,20 +455,20 @@ class Store:
     def latest(self, prefix: str | None = None, *, thinned: bool = False) -> Snapshot | None:
         """Return the snapshot that was committed last, or None if there is no snapshot.
 
-        Those that were thinned are passed over, since nothing can resume from them; and those that
-        their run went back from (:meth:`rewind`). If only such ones are left, that is an error.
+        This skips thinned snapshots, since no run can resume from them, and snapshots from which
+        their run went back (:meth:`rewind`). If only such snapshots are left, that is an error.
 
-        If there is none, but a checkpoint of another form right in that folder, a warning is
-        logged that says so.
+        If there is no snapshot, but the folder has a checkpoint of another form, a warning says so.
 
-        With a mirror, the last ones of both sides are compared. The mirror's is returned if another
-        store has continued the run. This store's is returned if it has the mirror's too, or has
-        itself continued the run. Between two runs, the time that the takes noted decides. If the
-        mirror cannot be reached, this store's last one is returned, with a warning.
+        With a mirror, this compares the last snapshots of both sides. It returns the mirror's if
+        another store has continued the run there. It returns this store's if this store has the
+        mirror's too, or has itself continued the run. If the two belong to different runs, the
+        later take wins, by the times that the takes noted. If the mirror cannot be reached, this
+        store's last snapshot is returned, with a warning.
 
         Args:
-            prefix: Only below this folder.
-            thinned: Return a thinned one too, for its weights.
+            prefix: Look only below this folder.
+            thinned: Return a thinned snapshot too, for its weights.
 
         Raises:
             StoreError: This store has no snapshot, and its mirror cannot be reached.
@@ -474,28 +480,28 @@ class Store:
         return None if found is None else Snapshot.of(*found, store=self)
 
     def rewind(self, name: str) -> Snapshot:
-        """Have a run go back to an earlier snapshot, and return that: restore it, and go on.
+        """Make a run go back to an earlier snapshot; return that snapshot, to restore it and go on.
 
-        The snapshots right in its folder that were committed after it are moved aside, in one
-        commit: ``step_200`` is called ``rewound-57/step_200`` from then on, where 57 is the number
-        of that commit. So :meth:`latest` returns the snapshot of this name, and the names are free
-        to be taken again. What was moved aside keeps its bytes, commit id and tags. A retention
-        lets it go as the oldest of its run. To go on from it after all, call this with its new
+        One commit moves aside the snapshots of the same folder that were committed after it:
+        ``step_200`` is called ``rewound-57/step_200`` from then on, where 57 is the number of that
+        commit. So :meth:`latest` returns the snapshot of this name, and the names are free for new
+        takes. A snapshot that was moved aside keeps its bytes, commit id and tags. A retention
+        deletes it as the oldest of its run. To go on from it after all, call this with its new
         name. A mirror follows.
 
-        Pending takes of this process are waited for, and moved aside too. End other processes that
-        write this run first: what they commit later is of the run. On many ranks, rank 0 calls
-        this, or all do.
+        This waits for pending takes of this process, and moves their snapshots aside too. First end
+        other processes that write this run: snapshots that they commit later would belong to the
+        run. Of many ranks, either rank 0 alone or all call this.
 
         Args:
             name: The snapshot's name.
 
         Raises:
-            SnapshotNotFoundError: There is no snapshot of this name, at least not in this store: to
-                go back at its mirror, open that as a store.
-            SnapshotExistsError: A name that is needed is taken.
-            SnapshotError: The snapshot is thinned, so it lacks what a resume needs. The error names
-                the newest whole one before it.
+            SnapshotNotFoundError: This store has no snapshot of this name. To go back at its
+                mirror, open the mirror as a store.
+            SnapshotExistsError: A new name is taken.
+            SnapshotError: The snapshot is thinned, so no run can resume from it. The error names
+                the newest whole snapshot before it.
         """
         from casnap.mirror.notes import notes_of_renamed
         from casnap.storage import Runs
@@ -519,22 +525,23 @@ class Store:
 
     @property
     def mirror(self) -> casnap.Mirror | None:
-        """The mirror: its ``status()``, and ``stop()``. None if there is none."""
+        """The mirror, with its ``status()`` and ``stop()``; None if there is none."""
         return self._view.mirror
 
     def wait_mirrored(self, timeout: float | None = None) -> None:
         """Wait until the mirror holds all snapshots that were committed, or are being stored.
 
-        With a mirror of a tag, until the tag is published there on what it is published on here, or
-        on something later.
+        If the mirror follows a tag, wait until the tag is published at the mirror on the same
+        snapshot as here, or on a later one.
 
         Any process that has the store open can wait, not only the one that copies.
 
         Args:
-            timeout: How many seconds to wait at most; None for as long as it takes.
+            timeout: How many seconds to wait at most; None: as long as it takes.
 
         Raises:
-            MirrorError: The time is over, or some cannot be mirrored. It names them and the cause.
+            MirrorError: The time is over, or some snapshots cannot be mirrored. The error names
+                them and the cause.
         """
         from casnap.take.pending import wait_for_last
 
@@ -571,13 +578,14 @@ class Store:
 
         Args:
             name: The snapshot's name.
-            tags: 1 to 100 characters each, without white space, not beginning with ``-`` or ``#``.
+            tags: The tags: 1 to 100 characters each, without white space, and not beginning with
+                ``-`` or ``#``.
 
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name.
             InvalidNameError: A tag is not valid.
-            SnapshotError: The snapshot would have more than 100 tags; or another snapshot has a tag
-                that was published.
+            SnapshotError: The snapshot would have more than 100 tags; or a tag is published on
+                another snapshot.
         """
         from casnap.storage import Tags
 
@@ -596,26 +604,26 @@ class Store:
         Tags(self._view.repository).remove(full, row.commit.hex(), tags)
 
     def publish(self, tag: str, snapshot: str | Snapshot) -> casnap.TagMove:
-        """Move a tag to a snapshot, from whichever has it, in one commit.
+        """Move a tag to a snapshot, from any other snapshot that has it, in one commit.
 
-        From then on the tag is *published*: one snapshot of the whole store has it, and
-        :meth:`tag` gives it to no other. Who follows it sees the old snapshot or the new one. Name
-        it like ``run1/stable`` to have one for each run. The snapshot that had it is no longer
-        protected by it: give it another tag if you may want to move back.
+        From then on the tag is *published*: only one snapshot of the whole store has it, and
+        :meth:`tag` gives it to no other. A follower of the tag sees either the old snapshot or the
+        new one. To have such a tag for each run, use names like ``run1/stable``. The tag no longer
+        protects the old snapshot: give that one another tag if you may want to move back.
 
         Args:
             tag: As for :meth:`tag`.
             snapshot: The snapshot, or its name.
 
         Returns:
-            The move. Its ``root`` is the number of what was published: :meth:`wait_served` waits
-            for it. A snapshot that has the tag already keeps its number; then a mirror that follows
-            the tag puts it there on the same once more.
+            The move. Its ``root`` is the number of this publish, for which :meth:`wait_served`
+            waits. If the snapshot has the tag already, the number stays, and a mirror that follows
+            the tag publishes it once more at the mirror.
 
         Raises:
             SnapshotNotFoundError: There is no such snapshot.
             InvalidNameError: The tag is not valid.
-            SnapshotError: The snapshot has 100 tags, or the store 100 published ones.
+            SnapshotError: The snapshot has 100 tags, or the store has 100 published tags.
         """
         from casnap.mirror.notes import lacking_again
         from casnap.storage import Tags
@@ -632,11 +640,11 @@ class Store:
         return move
 
     def tagged(self, tag: str) -> Snapshot:
-        """Return the snapshot that has a tag. If the tag was published, that is one look-up.
+        """Return the snapshot that has a tag. A published tag is found by one look-up.
 
         Raises:
-            SnapshotNotFoundError: No snapshot of this store or view has it.
-            SnapshotError: Several have it, and it was never published.
+            SnapshotNotFoundError: No snapshot of this store or view has the tag.
+            SnapshotError: Several snapshots have the tag, which was never published.
         """
         from casnap.storage import Tags
 
@@ -645,11 +653,11 @@ class Store:
         return Snapshot.of(view, view.local_of(name), row, store=self)
 
     def tag_moves(self, tag: str, limit: int | None = None) -> list[casnap.TagMove]:
-        """Return the moves of a published tag, the newest first: to what, from what, when, by whom.
+        """Return the moves of a published tag, the newest first.
 
         Args:
             tag: The tag.
-            limit: How many to return at most. Each is read from a root of its own.
+            limit: How many moves to return at most. Each is read from a root of its own.
         """
         from casnap.storage import Tags
 
@@ -662,13 +670,13 @@ class Store:
         return FollowerWatch(self._view.repository)
 
     def followers(self, tag: str | None = None) -> list[serving.handshake.FollowerState]:
-        """Return who follows this store, and which version each has staged and serves.
+        """Return the followers of this store, with the version that each has staged and serves.
 
-        That is what followers of the whole store have last noted there. A look is one request, and
-        one more for each note that has changed since the last look of this object.
+        They come from the last notes that followers of the whole store have put there. A look is
+        one request, and one more for each note that has changed since this object's last look.
 
         Args:
-            tag: Only those that follow this tag; by default all.
+            tag: Return only followers of this tag; by default all.
         """
         return [f for f in self._watch.look() if tag is None or f.tag == tag]
 
@@ -680,24 +688,25 @@ class Store:
         quorum: int | None = None,
         timeout: Duration | None = None,
     ) -> list[serving.handshake.FollowerState]:
-        """Wait until followers serve what a tag was published on, or something later.
+        """Wait until followers serve the snapshot that a tag was published on, or a later one.
 
-        Followers that may not write to the store are not known here. One that died counts until its
-        note has not changed for 90 seconds.
+        Followers that may not write to the store are unknown here. A follower that died counts
+        until its note has not changed for 90 seconds.
 
         Args:
             tag: The tag.
-            number: The number of the publish, as the ``root`` of what :meth:`publish` returns; by
-                default the last one.
-            quorum: How many followers must serve it; by default all that follow the tag, and at
-                least one.
+            number: The number of the publish, which is the ``root`` of the move that
+                :meth:`publish` returns; by default the last one.
+            quorum: How many followers must serve the snapshot; by default all that follow the tag,
+                and at least one.
             timeout: How long to wait at most: seconds, or such as ``"5m"``; by default for ever.
 
         Returns:
             The followers that serve it.
 
         Raises:
-            NotServedError: Some do not serve it yet. The message names them, and what they serve.
+            NotServedError: The time is over, and some followers do not serve it. The message names
+                them, and what they serve.
             SnapshotNotFoundError: The tag was never published with this number; or its snapshot was
                 deleted, or has lost the tag.
             StoreError: The store cannot be read.
@@ -726,30 +735,30 @@ class Store:
     ) -> casnap.CopyReport:
         """Copy snapshots into another store. Only chunks that it lacks are sent.
 
-        Snapshots keep their metadata, tags, times and commit ids; one of the same name and commit
-        id that is there already is not copied again. After an interruption, a repeat resumes the
-        copy. Both stores may be used, and collected, meanwhile.
+        Snapshots keep their metadata, tags, times and commit ids. A snapshot that the other store
+        has already, with the same name and commit id, is not copied again. After an interruption,
+        repeat the call to resume the copy. Both stores may be used, and collected, meanwhile.
 
         Args:
             name: A snapshot, or a folder of them; None for all snapshots of this store or view.
             to: The other store. If there is none at a path or URI, it is made, with chunks of the
                 same size as here.
-            rename: What the snapshot, or the folder, is called there; for all snapshots, a folder
-                that they go into.
+            rename: The new name of the snapshot or the folder in the other store; for all
+                snapshots, a folder that they go into.
             dry_run: Only report what would be sent.
             storage_options: How to reach ``to``, if that is the URI of a remote store.
-            exclusive: You make sure that no other process writes to that store.
+            exclusive: You promise that no other process writes to that store.
             progress: Called as ``progress(phase, done, total)``, in bytes.
 
         Returns:
-            Which snapshots were copied, and how much was sent and was there already.
+            The snapshots that were copied, and how many bytes were sent or there already.
 
         Raises:
             SnapshotNotFoundError: There is no such snapshot; or it was deleted meanwhile.
-            SnapshotExistsError: A name is taken there by another snapshot. Nothing was sent.
-            StoreError: It is the same store, or one with chunks of another size, or one of the
+            SnapshotExistsError: Another snapshot has a name in the other store. Nothing was sent.
+            StoreError: ``to`` is the same store, or has chunks of another size; or one of the
                 stores cannot be used.
-            DamagedError: Something in this store cannot be read.
+            DamagedError: A chunk or node of this store cannot be read.
         """
         from casnap.storage import CommitHooks
         from casnap.transfer.copy import copy_snapshots
@@ -765,7 +774,7 @@ class Store:
             new = NewStore(chunk_size=size)
             to = Store(to, create=new, storage_options=storage_options, exclusive=exclusive)
         new_name = None if rename is None else to._view.local_name(rename)
-        # A read finds out whether the newest root is whole.
+        # The read decides which root is the newest whole one.
         self._view.read(lambda _: None)
         source = self._view.readable
         selection = choose(source, self.prefix, inner, new_name)
@@ -792,33 +801,35 @@ class Store:
         """Bring a folder of safetensors to the newest snapshot, for engines.
 
         The folder is a link to one whole version, beside it in ``<folder>.versions``. Files that
-        have not changed are hard links of the version before; what has changed is made from that
-        version's bytes and the new chunks. All that is written is verified, then the link is
-        replaced at once. See ``docs/guides/serving.md``.
+        have not changed become hard links of the version before. Other files are written from that
+        version's bytes and from new chunks. Every written byte is verified; then a rename replaces
+        the link. See ``docs/guides/serving.md``.
 
-        With ``in_place`` in the options, it is a real folder, and what has changed is written into
-        its files. Who reads them meanwhile, or has mapped them, sees a mix. If that is cut short,
-        the folder is no whole version until the next pull.
+        With ``in_place`` in the options, it is a real folder, and changes are written into its
+        files. A process that reads these files meanwhile, or has mapped them, sees a mix. If such a
+        pull is cut short, the folder is no whole version until the next pull.
 
         Args:
-            folder: The folder, which is not there yet, or was made by such a pull.
+            folder: The folder. It does not exist yet, or such a pull has made it.
             name: A snapshot, or a folder of them; None for all snapshots of this store or view.
-            options: Which snapshot, and how its folder looks:
+            options: Which snapshot to pull, and how the folder looks:
                 a :class:`casnap.serving.PullOptions`.
             progress: Called as ``progress(phase, done, total)``, in bytes.
 
         Returns:
-            Which version is current, and what had to be done for that.
+            The version that is current now, and figures of the pull.
 
         Raises:
             SnapshotNotFoundError: There is no such snapshot; or it was deleted meanwhile.
-            FileFormatError: Something else stands at the folder, it is another user's, or the
+            FileFormatError: Something else stands at the folder, it belongs to another user, or the
                 snapshot holds no tensors.
-            StorageFullError: The disk is full. The folder stays at the version before, or the
-                error says that it is changed in place, and not whole.
-            BackendError: The folder cannot be written or looked at for another reason. The same.
-            UnavailableError: The same, for want of open files or memory. It stays.
-            FileNotFoundError: There is no folder to put it in.
+            StorageFullError: The disk is full. The folder stays at the version before; or the error
+                says that a pull in place has left it mixed.
+            BackendError: The folder cannot be written or looked at for another reason; it is left
+                as after a full disk.
+            UnavailableError: This process has no open files or no memory left. The folder stays at
+                the version before.
+            FileNotFoundError: The parent of the folder does not exist.
             CasnapError: Another process pulls into this folder.
             DamagedError: Stored bytes are missing or damaged.
         """
@@ -841,25 +852,26 @@ class Store:
         progress: Progress | None = None,
         notes: bool = True,
     ) -> Iterator[casnap.FollowEvent]:
-        """Pull each new version as it is committed, for ever; yield what happens.
+        """Pull each new version soon after its commit, for ever; yield what happens.
 
-        Any number of missed versions is one step. What fails is logged, and tried again.
+        If several versions were missed, one pull brings the newest. Failures are logged, and tried
+        again.
 
         Args:
-            folder: As in :meth:`pull`.
-            name: As there.
-            options: As there.
-            interval: How often to look for a new version: seconds, or such as ``"30s"``.
-            on_version: Called after each switch with the folder of the version, without links, and
-                the names of the tensors that have changed since the last call. If it raises an
-                error, it is called again later, then for the version that is current by then.
-            progress: As there.
-            notes: Whether to note in the store which version is in the folder, and which one serves
-                since ``on_version`` has returned, for :meth:`wait_served`.
+            folder: As for :meth:`pull`.
+            name: As for :meth:`pull`.
+            options: As for :meth:`pull`.
+            interval: How long to wait between two looks: seconds, or such as ``"30s"``.
+            on_version: Called after each switch with the real path of the version's folder, and the
+                names of the tensors that have changed since the last call. If it raises an error,
+                it is called again later, for the version that is current then.
+            progress: As for :meth:`pull`.
+            notes: Whether to note in the store, for :meth:`wait_served`, which version is in the
+                folder, and which one serves: the one for which ``on_version`` has returned.
 
         Raises:
-            CasnapError: It cannot begin; or another process follows into this folder.
-            FileNotFoundError: There is no folder to put it in.
+            CasnapError: Following cannot begin, or another process follows into this folder.
+            FileNotFoundError: The parent of the folder does not exist.
         """
         from casnap import serving
         from casnap.serving.following import Following
@@ -897,11 +909,11 @@ class Store:
         dry_run: bool = False,
         progress: Progress | None = None,
     ) -> casnap.ImportReport:
-        """Import files of another format as a snapshot, in one commit. No code of a file is run.
+        """Import files of another format as a snapshot, in one commit. It runs no code of a file.
 
-        Chunks that the store has are not stored again, whether a take or an import brought them.
-        The files are mapped, not read into memory; do not cut them off meanwhile. With
-        ``torch.distributed``, one rank alone calls this.
+        Chunks that the store has, from a take or an import, are not stored again. The files are
+        mapped, not read into memory; do not truncate them meanwhile. With ``torch.distributed``,
+        one rank alone calls this.
 
         Args:
             source: A file of safetensors or ``torch.save``; the folder, the index or any one of the
@@ -909,17 +921,18 @@ class Store:
                 torch_checkpointing. A folder of weights brings its small files along, below the
                 key ``files``.
             name: The snapshot's name.
-            key: The key of the snapshot to import under. By default ``model``; but a dict of
-                ``torch.save`` that holds more than tensors, and folders, keep keys of their own.
-            rank: For a folder of TorchSnapshot or torch_checkpointing, of many ranks: the rank
-                whose state to import.
-            metadata: Kept with the snapshot, beside the ``__metadata__`` of safetensors.
+            key: The key of the snapshot under which the state is imported. By default it is
+                ``model``; but folders of checkpoints, and a dict of ``torch.save`` that holds more
+                than tensors, keep their own keys.
+            rank: The rank whose state to import from a folder of TorchSnapshot or
+                torch_checkpointing that many ranks wrote.
+            metadata: Metadata of the snapshot, besides the ``__metadata__`` of safetensors.
             overwrite: Replace a snapshot of this name, unless it has a tag.
             dry_run: Only report what would be imported.
             progress: Called as ``progress(phase, done, total)``, in bytes.
 
         Returns:
-            What was found, and how much of it was new.
+            The contents of the files, and how many bytes of them were new to the store.
 
         Raises:
             FileFormatError: The files are malformed, need pickle, or are in no known format.
@@ -940,9 +953,9 @@ class Store:
     ) -> casnap.PruneReport:
         """Delete the snapshots that no rule keeps, all in one commit.
 
-        The rules are applied to each run, that is each folder of snapshots, on its own. They are
-        applied to the table that the commit changes, so they see the tags, takes and overwrites of
-        other processes in the meantime. Garbage collection frees the bytes.
+        The rules apply to each run, that is each folder of snapshots, on its own. They apply to the
+        very table that the commit changes, so they see tags, takes and overwrites that other
+        processes have committed before. Garbage collection frees the bytes.
 
         Args:
             retention: The rules.
@@ -950,7 +963,7 @@ class Store:
             dry_run: Only report what would be deleted.
 
         Returns:
-            For each snapshot whether it is kept, and by which rules.
+            For each snapshot, whether it is kept, and by which rules.
 
         Raises:
             EntryNotFoundError: No snapshot has, or had, a key that a pattern of ``thin`` matches.
@@ -966,23 +979,23 @@ class Store:
     def thin(
         self, rules: Mapping[str, int], *, prefix: str | None = None, dry_run: bool = False
     ) -> dict[str, tuple[str, ...]]:
-        """Have older snapshots lose what only a resume needs, all in one commit.
+        """Remove from older snapshots what only a resume needs, all in one commit.
 
         A thinned snapshot keeps its name, commit id, metadata and tags, and all other keys. It can
-        be read, exported and copied, and says what it lost. Garbage collection frees the bytes.
-        Tagged snapshots stay whole, and so do those that a mirror still lacks.
+        be read, exported and copied, and lists the keys that it lost. Garbage collection frees the
+        bytes. Snapshots that have a tag, or that a mirror still lacks, stay whole.
 
         Args:
-            rules: Of each pattern of whole keys of the app state, how many of the newest snapshots
-                of each run keep them: ``{"optim/**": 2}``. ``*`` in it stands for anything.
-            prefix: Only runs in and below this folder.
-            dry_run: Only report what would be lost.
+            rules: By pattern of whole keys of the app state, how many of the newest snapshots of
+                each run keep these keys: ``{"optim/**": 2}``. ``*`` matches any characters.
+            prefix: Thin only runs in and below this folder.
+            dry_run: Only report which keys would be removed.
 
         Returns:
-            The keys that were lost, by the name of the snapshot.
+            By name of a snapshot, the keys that were removed.
 
         Raises:
-            ValueError: The rules make no sense.
+            ValueError: There are no rules, or one is malformed.
             EntryNotFoundError: No snapshot has, or had, a key that a pattern matches.
         """
         from casnap.storage import Runs
@@ -1012,18 +1025,19 @@ class Store:
     ) -> bool:
         """Change settings of the whole store; return whether anything changed.
 
-        Takes that begin after that obey them, in all processes. What is stored stays as it is.
+        Later takes, in all processes, use the new settings. Stored chunks stay as they are.
 
         Args:
             codec: How chunks are stored: "auto", "raw" or "zstd"; see :class:`NewStore`.
-            mirror: "none" forgets which store is the mirror, and which snapshots it lacks. The next
-                ``Store(..., mirror=)`` may name another one. Without that, one mirror is the only.
-            gc: "auto", the default, has each process that lets snapshots go collect their garbage
-                in the background. "off" leaves that to :meth:`gc`. A time, such as "12h", is as
-                "auto", and the grace of all collections that are not given another one.
+            mirror: "none" forgets which store is the mirror, and which snapshots it lacks. Then the
+                next ``Store(..., mirror=)`` may name another mirror; otherwise it must name the
+                same one.
+            gc: "auto", the default: each process that deletes snapshots also collects their garbage
+                in the background. "off": only :meth:`gc` collects. A time, such as "12h": as
+                "auto", and this is the grace of all collections that have no grace of their own.
 
         Raises:
-            ValueError: There is no such codec, or ``mirror`` or ``gc`` is something else.
+            ValueError: There is no such codec, or ``mirror`` or ``gc`` has no such value.
         """
         from casnap.mirror.notes import detach_mirror
         from casnap.storage import Changes, new_settings
@@ -1057,18 +1071,20 @@ class Store:
         collector always works on the whole store, not only on this view.
 
         Args:
-            grace: How long to keep unreferenced data, such as ``"12h"``, a ``timedelta``, or
-                seconds (0: delete it now). For so long, a deleted snapshot can still be read, and a
-                running take can still rely on the data. After that the reader gets an error, and
-                the take begins again. By default what the store is set to (see :meth:`configure`),
-                else 24 hours.
-            repack: Copy the rest out of packs of which less than this share is needed (0: never).
-            recode_after: Store the chunks of all but so many of the newest snapshots of each folder
-                as deltas, or compressed, where that is smaller. None: not now; 0: those of all. Not
-                with the codec "raw". The command writes 0 for None.
+            grace: How long to keep unreferenced data: such as ``"12h"``, a ``timedelta``, or
+                seconds (0: delete it now). During the grace, a deleted snapshot can still be read,
+                and a running take can still rely on the data. After it, the reader gets an error,
+                and the take begins again. The default is the grace that the store is set to (see
+                :meth:`configure`), else 24 hours.
+            repack: If less than this share of a pack is needed, copy that share into a new pack
+                (0: never).
+            recode_after: How many of the newest snapshots of each folder keep their chunks as they
+                are. Chunks that only older ones need are stored as deltas, or compressed, where
+                that is smaller. 0: recode all; None: recode nothing now. Without effect with the
+                codec "raw". The command writes 0 for None.
             dry_run: Only report what would be done.
-            exclusive: You make sure that no other process writes to this store. This is asked
-                only where the store's backend cannot keep two writers apart.
+            exclusive: You promise that no other process writes to this store. casnap asks for this
+                only if the store's backend cannot keep two writers apart.
             progress: Called as ``progress(phase, done, total)``.
 
         Raises:
@@ -1088,7 +1104,7 @@ class Store:
         return collect(self._view.repository, options, progress)
 
     def diff(self, a: str, b: str) -> casnap.Diff:
-        """Return what differs between two snapshots. Only subtrees that differ are read."""
+        """Return the differences between two snapshots. This reads only subtrees that differ."""
         from casnap.maintenance.diff import diff
 
         return diff(self[a].contents, self[b].contents)
@@ -1108,15 +1124,16 @@ class Store:
         name: str | None = None,
         progress: Progress | None = None,
     ) -> casnap.CheckReport:
-        """Check that nothing in the store is missing or damaged. Nothing is changed.
+        """Check that nothing in the store is missing or damaged; change nothing.
 
-        The whole store is checked, not only this view; or with a name, what one snapshot needs.
+        This checks the whole store, not only this view; with ``name``, only what that snapshot
+        needs.
 
         Args:
             data: Read and verify every chunk, at each of its places.
-            sample: Read and verify a random share of the chunks, up to 1.
-            seed: Chooses the share. By default it is another share each time.
-            name: The snapshot to check alone.
+            sample: Read and verify a random share of the chunks, from 0 to 1.
+            seed: Chooses the share. By default each call chooses another share.
+            name: The only snapshot to check.
             progress: Called as ``progress(phase, done, total)``.
 
         Returns:
@@ -1139,12 +1156,12 @@ class Store:
         progress: Progress | None = None,
         dry_run: bool = False,
     ) -> casnap.RepairReport:
-        """Save what can be saved of a damaged store.
+        """Repair a damaged store as far as possible.
 
         Lost parts of the index are built again from the packs. Undamaged chunks are copied out of
         damaged packs. A chunk without an undamaged copy is looked for in the sources. If no source
-        has it, it is recorded as lost, and the next take of the same bytes stores it again. The
-        whole store is repaired, not only this view.
+        has it, it is recorded as lost, and the next take of the same bytes stores it again. This
+        repairs the whole store, not only this view.
 
         Args:
             sources: Other casnap stores: open, or a path or URI.
@@ -1185,17 +1202,17 @@ def import_snapshot(
     rank: int | None = None,
     metadata: dict[str, Any],
 ) -> casnap.ImportReport:
-    """Import files as a snapshot. :meth:`Store.import_file` describes the rest.
+    """Import files as a snapshot, as :meth:`Store.import_file` describes.
 
     Args:
         source: The files.
         name: The snapshot's name, for the report.
-        find: Opens the store, and returns the name there, once it is known that the files can be
-            imported; None for a dry run.
+        find: Opens the store, and returns it and the name in it. Called once the files are known to
+            be importable. None for a dry run.
         options: Further options of the take.
-        key: As there.
-        rank: As there.
-        metadata: As there.
+        key: As for :meth:`Store.import_file`.
+        rank: As for :meth:`Store.import_file`.
+        metadata: As for :meth:`Store.import_file`.
     """
     from casnap.files.importing import import_files
     from casnap.ranks.comm import SingleProcess

@@ -37,22 +37,23 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("casnap")
 V = TypeVar("V")
-# The stores, and their newest roots, of which a warning was logged that an older one is read.
+# The stores, with their newest roots, about which this process has warned that it reads an older
+# root.
 _told: set[tuple[str, int]] = set()
 _ADVICE = "Copy it again, or have `casnap repair {uri}` save what is here"
 Opening = Callable[..., tuple[Repository, bool]]
 
 
 class View:
-    """The snapshots of a store below a prefix, by their names there; the store may be made later.
+    """The snapshots of a store below a prefix, by their local names. The store may not exist yet.
 
     Args:
         uri: The store, as the user has named it.
-        place: Where it is, or would be.
+        place: The location of the store, whether it exists or not.
         opening: Opens or makes it, as :func:`casnap.storage.opening.opening.open_at` does.
-        create: Make the store if there is none.
+        create: Whether to make the store if there is none.
         threads: How many threads of each step of a take may run, by default.
-        mirror_options: The user's options for the mirror; None without one.
+        mirror_options: The user's options for the mirror; None without a mirror.
 
     Attributes:
         is_new: Whether this object has made the store.
@@ -76,7 +77,7 @@ class View:
         self._create = create
         self._mirror_options = mirror_options
         self._repository: Repository | None = None
-        # The same repository as of an older root, once no newer root has proved whole.
+        # The same repository, read as of an older root: set once all newer roots lack files.
         self._older: Repository | None = None
         self.threads = threads or threads_asked()
         self.mirror: Mirror | None = None
@@ -93,12 +94,13 @@ class View:
         mirror_options: MirrorOptions | None = None,
         **options: Any,
     ) -> View:
-        """Return the store at a place, open if there is one.
+        """Return a view of the store at a place; the store is open if it exists.
 
         Args:
             uri: Its path, URI or backend.
-            create: Make the store if there is none: with a mirror now, else when it is needed.
-            storage_options: How a remote store is reached.
+            create: Whether to make the store if there is none: with a mirror at once, otherwise
+                when it is needed.
+            storage_options: How to reach a remote store.
             threads: As for the class.
             mirror_options: As for the class.
             options: Further arguments of :func:`casnap.storage.opening.opening.open_at`, which
@@ -125,7 +127,7 @@ class View:
         is_new: bool = False,
         threads: int | None = None,
     ) -> View:
-        """Return a view of a store that is open."""
+        """Return a view of an open store."""
         backend = repository.backend
         opening = partial(open_at, markers=repository.marks)
         place = Location(backend, prefix, exists=True)
@@ -134,7 +136,7 @@ class View:
         return view
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Have another process open the store anew; the pickle holds the storage options."""
+        """Pickle the view, so that another process opens the store anew, by the same options."""
         opening = self._opening
         if self._repository is not None:
             cache = self._repository.chunk_cache
@@ -142,7 +144,7 @@ class View:
         fields = self._uri, self._place, opening, self._create, self.threads, self._mirror_options
         return _unpickled, (fields, self._repository is not None)
 
-    # --- the store, which may not be there yet ---
+    # --- the store, which may not exist yet ---
 
     def _open(self, place: Location, *, create: bool, start_mirror: bool = True) -> Repository:
         repository, self.is_new = self._opening(place, create=create)
@@ -162,20 +164,20 @@ class View:
 
     @property
     def place(self) -> Location:
-        """Where the store is, or would be; a remote one is not asked for that."""
+        """The location of the store, whether it exists or not. Finding it makes no request."""
         if self._repository is not None or self._place.backend.costly_requests:
             return self._place
-        # One above may have been made, or it could not be looked at before.
+        # A new look: a store above may have been made since, or could not be looked at before.
         return Location.of_store(self._uri, None, may_take=self._create)
 
     def look(self) -> Repository | None:
-        """Open the store; return None if there is none yet, and it may be made."""
+        """Open the store; return None if it does not exist yet and may be made."""
         return self._repository or self._look(self.place)
 
     def _look(self, place: Location) -> Repository | None:
         if self._repository is None:
             if not self._create or place.exists:
-                # If the making of the store was cut off, this finishes it.
+                # If the making of the store was cut off, this completes it.
                 self._open(place, create=self._create)
             elif place.exists is None:
                 with suppress(NotAStoreError):
@@ -195,7 +197,7 @@ class View:
         Raises:
             NotAStoreError: There is none yet.
         """
-        # If there is none, opening it says so.
+        # Opening a store that does not exist raises the right error.
         return self.look() or self._open(self.place, create=False)
 
     def whole(self) -> View:
@@ -203,12 +205,12 @@ class View:
         return View.of(self.repository, threads=self.threads) if self.prefix else self
 
     def at_mirror(self) -> View | None:
-        """Return the snapshots at the mirror; None if there is no mirror.
+        """Return the view of the snapshots at the mirror; None if there is no mirror.
 
         Raises:
-            StoreError: It cannot be used, or not be reached just now.
+            StoreError: The mirror cannot be used, or not be reached just now.
         """
-        # A store that is still to be made has no mirror: with one, it is made at once.
+        # A store that does not exist yet has no mirror: a store with a mirror is made at once.
         if self.mirror is None:
             return None
         destination = self.mirror.destination()
@@ -216,7 +218,7 @@ class View:
 
     @property
     def hooks(self) -> CommitHooks:
-        """What goes with each commit to the store: for its mirror, and for its disk."""
+        """The hooks of each commit to the store: for its mirror, and for its disk."""
         hooks = _disk_hooks(self.repository)
         if self.mirror is None:
             return hooks
@@ -231,15 +233,16 @@ class View:
 
     @property
     def prefix(self) -> str:
-        """The beginning of the full names of all snapshots here; empty for the whole store."""
+        """The prefix of the full names of all snapshots in this view; empty for the whole store."""
         return self.place.name
 
     def path_of(self, name: str) -> str:
         """Return the path or URI of a snapshot."""
         return joined(self.uri, name)
 
-    # A *local* name is that in this view; a *full* one begins with the prefix. What a user gives is
-    # made local once: what looks like a path of the view may be a local name that begins like one.
+    # A *local* name is the name in this view; a *full* name begins with the prefix. A name that the
+    # user gives is made local only once: a local name may look like a path of the view, and a
+    # second time would cut it.
 
     def local_name(self, given: str) -> str:
         """Return the local name that a user means by a name, or by the path or URI of a snapshot.
@@ -255,7 +258,7 @@ class View:
         return name_below(name_text(given), uri, place.uri)
 
     def full_name(self, given: str) -> str:
-        """Return the full name that a user means likewise.
+        """Return the full name that a user means by a name, or by the path or URI of a snapshot.
 
         Raises:
             InvalidNameError: The name cannot be used.
@@ -271,7 +274,7 @@ class View:
         return full[len(self.prefix) + 1 :] if self.prefix else full
 
     def folder(self, prefix: str | None) -> str:
-        """Return the full name of a folder here; "" for the whole store.
+        """Return the full name of a folder of this view; "" for the whole store.
 
         Raises:
             InvalidNameError: No snapshot can be below a folder of this name.
@@ -280,7 +283,7 @@ class View:
         return self.full_of(check_name(local)) if local.strip("/") else self.prefix
 
     def folder_on_disk(self, prefix: str | None) -> Path | None:
-        """Return the folder of this machine that snapshots are, or would be, marked in."""
+        """Return the folder of this machine that has, or would have, the markers of snapshots."""
         place = self.place
         folder = place.backend.folder
         return None if folder is None else folder / self.folder(prefix)
@@ -289,19 +292,19 @@ class View:
 
     @property
     def readable(self) -> Repository:
-        """The store to read snapshots from: another one where its newest root is not whole."""
+        """The repository to read from: as of an older root if the newest one lacks files."""
         return self._older or self.repository
 
     def read(self, look: Callable[[Table], V]) -> V:
         """Call a function with the newest table, and return its result.
 
-        If files are missing that the newest root names, this reads as of the newest whole one.
+        If files of the newest root are missing, this reads as of the newest whole root.
         """
         roots: list[Root] = []
         try:
             return self.readable.read_table(look, roots.append)
         except DamagedError:
-            # A root that cannot be read itself is not looked for again.
+            # Without a root that could be read, older ones are not looked for.
             older = self.repository.as_of_whole_root() if roots else None
             if older is None:
                 raise
@@ -324,7 +327,7 @@ class View:
 
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name.
-            DamagedError: There may be one, but only an older root can be read, which has none.
+            DamagedError: Only an older root can be read, which has none; a newer one may have it.
         """
         full = check_name(self.full_of(local))
         if self.look() is None:
@@ -353,9 +356,10 @@ class View:
         return [(self.local_of(name), row) for name, row in Table.in_commit_order(rows)]
 
     def _check_absent(self, what: str) -> None:
-        """Check that what was not found is not there: an older root does not tell.
+        """Check that a snapshot that was not found is really absent.
 
-        A run that began after that root would begin anew.
+        If the store is read as of an older root, a newer root may have it. Without the error, a run
+        that began after that root would begin anew.
         """
         if self._older is None:
             return
@@ -368,7 +372,7 @@ class View:
             )
 
     def named_here(self, report: PruneReport) -> PruneReport:
-        """Return a report with the names of this view."""
+        """Return a report with local names in place of full ones."""
         return replace(
             report,
             verdicts=[replace(each, name=self.local_of(each.name)) for each in report.verdicts],
@@ -376,11 +380,11 @@ class View:
         )
 
     def free_later(self, rows: Sequence[Row]) -> None:
-        """Have the bytes of snapshots that were let go freed, on a nearly full disk at once."""
+        """Have the bytes of deleted snapshots freed: on a nearly full disk at once, else later."""
         hooks = self.hooks
         hooks.on_release(rows)
         nbytes = max((row.stats.logical_bytes for row in rows), default=0)
-        # They are deleted, whatever happens here.
+        # The snapshots are deleted already, so an error here is ignored.
         with suppress(*PLACE_ERRORS):
             free = self.repository.backend.free_bytes()
             if free is not None and free <= nbytes:
@@ -388,7 +392,7 @@ class View:
 
 
 def _tell_of_older(store: Repository, older: Repository) -> None:
-    """Log a warning, once for a store, that it is read as of an older root."""
+    """Log a warning, once for a store and root, that the store is read as of an older root."""
     newest = store.newest().seq
     if (told := (store.backend.identity, newest)) in _told:
         return
@@ -407,17 +411,17 @@ def _unpickled(fields: tuple[Any, ...], is_open: bool) -> View:
     uri, place, opening, create, threads, mirror_options = fields
     view = View(uri, place, opening, create=create, threads=threads, mirror_options=mirror_options)
     if is_open:
-        # The mirror is not started: a worker that only reads has no use for it; a take starts it.
+        # A take starts the mirror; a worker that only reads does not need it.
         view._open(place, create=False, start_mirror=False)
     return view
 
 
 def _disk_hooks(repository: Repository) -> CommitHooks:
-    """Return what keeps the garbage of a store small."""
+    """Return the hooks that have garbage of a store collected."""
     from casnap.storage import CommitHooks
 
     def collector() -> AutomaticCollector:
-        # Loaded when it is first asked: of many ranks, only rank 0 asks.
+        # Imported at its first use: of many ranks, only rank 0 uses it.
         from casnap.storage import AutomaticCollector
 
         return AutomaticCollector.of(repository)
@@ -437,11 +441,11 @@ class _SnapshotPlace(msgspec.Struct, array_like=True):
     """Rank 0's message about the place of a new snapshot.
 
     Attributes:
-        path: The path that it was given.
+        path: The path that the caller gave to rank 0.
         uri: The store.
-        name: The full name.
-        config: The record of a remote store, which then no other rank reads.
-        root: A recent root of it.
+        name: The full name of the snapshot.
+        config: The record of a remote store, so that no other rank has to read it.
+        root: A recent root of that store.
     """
 
     path: str
@@ -459,18 +463,18 @@ def find_view(
     create: bool,
     cache_bytes: Size | None = None,
 ) -> tuple[View, str]:
-    """Return the store that holds a snapshot, or is to hold it, and the name there.
+    """Return the view that holds a snapshot, or is to hold it, and the local name.
 
     Args:
-        path: The path of the snapshot; with a store, its name there.
-        storage_options: How a remote store is reached.
-        store: A :class:`casnap.Store`, or the path or URI of one. By default it is the one that
-            ``path`` is in.
-        create: Make the store if there is none.
+        path: The path of the snapshot; with ``store``, its name in that store.
+        storage_options: How to reach a remote store.
+        store: A :class:`casnap.Store`, or the path or URI of one; by default the store in which
+            ``path`` lies.
+        create: Whether to make the store if there is none.
         cache_bytes: How many bytes of chunks of remote stores this host keeps.
 
     Raises:
-        ValueError: Storage options or ``cache_bytes`` are for a store that is open, or local.
+        ValueError: ``storage_options`` or ``cache_bytes`` were given for a local or open store.
     """
     if store is None:
         return view_above(path, storage_options, create=create, cache_bytes=cache_bytes)
@@ -489,10 +493,10 @@ def find_view(
 
 
 def view_of(store: object) -> View:
-    """Return what a :class:`casnap.Store` stands on; that class is above this module.
+    """Return the view of a :class:`casnap.Store`, a class that this module cannot import.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: ``store`` is no Store.
     """
     view = getattr(store, "_view", None)
     if not isinstance(view, View):
@@ -505,7 +509,7 @@ def repository_of(store: object) -> Repository:
     """Return the open repository of a :class:`casnap.Store`.
 
     Raises:
-        NotAStoreError: There is none yet.
+        NotAStoreError: The store does not exist yet.
     """
     return view_of(store).repository
 
@@ -518,15 +522,15 @@ def view_above(
     is_typed: bool = False,
     **options: Any,
 ) -> tuple[View, str]:
-    """Return the store that the path of a snapshot is in, and the name there.
+    """Return the view of the store in which the path of a snapshot lies, and the local name.
 
     Args:
         path: The path.
-        storage_options: How a remote store is reached.
-        create: Make the store if there is none; what is returned is then to be changed.
-        is_typed: Whether a person has typed the path, and is told which store it was.
+        storage_options: How to reach a remote store.
+        create: Whether to make the store if there is none; then the caller is going to write to it.
+        is_typed: Whether a person has typed the path. If so, a line says which store it is in.
         options: Further arguments of :func:`casnap.storage.opening.opening.open_at`, which also
-            says what is raised.
+            lists the errors.
     """
     place = Location.of_snapshot(path, storage_options, may_take=create, is_typed=is_typed)
     if create:
@@ -546,7 +550,7 @@ def find_view_together(
     store: object,
     comm: Comm,
 ) -> tuple[View, str]:
-    """Return the store and the name that rank 0 finds. Rank 0 makes the store if there is none."""
+    """Return the view and the name that rank 0 finds; rank 0 makes the store if there is none."""
     with comm.reporting_errors():
         if comm.rank == 0:
             view, name = find_view(path, storage_options, store, create=True)
@@ -558,7 +562,7 @@ def find_view_together(
             return view, name
         answer = comm.broadcast_message(None, _SnapshotPlace)
         comm.check_same("the path", os.fspath(path), answer.path)
-        # Each rank reaches the store in its own way, but never looks for another one.
+        # Each rank uses its own options to reach the store of rank 0, and never looks for another.
         if store is not None and not isinstance(store, str | os.PathLike):
             view = view_of(store)
             if view.repository.backend.uri == answer.uri:

@@ -1,6 +1,6 @@
-"""Tests that every backend must pass, for pytest: what :class:`Backend` promises.
+"""Tests, for pytest, that every backend must pass: they test the contract of :class:`Backend`.
 
-Subclass in a test module, and give the backend::
+Subclass a suite in a test module, and override its fixture::
 
     import pytest
     from casnap.testing.backend_suite import BackendSuite, SharedBackendSuite
@@ -11,16 +11,16 @@ Subclass in a test module, and give the backend::
             return MyBackend(tmp_path)
 
 The backend is empty for each test. :class:`SharedBackendSuite` is for backends that several
-processes can use at once. Instead of ``backend`` it needs the fixture ``opener``. That returns a
-function that opens the same place each time it is called, in any process::
+processes can use at once. Instead of ``backend`` it needs the fixture ``opener``, which returns a
+function that opens the same place at each call, in any process::
 
     class TestMine(SharedBackendSuite):
         @pytest.fixture
         def opener(self, tmp_path):
             return functools.partial(MyBackend, tmp_path)
 
-:class:`BrokenBackendSuite` is for backends that can be made to fail from outside: its fixture
-``broken`` returns a backend that cannot reach its objects.
+:class:`BrokenBackendSuite` tests the errors of a backend: its fixture ``broken`` returns a backend
+that cannot reach its objects.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Opener = Callable[[], Backend]
 
 
 class BackendSuite:
-    """What every backend promises; override the fixture ``backend``."""
+    """The tests of every backend; override the fixture ``backend``."""
 
     @pytest.fixture
     def backend(self) -> Backend:
@@ -82,7 +82,7 @@ class BackendSuite:
     @pytest.mark.parametrize("start", [0, 1, 8, 4096])
     @pytest.mark.parametrize("readonly", [False, True])
     def test_any_buffer_is_written(self, backend: Backend, start: int, readonly: bool) -> None:
-        """Buffers need not be aligned or writable, and the caller may change them afterwards."""
+        """A buffer need be neither aligned nor writable; the caller may change it afterwards."""
         content = pattern(2 * _MIB + 4097)
         memory = bytearray(content)
         view = memoryview(bytes(memory) if readonly else memory)[start:]
@@ -98,7 +98,7 @@ class BackendSuite:
             assert_absent(backend, key)
 
     def test_what_is_deleted_is_gone(self, backend: Backend) -> None:
-        """Deleting takes one object; its key may be used again."""
+        """A delete removes one object; its key may be used again."""
         backend.write("packs/ab/x", b"x")
         backend.write("packs/ab/xy", b"xy")
         backend.delete("packs/ab/x")
@@ -109,7 +109,7 @@ class BackendSuite:
         assert backend.read("packs/ab/x") == b"again"
 
     def test_what_is_deleted_together(self, backend: Backend) -> None:
-        """Missing ones are not an error, and no other object is deleted with them."""
+        """Missing objects are not an error, and no other object is deleted."""
         keys = [f"packs/{n % 3:02x}/größe {n}&<{n}>" for n in range(40)]
         for key in keys:
             backend.write(key, key.encode())
@@ -120,7 +120,7 @@ class BackendSuite:
         assert backend.sizes("packs") == {}
 
     def test_a_key_that_is_written_twice(self, backend: Backend) -> None:
-        """Casnap never does it. A backend may refuse it, or replace the object as a whole."""
+        """Casnap writes no key twice. A backend may refuse that, or replace the whole object."""
         backend.write("packs/ab/x", only(1, 3 * _MIB))
         expected = only(2, _MIB)
         try:
@@ -130,7 +130,7 @@ class BackendSuite:
         assert backend.read("packs/ab/x") == expected
 
     def test_keys_of_many_levels(self, backend: Backend) -> None:
-        """Folders come and go with their objects. They need not be made."""
+        """Folders come and go with their objects; nobody makes them."""
         keys = ["top", "a/b", "a/c/d", "a/c/e/f/g/h/i", "roots/0/0", f"packs/ff/{'0' * 32}"]
         for key in keys:
             backend.write(key, key.encode())
@@ -144,10 +144,10 @@ class BackendSuite:
 
     @pytest.mark.parametrize("how", ["write", "put_if_absent", "copy"])
     def test_a_taken_key_is_not_put(self, backend: Backend, how: str) -> None:
-        """An existing object stays, by whichever call it was made.
+        """An existing object stays, whichever call has made it.
 
-        A backend may take these very bytes for its own: the answer to an earlier attempt may have
-        been lost.
+        If it has the same bytes, a backend may report success: the answer to its own earlier
+        attempt may have been lost.
         """
         backend.write("source", b"first")
         if how == "copy":
@@ -185,7 +185,7 @@ class BackendSuite:
         [(0, 10), (1, 4096), (4096, 8192), (4095, 2 * _MIB), (2 * _MIB, _MIB), (3 * _MIB, 1)],
     )
     def test_a_run_is_read(self, backend: Backend, offset: int, nbytes: int) -> None:
-        """Any run of an object, into any buffer."""
+        """A backend reads any run of an object, into any buffer."""
         content = pattern(3 * _MIB + 5)
         backend.write("packs/ab/x", content)
         for unaligned in (0, 3):
@@ -196,7 +196,7 @@ class BackendSuite:
             assert memory[:unaligned] == bytes(unaligned)
 
     def test_a_run_over_the_end(self, backend: Backend) -> None:
-        """A read at the end of an object returns how many bytes there were."""
+        """A read over the end of an object returns how many bytes there were."""
         content = pattern(10_000)
         backend.write("packs/ab/x", content)
         for offset, expected in [(0, 10_000), (9_999, 1), (4096, 5904), (10_000, 0), (1 << 40, 0)]:
@@ -208,7 +208,7 @@ class BackendSuite:
         assert backend.read_into("packs/ab/x", nothing) == [0]
 
     def test_several_runs_are_read_at_once(self, backend: Backend) -> None:
-        """Runs in any order, neighbours, overlapping ones, and some past the end."""
+        """Runs may come in any order, touch, overlap, or lie past the end."""
         content = pattern(2 * _MIB + 5)
         backend.write("packs/ab/x", content)
         runs = [(_MIB, 4096), (0, 10), (10, 10), (5, 10), (2 * _MIB, 4096), (3 * _MIB, 1), (7, 0)]
@@ -229,7 +229,7 @@ class BackendSuite:
     # --- listings ---
 
     def test_names_are_those_of_one_level(self, backend: Backend) -> None:
-        """Names right below a folder, each once; none for a folder that does not exist."""
+        """The names directly below a folder come once each; an absent folder has none."""
         assert backend.names("packs") == []
         assert backend.names("") == []
         keys = ["packs/aa/1", "packs/aa/2", "packs/ab/3", "packsx/4", "packs-", "index/5"]
@@ -250,7 +250,7 @@ class BackendSuite:
         assert backend.names("tmp") == []
 
     def test_a_longer_object_is_not_read(self, backend: Backend) -> None:
-        """A caller says how much it takes; an object may be endless."""
+        """The caller bounds the bytes that it takes; a longer object raises an error, unread."""
         backend.write("packs/ab/x", pattern(_MIB))
         with pytest.raises(DamagedError, match="1,048,576 bytes"):
             backend.read("packs/ab/x", _MIB - 1)
@@ -259,7 +259,7 @@ class BackendSuite:
     # --- copies ---
 
     def test_a_copy_outlives_its_source(self, backend: Backend) -> None:
-        """The bytes have two names, and each can be deleted."""
+        """After a copy the bytes have two names, and each can be deleted."""
         content = pattern(_MIB)
         backend.write("packs/ab/x", content)
         backend.copy("packs/ab/x", "packs/cd/deeper/y")
@@ -275,7 +275,7 @@ class BackendSuite:
     # --- several at once ---
 
     def test_readers_see_whole_objects_only(self, backend: Backend) -> None:
-        """While an object is written it is whole or absent, and whole once it is listed."""
+        """While an object is written, readers see it whole or absent; once listed, it is whole."""
         nbytes, count = 3 * _MIB, 6
         expected = {f"{n}": only(n + 1, nbytes) for n in range(count)}
 
@@ -301,7 +301,7 @@ class BackendSuite:
         read()
 
     def test_sync_at_any_time(self, backend: Backend) -> None:
-        """Also without anything to do, on several threads, and after an object was deleted."""
+        """Sync works with nothing to do, on several threads, and after a delete."""
 
         def write(me: int) -> None:
             for i in range(5):
@@ -320,7 +320,7 @@ class BackendSuite:
             assert sorted(backend.names(f"packs/{me:02x}")) == ["0", "2", "4"]
 
     def test_tidying_leaves_the_notes_of_followers(self, backend: Backend) -> None:
-        """A note that was just put is of a living follower."""
+        """Tidying keeps a note that was just put: its follower is alive."""
         key = "tmp/follower-0123456789ab-0123456789ab"
         backend.write(key, b"alive")
         backend.tidy(0)
@@ -328,7 +328,7 @@ class BackendSuite:
         backend.delete(key)
 
     def test_tidying_leaves_what_is_used(self, backend: Backend) -> None:
-        """Whole objects stay, and living writers are not disturbed."""
+        """Tidying keeps whole objects, and does not disturb living writers."""
         backend.write("packs/ab/old", b"old")
         with in_background(lambda: backend.tidy(0)):
             for n in range(5):
@@ -355,13 +355,13 @@ class BackendSuite:
             assert backend.unmark([key], lambda _, content: content == b"second") == {}
             backend.sync()
         assert backend.sizes("") == before[0]
-        # Some servers show empty folders for a while.
+        # Only elsewhere: some servers list empty folders for a while.
         assert backend.costly_requests or sorted(backend.names("")) == sorted(before[1])
         assert backend.read("roots/0/0") == b"root"
 
 
 class BrokenBackendSuite:
-    """What a backend promises about errors; override the fixture ``broken``."""
+    """The tests of a backend's errors; override the fixture ``broken``."""
 
     @pytest.fixture
     def broken(self) -> Backend:
@@ -393,11 +393,11 @@ class BrokenBackendSuite:
 
 
 class SharedBackendSuite(BackendSuite):
-    """What a backend promises that several processes use; override the fixture ``opener``."""
+    """The tests of a backend that several processes use; override the fixture ``opener``."""
 
     @pytest.fixture
     def opener(self) -> Opener:
-        """Return a function that opens the same place and can be pickled: a partial of a class."""
+        """Return a function that opens the same place, and can be pickled, such as a partial."""
         raise NotImplementedError("override the fixture `opener`")
 
     @pytest.fixture
@@ -422,7 +422,7 @@ class SharedBackendSuite(BackendSuite):
         assert opener().names("tmp") == []
 
     def test_takes_that_are_announced(self, opener: Opener) -> None:
-        """Another process sees on which roots they are based, for as long as they go on."""
+        """Another process sees the roots on which running takes are based, until they end."""
         backend = opener()
         with backend.announced(3, at_once=True) as renew, backend.announced(1 << 40, at_once=True):
             renew()
@@ -430,7 +430,7 @@ class SharedBackendSuite(BackendSuite):
         assert opener().announced_bases(60) == []
 
     def test_a_writer_that_is_killed(self, opener: Opener) -> None:
-        """Its objects are whole or absent. ``tidy`` deletes what it left, but no young files."""
+        """Objects of a killed writer are whole or absent. ``tidy`` deletes only its old files."""
         answers = multiprocessing.get_context("spawn").SimpleQueue()
         with processes(partial(_write_on, opener, answers)) as (process,):
             answers.get()
@@ -447,7 +447,7 @@ class SharedBackendSuite(BackendSuite):
             assert backend.read(f"packs/ab/{name}") == only(int(name) % 256, _MIB)
 
     def test_tidying_beside_another_process(self, opener: Opener) -> None:
-        """A writer in another process is not disturbed."""
+        """Tidying does not disturb a writer in another process."""
         backend = opener()
         answers = multiprocessing.get_context("spawn").SimpleQueue()
         with processes(partial(_write_on, opener, answers, 40)) as (process,):

@@ -17,18 +17,18 @@ SECONDS = 60
 
 
 def pattern(nbytes: int, seed: int = 1) -> bytes:
-    """Return bytes that differ from each other, and from the bytes of another seed."""
+    """Return bytes that differ from place to place, and from those of another seed."""
     unit = b"".join((i * 2654435761 + seed).to_bytes(8, "little") for i in range(4096))
     return (unit * (nbytes // len(unit) + 1))[:nbytes]
 
 
 def only(byte: int, nbytes: int) -> bytes:
-    """Return an object of equal bytes: a mixture of two such objects shows."""
+    """Return equal bytes: a reader can see whether two such objects were mixed."""
     return bytes([byte]) * nbytes
 
 
 def assert_absent(backend: Backend, key: str) -> None:
-    """Check that every method says that an object does not exist."""
+    """Check that every method reports an object as absent."""
     with pytest.raises(FileNotFoundError):
         backend.read(key)
     with pytest.raises(FileNotFoundError):
@@ -44,7 +44,7 @@ def assert_absent(backend: Backend, key: str) -> None:
 
 @contextmanager
 def in_background(work: Callable[[], object]) -> Iterator[None]:
-    """Repeat some work on another thread, at least once; raise its error."""
+    """Repeat ``work`` on another thread, at least once, during the block; raise its error."""
     end, start = threading.Event(), threading.Event()
 
     def loop() -> None:
@@ -67,7 +67,7 @@ def in_background(work: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def processes(*works: Callable[[], object]) -> Iterator[list[Any]]:
-    """Run each function in a fresh process; kill those that still run at the end."""
+    """Run each function in a fresh process during the block; kill those that still run then."""
     spawn = multiprocessing.get_context("spawn")
     started = [spawn.Process(target=work, daemon=True) for work in works]
     for process in started:
