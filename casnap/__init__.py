@@ -17,13 +17,13 @@ from casnap.version import __version__ as __version__
 
 if TYPE_CHECKING:
     # Imported at their first use: not every program needs these names, and some need torch.
+    from casnap.comparing.changes import Diff as Diff
     from casnap.diagnosis.doctor import doctor as doctor
     from casnap.diagnosis.report import DoctorReport as DoctorReport
     from casnap.diagnosis.report import DoctorRow as DoctorRow
     from casnap.files.file_reports import ExportReport as ExportReport
     from casnap.files.file_reports import ImportReport as ImportReport
     from casnap.maintenance.check import CheckReport as CheckReport
-    from casnap.maintenance.diff import Diff as Diff
     from casnap.maintenance.repair import RepairReport as RepairReport
     from casnap.maintenance.usage import Usage as Usage
     from casnap.mirror.mirror import Mirror as Mirror

@@ -396,6 +396,42 @@ class Snapshot:
         note_restored(self.contents.store, self.contents.name, self.row)
         return report
 
+    @python_gc_paused()
+    def compare(self, app_state: AppState) -> casnap.Diff:
+        """Return how the live state of this process differs from the snapshot; fill nothing.
+
+        The state is read as a take reads it, and hashed where it lies, on its device if that can
+        hash. Of the snapshot, only chunks that differ are read, to tell by how much. After a
+        restore nothing differs::
+
+            print(snapshot.compare(app_state))
+
+        With ``torch.distributed``, each rank compares what it holds with what it would restore: of
+        a sharded tensor its shards, of what belongs to single ranks its own. No rank hears of what
+        others find. All ranks call this if a ``state_dict()`` is a collective, as it may be for
+        sharded modules.
+
+        Args:
+            app_state: The values to compare, by key: all, or some of those that were taken.
+
+        Returns:
+            What differs, ``equal`` if nothing does. ``removed`` is what the live state lacks, such
+            as the moments of a new optimizer; ``added`` is what the snapshot lacks. ``left_out``
+            names the keys of the snapshot that ``app_state`` lacks.
+
+        Raises:
+            UnsupportedTypeError: A value cannot be stored, and so not be compared.
+            DamagedError: Stored bytes are missing or damaged.
+            DeviceError: A device computes wrong digests.
+            SnapshotNotFoundError: The snapshot was deleted, and its bytes were collected.
+        """
+        from casnap.comparing.live import compare
+        from casnap.ranks.joining import own_rank
+        from casnap.take.capture import LiveState
+
+        with self.contents.reading():
+            return compare(self.contents, LiveState(app_state), own_rank(self.pg))
+
     def export(
         self,
         out: str | os.PathLike[str],

@@ -1103,11 +1103,18 @@ class Store:
         )
         return collect(self._view.repository, options, progress)
 
-    def diff(self, a: str, b: str) -> casnap.Diff:
-        """Return the differences between two snapshots. This reads only subtrees that differ."""
-        from casnap.maintenance.diff import diff
+    def diff(self, a: str, b: str, *, elements: bool = False) -> casnap.Diff:
+        """Return the differences between two snapshots. This reads only subtrees that differ.
 
-        return diff(self[a].contents, self[b].contents)
+        Args:
+            a: The name of the first snapshot.
+            b: The name of the second one.
+            elements: Read the chunks that differ, too, and tell how many elements differ, and by
+                how much at most.
+        """
+        from casnap.comparing.diff import diff
+
+        return diff(self[a].contents, self[b].contents, elements=elements)
 
     def usage(self, prefix: str | None = None) -> list[casnap.Usage]:
         """Return the logical, stored and unique bytes of each snapshot, in the order of commits."""

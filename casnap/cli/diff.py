@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 import click
 
 from casnap.cli.arguments import identity_of, open_snapshot, reading_options, second_snapshot
-from casnap.cli.entries import entry_fields, type_text
+from casnap.cli.entries import entry_fields
 from casnap.cli.output import emit, print_rest, say, size, table
-from casnap.maintenance.diff import Change, Diff
-from casnap.maintenance.diff import diff as compare
+from casnap.comparing.changes import SIGNS, Change, Diff, Elements
+from casnap.comparing.diff import diff as compare
 from casnap.snapshot import Snapshot
-
-SIGNS = {"changed": "~", "added": "+", "removed": "-"}
 
 
 @click.command()
 @click.argument("a", metavar="STORE/A")
 @click.argument("b", metavar="STORE/B")
 @click.option("--limit", type=click.IntRange(min=1), help="The most entries to print [50; all].")
+@click.option(
+    "--elements", is_flag=True, help="Read what differs; tell how many elements, and by how much."
+)
 @reading_options
-def diff(a: str, b: str, limit: int | None, as_json: bool) -> None:
+def diff(a: str, b: str, limit: int | None, elements: bool, as_json: bool) -> None:
     """Show the differences between two snapshots: added, removed and changed entries.
 
     B may be the bare name of a snapshot beside A or in its store. The entries with the most
-    changed bytes come first. CHANGED counts the bytes in those chunks of an entry that differ from
-    the chunks at the same position in A.
+    changed bytes come first. ROLE says what the entry is to a training, told by its path. CHANGED
+    counts the bytes in those chunks of an entry that differ from the chunks at the same position in
+    A. DIFFERENCE has short values; with --elements also how the elements of tensors differ, with
+    the largest absolute and relative difference.
     """
     older = open_snapshot(a)
     newer = second_snapshot(b, older)
-    difference = compare(older.contents, newer.contents)
+    difference = compare(older.contents, newer.contents, elements=elements)
     ordered = sorted(difference.changes, key=lambda c: (-c.changed_bytes, -c.total_bytes, c.path))
     if as_json:
         document = _document(older, newer, difference, ordered[:limit])
@@ -39,33 +43,23 @@ def diff(a: str, b: str, limit: int | None, as_json: bool) -> None:
     if not ordered:
         say("no difference")
         return
-    say(_summary(difference))
+    say(difference.summary())
     paths = ordered[: limit or 50]
     rows = [
         (
             SIGNS[change.kind],
             change.path,
-            _types(change),
+            change.role,
+            change.types,
             size(change.changed_bytes),
             size(change.total_bytes),
+            change.difference,
         )
         for change in paths
     ]
-    header = ("", "PATH", "TYPE", "CHANGED", "OF")
+    header = ("", "PATH", "ROLE", "TYPE", "CHANGED", "OF", "DIFFERENCE")
     table(header, rows, numbers={"CHANGED", "OF"})
     print_rest(len(ordered) - len(paths), "entry")
-
-
-def _summary(difference: Diff) -> str:
-    counts = ", ".join(
-        f"{len(difference.of(kind)):,} {kind}" for kind in ("changed", "added", "removed")
-    )
-    return f"{counts}; {size(difference.changed_bytes)} differ"
-
-
-def _types(change: Change) -> str:
-    before, after = (None if e is None else type_text(e) for e in (change.old, change.new))
-    return " → ".join(dict.fromkeys(text for text in (before, after) if text is not None))
 
 
 def _document(
@@ -82,11 +76,25 @@ def _document(
             {
                 "entry": change.path,
                 "change": change.kind,
+                "role": change.role,
                 "changed_bytes": change.changed_bytes,
                 "total_bytes": change.total_bytes,
+                "elements": None if change.elements is None else _fields(change.elements),
                 "old": None if change.old is None else entry_fields(change.old),
                 "new": None if change.new is None else entry_fields(change.new),
             }
             for change in changes
         ],
+    }
+
+
+def _fields(elements: Elements) -> dict[str, Any]:
+    largest = (elements.largest, elements.largest_relative)
+    absolute, relative = (value if isfinite(value) else None for value in largest)
+    return {
+        "differing_count": elements.differing,
+        "total_count": elements.total,
+        "largest": absolute,
+        "largest_relative": relative,
+        "nan_count": elements.nan,
     }

@@ -29,17 +29,6 @@ SMALL = 1 << 10
 _MOST_SPEC_BYTES = 16 << 20
 
 
-def type_text(entry: Entry) -> str:
-    """Return the type of an entry in words: ``float32 [4, 8]``, ``int`` or ``dict of 3``."""
-    if what := unknown_in(entry):
-        return f"unknown: {what}"
-    if isinstance(entry, TensorEntry):
-        return f"{entry.dtype} {list(entry.shape)}"
-    if isinstance(entry, ContainerEntry):
-        return f"{entry.kind} of {entry.count:,}"
-    return entry.kind
-
-
 def entry_fields(entry: Entry) -> dict[str, Any]:
     """Return the description of an entry, for JSON."""
     facts: dict[str, Any] = {"kind": entry.kind, "logical_bytes": entry.payload.nbytes}

@@ -24,9 +24,9 @@ from casnap.cli.output import (
     report_fields,
     say,
 )
+from casnap.comparing.diff import diff
 from casnap.errors import DamagedError
 from casnap.format.entries import ContainerEntry
-from casnap.maintenance.diff import diff
 from casnap.maintenance.usage import DiskUsage, Usage, disk_usage, usage
 from casnap.report.facts import Facts, RunFacts, SnapshotFacts, Space, gather, metrics_in
 from casnap.report.page import HEAD, page

@@ -14,7 +14,7 @@ from casnap.cli.arguments import (
     reading_options,
     snapshot_fields,
 )
-from casnap.cli.entries import entry_fields, keys_in_words, small_value, type_text
+from casnap.cli.entries import entry_fields, keys_in_words, small_value
 from casnap.cli.output import (
     amount,
     emit,
@@ -27,7 +27,14 @@ from casnap.cli.output import (
     summary,
     table,
 )
-from casnap.format.entries import ContainerEntry, Entry, TensorEntry, ValueEntry, unknown_in
+from casnap.format.entries import (
+    ContainerEntry,
+    Entry,
+    TensorEntry,
+    ValueEntry,
+    type_text,
+    unknown_in,
+)
 from casnap.format.names import is_hashed
 from casnap.format.records import Stats
 from casnap.maintenance.usage import shared_bytes

@@ -231,6 +231,17 @@ def unknown_in(entry: Entry) -> str:
     return ""
 
 
+def type_text(entry: Entry) -> str:
+    """Return the type of an entry in words: ``float32 [4, 8]``, ``int`` or ``dict of 3``."""
+    if what := unknown_in(entry):
+        return f"unknown: {what}"
+    if isinstance(entry, TensorEntry):
+        return f"{entry.dtype} {list(entry.shape)}"
+    if isinstance(entry, ContainerEntry):
+        return f"{entry.kind} of {entry.count:,}"
+    return entry.kind
+
+
 def check_known(label: str, entries: Iterable[tuple[str, Entry]]) -> None:
     """Check that this version can read entries.
 

@@ -1,4 +1,4 @@
-"""Maintain a store: check, repair, compare snapshots, measure usage.
+"""Maintain a store: check, repair, measure usage.
 
 Imports ``storage``, ``state``, ``backends`` and lower layers, and no other verb. It alone imports
 ``storage/inspecting.py``: checking and repairing need to know packs. Begin with ``check.py``, then

@@ -28,9 +28,9 @@ def _leave_links() -> None:
 on_release(lambda: sum(link.forget() for link in list(_links.values())))
 
 
-def own_rank() -> int:
-    """Return the rank of this process in the world; 0 without a process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+def own_rank(pg: Any = None) -> int:
+    """Return the rank of this process in a group, or in the world; 0 without a process group."""
+    return dist.get_rank(pg) if dist.is_available() and dist.is_initialized() else 0
 
 
 def join(pg: Any, timeout: float | None, operation: str) -> Comm:

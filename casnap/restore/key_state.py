@@ -148,6 +148,21 @@ def key_state(
     return replace(state, entries=_reached(contents, component, rank, entries))
 
 
+def entries_seen(
+    contents: Contents, component: str, rank: int
+) -> tuple[dict[str, Entry], dict[str, list[int]]]:
+    """Return the entries of a key that a rank restores, by path.
+
+    Returns:
+        The entries; and the paths that this rank cannot have, since the take did not have this
+        rank, each with the ranks that can.
+    """
+    trees = contents.trees(rank).get(component)
+    entries = {} if trees is None else {component + inner: e for inner, e in trees.items()}
+    of_others = _kept_for_others(contents, component, rank, entries)
+    return _reached(contents, component, rank, entries), of_others
+
+
 def _of_own_submodules(contents: Contents, state: KeyState, rank: int) -> KeyState | None:
     """Return the key with the entries of this module's own submodules; None if it is no pipeline.
 

@@ -143,5 +143,5 @@ def _audit(device: torch.device, kept: Candidate) -> None:
         raise distrusted(
             device,
             f"the bytes of a chunk of {kept.want.path} have another BLAKE3, unless another thread "
-            "or stream writes to it during the restore",
+            "or stream writes to it meanwhile",
         )

@@ -315,10 +315,11 @@ def test_diff(store: Path) -> None:
         "diff", store / "run1/step_0", store / "run1/step_1"
     ).stdout.splitlines()
     assert summary.startswith("2 changed, 0 added, 0 removed; 65.5 kB")
-    assert header.split() == ["PATH", "TYPE", "CHANGED", "OF"]
+    assert header.split() == ["PATH", "ROLE", "TYPE", "CHANGED", "OF", "DIFFERENCE"]
     assert rows[0].split() == [
         "~",
         "model/weight",
+        "weights",
         "float32",
         "[98304]",
         "65.5",
@@ -326,7 +327,19 @@ def test_diff(store: Path) -> None:
         "393.2",
         "kB",
     ]
-    assert rows[1].split()[:2] == ["~", "progress/step"]
+    assert rows[1].split()[:3] == ["~", "progress/step", "counters"]
+    assert rows[1].endswith("0 → 1")
+
+
+def test_diff_of_elements(store: Path) -> None:
+    arguments = "diff", store / "run1/step_0", "step_1", "--elements"
+    text = invoke(*arguments).stdout
+    assert re.search(r"of 98,304 differ, by up to \d", text)
+    (weight,) = (c for c in document(*arguments)["changes"] if c["entry"] == "model/weight")
+    assert weight["role"] == "weights"
+    assert weight["elements"]["total_count"] == 98_304
+    assert 0 < weight["elements"]["differing_count"] < 98_304
+    assert weight["elements"]["largest"] > 0
 
 
 def test_diff_json(store: Path) -> None:

@@ -57,7 +57,10 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
             document("show", later / LATER, "s/x"),
             document("show", tmp / "keys/step_0", "s/best"),
         ],
-        "diff": [document("diff", store / "run1/step_2", store / "run2/step_0")],
+        "diff": [
+            document("diff", store / "run1/step_2", store / "run2/step_0"),
+            document("diff", store / "run1/step_0", "step_1", "--elements"),
+        ],
         "du": [document("du", store)],
         "report": [document("report", store, "-o", tmp / "report.html")],
         "cp": [document("cp", store / "run1", tmp / "copy"), followed(store, tmp / "followed")],

@@ -150,3 +150,16 @@ def test_a_device_that_says_that_it_holds_what_it_does_not(
     with pytest.raises(DeviceError, match=r"late:0 does not hash as it should: .* a chunk of s/x "):
         snapshot.restore({"s": StateDict(x=live)}, reuse=True)
     assert restored(snapshot, live) == 0  # no device hashes any more
+
+
+def test_a_comparison_reads_only_what_differs(snapshot: Snapshot) -> None:
+    live = expected().to("late")
+    assert snapshot.compare({"s": StateDict(x=live)}).equal
+    live[20] = 0
+    late_device.run_all()
+    late_device.counts.clear()
+    (change,) = snapshot.compare({"s": StateDict(x=live)}).changes
+    assert change.elements is not None
+    assert (change.elements.differing, change.elements.largest) == (1000, 20_999.0)
+    assert late_device.counts["to host"] < 38 * 36 + 2 * CELL + 1
+    assert torch.equal(live[20].cpu(), torch.zeros(1000))

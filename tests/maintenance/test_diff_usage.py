@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from casnap import NewStore, StateDict, Store
+from casnap.comparing.changes import Change
+from casnap.comparing.diff import diff
 from casnap.errors import EntryNotFoundError, StoreError
 from casnap.format.digest import Digest, digest_of, split_digests
 from casnap.format.entries import Payload, TensorEntry
 from casnap.format.tree import Branch
-from casnap.maintenance.diff import Change, diff
 from casnap.maintenance.usage import Usage, disk_usage, shared_bytes, usage
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.contents import Contents

@@ -21,9 +21,9 @@ import casnap.integrations.dcp
 import casnap.integrations.folders
 import casnap.serving
 from casnap.cli import COMMANDS, cli
+from casnap.comparing.changes import Diff
 from casnap.maintenance.check import CheckReport
 from casnap.maintenance.damage import Damage, Hurt
-from casnap.maintenance.diff import Diff
 from casnap.maintenance.repair import RepairReport
 from casnap.maintenance.usage import Usage
 from casnap.mirror.status import MirrorStatus

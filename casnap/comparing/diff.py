@@ -1,73 +1,28 @@
-"""Comparing two snapshots: only the subtrees that differ are read."""
+"""Comparing two snapshots by digests, from the top: only the subtrees that differ are read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain, zip_longest
-from typing import Literal
 
+from casnap.comparing.changes import Change, Diff
 from casnap.errors import StoreError
 from casnap.format.digest import Digest
 from casnap.format.entries import Entry, unknown_in
 from casnap.format.tree import LeafNode, Tree
 from casnap.storage import Contents
 
-Kind = Literal["added", "removed", "changed"]
 
-
-@dataclass(frozen=True)
-class Change:
-    """One entry that two snapshots do not share.
-
-    Attributes:
-        path: ``<key>/<path>`` of a global entry, ``<rank>/<key>/<path>`` of one that a rank keeps
-            for itself.
-        kind: Whether it was added, removed or changed.
-        old: The entry of the first snapshot; None if it was added.
-        new: The entry of the second one; None if it was removed.
-        changed_bytes: Bytes in those chunks of the new entry that differ from the old chunk at
-            the same position. All bytes if the entry was added, none if it was removed.
-        total_bytes: All bytes of the new entry, or of the old one if it was removed.
-    """
-
-    path: str
-    kind: Kind
-    old: Entry | None
-    new: Entry | None
-    changed_bytes: int
-    total_bytes: int
-
-
-@dataclass(frozen=True)
-class Diff:
-    """The entries that differ between two snapshots.
-
-    Attributes:
-        changes: Every entry that differs, in the order of the paths.
-    """
-
-    changes: list[Change]
-
-    @property
-    def changed_bytes(self) -> int:
-        """Bytes of the second snapshot that the first one does not have at the same position."""
-        return sum(change.changed_bytes for change in self.changes)
-
-    def of(self, kind: Kind) -> list[Change]:
-        """Return the changes of one kind."""
-        return [change for change in self.changes if change.kind == kind]
-
-    def __bool__(self) -> bool:
-        """Whether anything differs."""
-        return bool(self.changes)
-
-
-def diff(a: Contents, b: Contents) -> Diff:
+def diff(a: Contents, b: Contents, *, elements: bool = False) -> Diff:
     """Return the entries that differ between two snapshots.
 
     Equal subtrees are not read. If two trees differ, only their differing leaves are read. If two
     entries differ, only their differing lists of chunks are read.
+
+    Args:
+        a: The first snapshot.
+        b: The second one.
+        elements: Whether to read the chunks that differ, and to tell how their elements differ.
 
     Raises:
         DamagedError: A node is missing or damaged.
@@ -84,6 +39,10 @@ def diff(a: Contents, b: Contents) -> Diff:
         if digest_a != digest_b
         for path, entry_a, entry_b in _entries(a, b, prefix, digest_a, digest_b)
     ]
+    if elements:
+        from casnap.comparing.elements import with_elements
+
+        changes = with_elements(a, b, changes)
     return Diff(sorted(changes, key=lambda change: change.path))
 
 

@@ -1,0 +1,242 @@
+"""Comparing a live state with a snapshot: hashed where it lies; only what differs is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+
+from casnap.comparing.changes import Change, Diff
+from casnap.comparing.elements import Measure, is_measurable, measured
+from casnap.format.digest import Digest, digest_of, split_digests
+from casnap.format.entries import (
+    INLINE_BYTES,
+    ContainerEntry,
+    Entry,
+    KnownEntry,
+    Payload,
+    TensorEntry,
+    ValueEntry,
+    check_known,
+    with_payload,
+)
+from casnap.format.names import component_of, rank_names
+from casnap.format.region import Region
+from casnap.restore.key_state import entries_seen
+from casnap.restore.loading import elements_of, naming, with_item_axis
+from casnap.restore.reuse import Candidate, lacking
+from casnap.runtime.torch_modes import without_torch_modes
+from casnap.state.sharded import Shards
+from casnap.state.tensors import check_tensor, itemsize_of
+from casnap.storage import Contents, Want
+from casnap.take.capture import CapturedState, StateSource
+
+_NO_BYTES = Payload(0)
+
+
+class _Pair(NamedTuple):
+    """A stored tensor, and the live one of the same path, shape and dtype.
+
+    Attributes:
+        path: Their path.
+        old: The stored entry.
+        new: The live entry.
+        measure: Gets how they differ.
+    """
+
+    path: str
+    old: TensorEntry
+    new: TensorEntry
+    measure: Measure
+
+
+def compare(contents: Contents, source: StateSource, rank: int) -> Diff:
+    """Return how a live state differs from a snapshot; nothing is filled, and no rank is asked.
+
+    Args:
+        contents: The snapshot.
+        source: The live state.
+        rank: This rank, which compares what it holds with what it would restore.
+
+    Raises:
+        UnsupportedTypeError: The state cannot be stored, and so not be compared.
+        UnsupportedFormatError: Only a newer version can read some entries.
+        DamagedError: Stored bytes are missing or damaged.
+        DeviceError: A device computes wrong digests.
+    """
+    chunk_size = contents.store.config.chunk_size
+    captured = source.capture(source.keys(), chunk_size, allow_pickle=True)
+    with without_torch_modes():
+        return _compared(contents, captured, rank)
+
+
+def _compared(contents: Contents, captured: CapturedState, rank: int) -> Diff:
+    components = [span.component for span in captured.spans]
+    stored, left_out = _stored(contents, components, rank)
+    changes = list[Change]()
+    pairs = dict[int, _Pair]()
+    for i, leaf in enumerate(captured.leaves):
+        path, new = leaf.path, captured.inline.get(i, leaf.entry)
+        if path.partition("/")[0] not in components:
+            continue
+        old = stored.pop(path, None)
+        if old is None:
+            changes.append(Change(path, "added", None, new, new.payload.nbytes, new.payload.nbytes))
+        elif i in captured.inline or not is_measurable(old, new):
+            changes += _changes_of_values(contents, path, old, new, leaf.content)
+        else:
+            assert isinstance(old, TensorEntry)
+            assert isinstance(new, TensorEntry)
+            twin = pairs.get(captured.same_as.get(i, -1))
+            is_tied = twin is not None and twin.old.payload == old.payload
+            measure = twin.measure if twin and is_tied else Measure(old, _held(leaf.content, old))
+            pairs[i] = _Pair(path, old, new, measure)
+    contents.store.fetch(lacking(_candidates(contents, captured, pairs)))
+    changes += [change for pair in pairs.values() for change in _changes_of(pair)]
+    changes += [
+        Change(path, "removed", entry, None, 0, entry.payload.nbytes)
+        for path, entry in stored.items()
+    ]
+    return Diff(sorted(changes, key=lambda change: change.path), left_out)
+
+
+def _stored(
+    contents: Contents, components: list[str], rank: int
+) -> tuple[dict[str, Entry], list[str]]:
+    """Return the entries that this rank would restore, by path, and what is not compared."""
+    stored, left_out = dict[str, Entry](), list[str]()
+    for key in sorted(contents.keys()):
+        component = component_of(key)
+        if component not in components:
+            left_out.append(f"{key} (the app state lacks this key)")
+            continue
+        entries, of_others = entries_seen(contents, component, rank)
+        if of_others:
+            # Containers that lack parts here cannot be compared either.
+            holders = sorted({holder for ranks in of_others.values() for holder in ranks})
+            left_out.append(f"{key} (kept for {rank_names(holders)} alone; this is rank {rank})")
+            components.remove(component)
+            continue
+        stored |= entries
+    check_known(contents.label, stored.items())
+    return stored, left_out
+
+
+def _held(content: torch.Tensor | bytes | Shards, entry: TensorEntry) -> int:
+    """Return how many elements of a tensor this rank holds."""
+    if isinstance(content, Shards):
+        return sum(box.numel for box in content.boxes)
+    return Region.whole(entry.shape).numel
+
+
+def _changes_of(pair: _Pair) -> Iterator[Change]:
+    path, old, new, measure = pair
+    found = measure.found
+    if found.differing or _form(old) != _form(new):
+        nbytes = found.differing * itemsize_of(old)
+        yield Change(path, "changed", old, new, nbytes, new.payload.nbytes, found)
+
+
+def _form(entry: Entry) -> Entry:
+    """Return what an entry says of itself, without its bytes."""
+    assert isinstance(entry, TensorEntry | ValueEntry | ContainerEntry)
+    return with_payload(entry, _NO_BYTES)
+
+
+def _changes_of_values(
+    contents: Contents,
+    path: str,
+    old: Entry,
+    new: KnownEntry,
+    content: torch.Tensor | bytes | Shards,
+) -> Iterator[Change]:
+    """Yield the change of an entry whose bytes are at hand, or whose elements have no pairs."""
+    nbytes, elements = new.payload.nbytes, None
+    is_small = max(old.payload.nbytes, nbytes) <= INLINE_BYTES
+    if is_small:
+        elements = measured(old, new, old.payload.inline, new.payload.inline)
+    if old.payload.nbytes == nbytes and _form(old) == _form(new):
+        if is_small:
+            is_same = old.payload.inline == new.payload.inline
+        else:
+            # Tensors of one shape and dtype are measured.
+            assert isinstance(content, bytes)
+            cells = contents.cells(path, old)
+            digests = contents.digests(old.payload, cells, path)
+            is_same = split_digests(digests) == _digests(content, cells.sizes())
+        if is_same:
+            return
+    changed_bytes = nbytes
+    if isinstance(new, TensorEntry) and elements is not None:
+        changed_bytes = elements.differing * itemsize_of(new)
+    yield Change(path, "changed", old, new, changed_bytes, nbytes, elements)
+
+
+def _digests(content: bytes, sizes: Iterator[int]) -> list[Digest]:
+    ends = [0, *accumulate(sizes)]
+    return [digest_of(memoryview(content)[start:stop]) for start, stop in pairwise(ends)]
+
+
+def _candidates(
+    contents: Contents, captured: CapturedState, pairs: Mapping[int, _Pair]
+) -> Iterator[Want | Candidate]:
+    """Yield the chunks of the stored tensors, each with the part of a live one that may hold it.
+
+    A chunk is compared as a whole where this rank holds all of it. Of other chunks, the rank reads
+    all, and compares its part.
+    """
+    begun = set[int]()
+    for i, pair in pairs.items():
+        if id(pair.measure) in begun:
+            continue  # a tied tensor is hashed once
+        begun.add(id(pair.measure))
+        content = captured.leaves[i].content
+        assert not isinstance(content, bytes)
+        if isinstance(content, Shards):
+            parts = list(zip(content.boxes, content.tensors, strict=True))
+        else:
+            parts = [(Region.whole(pair.old.shape), content)]
+        for box, tensor in parts:
+            yield from _candidates_in(contents, pair, box, with_item_axis(pair.new, tensor))
+
+
+def _candidates_in(
+    contents: Contents, pair: _Pair, box: Region, held: torch.Tensor
+) -> Iterator[Want | Candidate]:
+    """Yield the chunks of a stored tensor that a box of the live one may hold."""
+    path, old, _, measure = pair
+    with naming(contents, path):
+        check_tensor(old)
+    if not box.numel:
+        return
+    if old.payload.nbytes <= INLINE_BYTES:
+        raw = memoryview(bytearray(old.payload.inline))
+        whole = Region.whole(old.shape)
+        measure.add(elements_of(old, raw, whole)[box.within(whole)], held)
+        return
+    cells = contents.cells(path, old)
+    digests = split_digests(contents.digests(old.payload, cells, path))
+
+    def want(number: int, cell: Region, common: Region) -> Want:
+        part = held[common.within(box)]
+
+        def sink(raw: memoryview) -> None:
+            measure.add(elements_of(old, raw, cell)[common.within(cell)], part)
+
+        return Want(digests[number], cells.cell_bytes(number), sink, path)
+
+    for number in cells.covering(box):
+        cell = cells.region(number)
+        common = cell.intersect(box)
+        assert common is not None
+        wanted = want(number, cell, common)
+        if common == cell:
+            yield Candidate(wanted, held[cell.within(box)], _nothing)
+        else:
+            yield wanted
+
+
+def _nothing() -> None:
+    """Do nothing with a chunk that the live tensor holds."""

@@ -1,0 +1,92 @@
+"""What a path of a snapshot is to a training, such as weights, moments or a place in the data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+from casnap.format.entries import Entry, TensorEntry, ValueEntry
+from casnap.state.stateful import TORCH_NAMES
+
+Role = Literal[
+    "generators", "loader", "scheduler", "scaler", "counters", "moments", "weights", "values"
+]
+ROLES: tuple[Role, ...] = get_args(Role)
+"""All roles: what may make others differ comes before them."""
+
+_OF_RANDOM_STATES = frozenset({*TORCH_NAMES, "numpy", "python"})
+_OF_SCALER = frozenset({"_growth_tracker", "growth_factor", "backoff_factor", "growth_interval"})
+_OF_SCHEDULER = frozenset({"last_epoch", "_step_count", "_last_lr", "base_lrs", "param_groups"})
+_OF_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
+_GENERATORS = frozenset({"rng", "random", "generator", "generators"})
+_SCALER = frozenset({"scaler", "scalers"})
+_SCHEDULER = frozenset({"scheduler", "schedulers", "sched"})
+_LOADER = frozenset({"loader", "loaders", "dataloader", "dataloaders", "sampler", "samplers"})
+_DATA = frozenset({"batches", "data", "dataset"})
+_COUNTERS = frozenset(
+    {"step", "steps", "epoch", "epochs", "iteration", "iterations", "batch", "batches", "tracked"}
+    | {"count", "counter", "samples", "seen", "tokens"}
+)
+
+
+def role_of(path: str, entry: Entry) -> Role:
+    """Return what a path is to a training, by its names and its entry alone.
+
+    The first rule that holds decides. The words of a component are its runs of letters.
+
+    ==============  ============================================================================
+    ``generators``  the second component is ``torch``, ``numpy`` or ``python``, as in the states
+                    of ``RNGState`` and of generators; or a word is ``rng``, ``random`` or
+                    ``generator``. No weight is meant: no tensor of fractions
+    ``loader``      a word is ``loader``, ``dataloader`` or ``sampler``; or a word of the key is
+                    ``batches``, ``data`` or ``dataset``
+    ``scaler``      a word is ``scaler``, or a name is of the state of a ``GradScaler``
+    ``scheduler``   a word is ``scheduler``, or a name is of the state of an ``LRScheduler`` or
+                    is ``param_groups``, where optimizers keep their learning rates
+    ``moments``     a component above the last one is ``state``, as in optimizers; or a name is
+                    that of a moment, such as ``exp_avg``
+    ``counters``    a number, or a tensor of one element, with a word such as ``step``, ``epoch``
+                    or ``seen`` in its name
+    ``weights``     any other tensor of fractions: parameters, buffers, averages of weights
+    ``values``      anything else
+    ==============  ============================================================================
+
+    Args:
+        path: The path, ``<key>/<path>``, or with the number of a rank before it.
+        entry: Its entry.
+    """
+    names = path.lower().split("/")
+    if names[0].isdigit() and len(names) > 1:
+        del names[0]
+    words, last_words, key_words = _words(names), _words(names[-1:]), _words(names[:1])
+    is_fractions = isinstance(entry, TensorEntry) and _is_of_fractions(entry.dtype)
+    is_of_generator = bool(_OF_RANDOM_STATES.intersection(names[1:2]) or words & _GENERATORS)
+    if is_of_generator and not is_fractions:
+        return "generators"
+    if words & _LOADER or key_words & _DATA:
+        return "loader"
+    if words & _SCALER or _OF_SCALER.intersection(names):
+        return "scaler"
+    if words & _SCHEDULER or _OF_SCHEDULER.intersection(names):
+        return "scheduler"
+    if "state" in names[1:-1] or _OF_MOMENTS.intersection(names):
+        return "moments"
+    if last_words & _COUNTERS and _is_one_number(entry):
+        return "counters"
+    return "weights" if is_fractions else "values"
+
+
+def _words(names: Iterable[str]) -> set[str]:
+    return {word for name in names for word in re.findall("[a-z]+", name)}
+
+
+def _is_of_fractions(dtype: str) -> bool:
+    # numpy's typestrs have the kind as their second letter.
+    return dtype.startswith(("float", "bfloat", "complex")) or dtype[1:2] in ("f", "c")
+
+
+def _is_one_number(entry: Entry) -> bool:
+    if isinstance(entry, TensorEntry):
+        return not entry.shape or entry.shape == (1,)
+    return isinstance(entry, ValueEntry) and entry.kind in ("int", "float")
