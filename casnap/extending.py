@@ -10,16 +10,15 @@ ranks                       ``join``, ``Comm``, ``SingleProcess``, ``own_rank``
 divided tensors             ``Region``, ``leaf_of_parts``, ``boxes_of_run``, ``WithOthers``;
                             ``Target``, ``load_together``, ``check_together``, ``Fit``
 leaves and their paths      ``Leaf``, ``flatten``, ``describe``, ``map_leaves``; ``ObjectPath``,
-                            ``casnap_path``, ``containers_above``, ``component_of``, ``key_of``
-files and folders           ``local_path``; ``exists``, ``is_file``, ``is_folder``, ``is_link``,
-                            ``is_taken``, ``status``, ``paths_in``, ``matching``, ``translated``
+                            ``casnap_path``, ``containers_above``, ``component_of``,
+                            ``live_components``, ``key_of``
 entries of a snapshot       ``Entry``, ``TensorEntry``, ``ContainerEntry``; ``why_unfit``,
-                            ``check_fit``
-digests                     ``Digest``, ``digest_of``
-threads, forks, progress    ``mapped``, ``cores``, ``new_lock``, ``new_rlock``, ``in_child``,
-                            ``Backoff``, ``Progress``, ``ProgressCounter``, ``without_torch_modes``
-arguments                   ``Size``, ``bytes_of``; ``Duration``, ``seconds_of``; ``count_of``
-sizes as texts; classes     ``size``; ``override``, ``cached_property``
+                            ``check_fit``; ``allocate``, ``decode_value``
+files and folders           ``local_path``; ``exists``, ``is_file``, ``is_folder``, ``is_link``,
+                            ``is_taken``, ``paths_in``, ``matching``
+folders of checkpoints      ``Markers``, ``ForeignCheckpoints``; ``is_file_name``, ``sync_folder``
+pulled versions             ``Version``, ``VersionTensor``; ``StagedPatches``, ``Patch``
+progress, sizes, classes    ``Progress``, ``without_torch_modes``; ``size``; ``override``
 ==========================  ====================================================================
 
 Each name is loaded at its first use. So this module may lie below modules whose names it offers
@@ -33,15 +32,14 @@ from typing import TYPE_CHECKING
 from casnap.runtime.later import imported_later
 
 if TYPE_CHECKING:
-    from casnap.backends.local.local_paths import exists as exists
-    from casnap.backends.local.local_paths import is_file as is_file
-    from casnap.backends.local.local_paths import is_folder as is_folder
-    from casnap.backends.local.local_paths import is_link as is_link
-    from casnap.backends.local.local_paths import is_taken as is_taken
-    from casnap.backends.local.local_paths import matching as matching
-    from casnap.backends.local.local_paths import paths_in as paths_in
-    from casnap.backends.local.local_paths import status as status
-    from casnap.backends.local.system_errors import translated as translated
+    from casnap.backends.local import exists as exists
+    from casnap.backends.local import is_file as is_file
+    from casnap.backends.local import is_folder as is_folder
+    from casnap.backends.local import is_link as is_link
+    from casnap.backends.local import is_taken as is_taken
+    from casnap.backends.local import matching as matching
+    from casnap.backends.local import paths_in as paths_in
+    from casnap.backends.local import sync_folder as sync_folder
     from casnap.divided import Fit as Fit
     from casnap.divided import Target as Target
     from casnap.divided import WithOthers as WithOthers
@@ -53,12 +51,11 @@ if TYPE_CHECKING:
     from casnap.files.dcp_names import ObjectPath as ObjectPath
     from casnap.files.dcp_names import casnap_path as casnap_path
     from casnap.files.dcp_names import containers_above as containers_above
-    from casnap.format.digest import Digest as Digest
-    from casnap.format.digest import digest_of as digest_of
     from casnap.format.entries import ContainerEntry as ContainerEntry
     from casnap.format.entries import Entry as Entry
     from casnap.format.entries import TensorEntry as TensorEntry
     from casnap.format.names import component_of as component_of
+    from casnap.format.names import is_file_name as is_file_name
     from casnap.format.names import key_of as key_of
     from casnap.format.region import Region as Region
     from casnap.joined_take import JoinedTake as JoinedTake
@@ -67,28 +64,24 @@ if TYPE_CHECKING:
     from casnap.ranks.joining import join as join
     from casnap.ranks.joining import own_rank as own_rank
     from casnap.restore.targets import why_unfit as why_unfit
-    from casnap.runtime.backoff import Backoff as Backoff
     from casnap.runtime.environment import local_path as local_path
-    from casnap.runtime.fork import cached_property as cached_property
-    from casnap.runtime.fork import in_child as in_child
-    from casnap.runtime.fork import new_lock as new_lock
-    from casnap.runtime.fork import new_rlock as new_rlock
     from casnap.runtime.progress import Progress as Progress
-    from casnap.runtime.progress import ProgressCounter as ProgressCounter
     from casnap.runtime.sizes import size as size
-    from casnap.runtime.threads import cores as cores
-    from casnap.runtime.threads import mapped as mapped
     from casnap.runtime.torch_modes import without_torch_modes as without_torch_modes
     from casnap.runtime.typing import override as override
-    from casnap.runtime.units import Duration as Duration
-    from casnap.runtime.units import Size as Size
-    from casnap.runtime.units import bytes_of as bytes_of
-    from casnap.runtime.units import count_of as count_of
-    from casnap.runtime.units import seconds_of as seconds_of
+    from casnap.serving.patches import Patch as Patch
+    from casnap.serving.patches import StagedPatches as StagedPatches
+    from casnap.serving.version import Version as Version
+    from casnap.serving.version import VersionTensor as VersionTensor
+    from casnap.state.containers import live_components as live_components
     from casnap.state.flatten import flatten as flatten
     from casnap.state.flatten import map_leaves as map_leaves
     from casnap.state.tensors import Leaf as Leaf
+    from casnap.state.tensors import allocate as allocate
     from casnap.state.tensors import describe as describe
+    from casnap.state.values import decode_value as decode_value
+    from casnap.storage import ForeignCheckpoints as ForeignCheckpoints
+    from casnap.storage import Markers as Markers
     from casnap.take.capture import DividedLeaves as DividedLeaves
     from casnap.take.capture import LiveState as LiveState
     from casnap.take.capture import StateSource as StateSource

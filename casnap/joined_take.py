@@ -15,7 +15,7 @@ from casnap.ranks.comm import Comm
 from casnap.ranks.joining import join
 from casnap.runtime.environment import crowded_folders, local_path
 from casnap.runtime.later import ModuleLater
-from casnap.runtime.nesting import refuse_nested_take
+from casnap.runtime.nesting import is_within_call, refuse_nested_take
 from casnap.snapshot import Snapshot, begin_take, take_from
 from casnap.storage import Location
 from casnap.take.capture import StateSource
@@ -75,6 +75,11 @@ class JoinedTake:
         self.view: View
         self.view, self._name = find_view_together(path, storage_options, store, self.comm)
         self.full_name: str = self.view.full_of(self._name)
+
+    @staticmethod
+    def may_begin() -> bool:
+        """Whether a take may begin here: not within another call of casnap, as by a signal."""
+        return not is_within_call()
 
     def take(self, source: Callable[[], StateSource]) -> Snapshot:
         """Take the snapshot; return once it is durable.

@@ -38,7 +38,8 @@ import torch
 from casnap import MirrorOptions, PendingSnapshot, Retention, StateDict, Store
 from casnap.integrations.engines import OnVersion, reload_vllm_async
 from casnap.serving import PullOptions
-from casnap.serving.patches import StagedPatches, read_patches, stage, version_of
+from casnap.serving.patches import Patch, StagedPatches
+from casnap.serving.version import Version
 from tests.support.servers import shared
 from tests.support.tiny_llamas import small_files
 from tools.line import Line, relay
@@ -230,7 +231,7 @@ def apply_by_vllm(
             torch.tensor(patch.values.view("i2")).view(torch.bfloat16),
             torch.tensor(patch.indices),
         )
-        for name, patch in read_patches(Path(path), digest, base, content).items()
+        for name, patch in Patch.read(Path(path), digest, base, content).items()
     ]
     load_checkpoint_weight_patches(worker.model_runner.get_model(), patches)
     return time.perf_counter() - start
@@ -286,7 +287,7 @@ async def measure(folder: Path, nbytes: int, rounds: int, bucket: Any, line: flo
         def on_version(version: Path, changed: list[str]) -> None:
             callback(version, changed)
             base = version.parent / before.name
-            again = stage(base, version)
+            again = StagedPatches.between(base, version)
             assert again is not None
             kept.append(again)
 
@@ -308,7 +309,7 @@ async def measure(folder: Path, nbytes: int, rounds: int, bucket: Any, line: flo
             row["nothing"] = pauses.seconds
             kept: list[StagedPatches] = []
             await served(keeping_stage(by_patches, kept))
-            version = version_of(live)
+            version = Version.at(live)
             assert version is not None
             shapes = {n: list(tensor.shape) for n, tensor in version.record.tensors.items()}
             path, *about = kept[0][:4]

@@ -2,9 +2,9 @@
 
 Counted: the names of the storage's face; those that modules outside import past it, from the rooms,
 with `casnap.maintenance` apart; who reaches through a repository to its index; and who asks whether
-a place is remote. Then the names that guests (`serving/`, `integrations/`, `report/`) import at
-their door, which is `casnap.extending`, and from inside casnap. `integrations/dcp/` is no guest,
-but a verb.
+a place is remote. Then the names that guests (`integrations/`, `report/`) import at their door,
+which is `casnap.extending`, and from inside casnap; and those that each verb imports from below.
+`integrations/dcp/` and `integrations/folders/` are no guests, but verbs.
 """
 
 from __future__ import annotations
@@ -12,11 +12,17 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 
 import click
 
-GUESTS, VERB = ("serving", "integrations", "report"), Path("integrations", "dcp")
+GUESTS = (Path("integrations"), Path("report"))
+# Those of the contract `verbs`.
+VERBS = (
+    *map(Path, ("cli", "files", "mirror", "serving", "transfer")),
+    *(Path("integrations", name) for name in ("dcp", "folders")),
+)
 FACE, INSPECTING = "casnap.storage", "casnap.storage.inspecting"
 DOOR, PUBLIC = "casnap.extending", ("casnap.errors",)
 
@@ -67,9 +73,17 @@ def main(checkout: Path, names: bool) -> None:
         f"guests: {len(taken) - len(inside_names)} names at the door; {len(inside_names)} of "
         f"{len(set(inside_names))} modules inside"
     )
+    tell_of_verbs(checkout)
     if names:
         for (giver, name), modules in sorted((users | taken).items()):
             print(f"{len(modules):3} {giver}.{name}")
+
+
+def tell_of_verbs(checkout: Path) -> None:
+    """Print how many names each verb imports from below."""
+    for verb in VERBS:
+        below = taken_in(checkout, verb, {"errors", "extending"})
+        print(f"{verb}: {len(below)} names of {len({giver for giver, _ in below})} modules below")
 
 
 def names_of(checkout: Path, face: str) -> set[str]:
@@ -90,17 +104,31 @@ def taken_by_guests(checkout: Path) -> dict[tuple[str, str], set[Path]]:
     """Return who imports which name, of which module, but for what is public besides the door."""
     taken: dict[tuple[str, str], set[Path]] = defaultdict(set)
     for room in GUESTS:
-        for path in sorted((checkout / "casnap" / room).rglob("*.py")):
-            module = path.relative_to(checkout / "casnap")
-            if module.is_relative_to(VERB):
-                continue
-            for node in ast.walk(ast.parse(path.read_text(), path)):
-                if not isinstance(node, ast.ImportFrom) or node.module in PUBLIC:
-                    continue
-                package, room_of_giver, *_ = [*(node.module or "").split("."), "", ""]
-                if package == "casnap" and room_of_giver not in ("", *GUESTS):
-                    for alias in node.names:
-                        taken[node.module or "", alias.name].add(module)
+        own = {*(guest.parts[0] for guest in GUESTS), "errors"}
+        for name, modules in taken_in(checkout, room, own).items():
+            guests = {each for each in modules if not any(map(each.is_relative_to, VERBS))}
+            if guests:
+                taken[name] |= guests
+    return taken
+
+
+def taken_in(checkout: Path, room: Path, but: Collection[str]) -> dict[tuple[str, str], set[Path]]:
+    """Return who of a room imports which name of casnap from where.
+
+    Args:
+        checkout: The checkout.
+        room: The folder, in ``casnap/``.
+        but: The rooms whose names do not count, besides the room itself and what is public.
+    """
+    taken: dict[tuple[str, str], set[Path]] = defaultdict(set)
+    for path in sorted((checkout / "casnap" / room).rglob("*.py")):
+        module = path.relative_to(checkout / "casnap")
+        for node in ast.walk(ast.parse(path.read_text(), path)):
+            package, giver, *_ = [*(getattr(node, "module", None) or "").split("."), "", ""]
+            own = {"", room.parts[0], *but}
+            if isinstance(node, ast.ImportFrom) and package == "casnap" and giver not in own:
+                for alias in node.names:
+                    taken[node.module or "", alias.name].add(module)
     return taken
 
 

@@ -25,9 +25,7 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPHandler, HTTPSHandler, Request, build_opener
 
 from casnap.errors import PLACE_ERRORS, CasnapError, with_article
-from casnap.extending import override
-from casnap.serving.folder import is_in_place, name_of
-from casnap.serving.patches import StagedPatches, stage, version_of
+from casnap.extending import StagedPatches, Version, override
 
 _log = logging.getLogger("casnap")
 OnVersion = Callable[[Path, list[str]], None]
@@ -74,7 +72,7 @@ def reload_sglang(
         asked = {
             "model_path": str(folder),
             "flush_cache": True,
-            "weight_version": name_of(folder),
+            "weight_version": Version.name_of(folder),
         }
         if not abort_all_requests:
             server.tell(path, asked, in_time=in_time)
@@ -193,7 +191,7 @@ def _stays(folder: Path) -> bool:
     An engine that nobody waits for any more loads it later. So who pulls into a folder in place
     must not go on before.
     """
-    return not is_in_place(folder)
+    return not Version.is_in_place(folder)
 
 
 class _Engine(ABC):
@@ -254,7 +252,7 @@ class _Reload:
             finally:
                 # It goes on, whatever fails, and its answers are of this version: the pause has
                 # dropped the prefixes, and no request has run since.
-                self._engine.name_version(name_of(folder))
+                self._engine.name_version(Version.name_of(folder))
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -316,7 +314,7 @@ class _PatchedReload(_Reload):
 
     @override
     def __call__(self, folder: Path, changed: list[str]) -> None:
-        if is_in_place(folder):
+        if Version.is_in_place(folder):
             raise CasnapError(
                 f"patches lead from the version before, and a pull in place has written over it in "
                 f"{folder}: leave out patches=True here, or --inplace (in_place=) there"
@@ -324,7 +322,7 @@ class _PatchedReload(_Reload):
         if not self._loaded:
             # Of a callback before this one, perhaps.
             named = folder.parent / self._engine.version()
-            self._loaded = str(named) if version_of(named) else ""
+            self._loaded = str(named) if Version.at(named) else ""
             # That one may have left it paused, since its workers have weights of two versions.
             self._may_resume = not self._engine.is_paused()
         self._staged = self._stage(folder)
@@ -350,14 +348,14 @@ class _PatchedReload(_Reload):
 
     def _stage(self, folder: Path) -> StagedPatches | None:
         try:
-            return stage(Path(self._before()), folder)
+            return StagedPatches.between(Path(self._before()), folder)
         except PLACE_ERRORS as e:
             _log.warning("vLLM loads %s whole, since no patches could be written: %s", folder, e)
             return None
 
     def _update_of(self, folder: str) -> dict[str, Any]:
         """Return what the workers are told of a version."""
-        version, staged = version_of(Path(folder)), self._staged
+        version, staged = Version.at(Path(folder)), self._staged
         asked: dict[str, Any] = {"folder": folder, "content": version.content if version else ""}
         if staged is not None and staged.content == asked["content"]:
             asked |= {"patches": str(staged.path), "digest": staged.digest, "base": staged.base}

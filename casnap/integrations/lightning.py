@@ -28,6 +28,7 @@ import torch
 from casnap import Snapshot
 from casnap.errors import StateError, UnsupportedTypeError
 from casnap.extending import (
+    JoinedTake,
     LiveState,
     SingleProcess,
     TakeOptions,
@@ -49,7 +50,6 @@ from casnap.integrations.trainers import (
     snapshot_at,
 )
 from casnap.integrations.versions import check_version
-from casnap.runtime.nesting import is_within_call
 
 check_version("lightning")
 
@@ -118,7 +118,7 @@ class CasnapCheckpointIO(TorchCheckpointIO):
         Raises:
             CasnapError: It, or the one before it, cannot be stored.
         """
-        if is_within_call():
+        if not JoinedTake.may_begin():
             self._save_file(checkpoint, path)
             return
         self.wait()
@@ -252,7 +252,7 @@ class CasnapCheckpointIO(TorchCheckpointIO):
         While a save is under way, this waits until it has succeeded.
         """
         self._outdated.append(path)
-        if not self._waits and not is_within_call():
+        if not self._waits and JoinedTake.may_begin():
             self.wait()
 
     def wait(self) -> None:

@@ -38,8 +38,10 @@ from casnap.extending import (
     TakeOptions,
     Target,
     TensorEntry,
+    allocate,
     casnap_path,
     containers_above,
+    decode_value,
     describe,
     exists,
     flatten,
@@ -60,8 +62,6 @@ from casnap.integrations.trainers import (
     step_in,
 )
 from casnap.integrations.versions import check_version
-from casnap.state.tensors import allocate
-from casnap.state.values import decode_value
 
 check_version("megatron")
 

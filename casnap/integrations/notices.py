@@ -16,12 +16,10 @@ from pathlib import Path
 
 from casnap import Snapshot
 from casnap.errors import PLACE_ERRORS
-from casnap.extending import is_file, is_taken, translated
-from casnap.format.names import NOTICE_HEADS
-from casnap.runtime.descriptors import opened
+from casnap.extending import ForeignCheckpoints, is_taken, sync_folder
 
 _log = logging.getLogger("casnap")
-_CALL = NOTICE_HEADS[0] + b"ctorch.serialization\n_get_layout\nX%b%b\x85R."
+_CALL = ForeignCheckpoints.NOTICE_HEAD + b"ctorch.serialization\n_get_layout\nX%b%b\x85R."
 """A pickle of protocol 2 that calls a function with one text; that raises ``KeyError(text)``."""
 
 
@@ -63,10 +61,7 @@ def is_notice(path: Path) -> bool:
     Raises:
         PlaceError: It cannot be read.
     """
-    if not is_file(path):
-        return False
-    with translated(str(path)), path.open("rb") as file:
-        return file.read(64).startswith(NOTICE_HEADS)
+    return ForeignCheckpoints.is_notice(path)
 
 
 def put_whole(path: Path, content: bytes | Path) -> None:
@@ -90,5 +85,4 @@ def put_whole(path: Path, content: bytes | Path) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    with opened(path.parent, os.O_RDONLY | os.O_CLOEXEC) as fd:
-        os.fsync(fd)
+    sync_folder(os.path.realpath(path.parent))

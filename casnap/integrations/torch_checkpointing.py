@@ -26,11 +26,13 @@ from casnap.errors import StateError
 from casnap.extending import (
     ContainerEntry,
     Entry,
+    ForeignCheckpoints,
     LiveState,
     TakeOptions,
     TensorEntry,
     check_fit,
     component_of,
+    live_components,
     local_path,
     map_leaves,
     own_rank,
@@ -44,8 +46,6 @@ from casnap.integrations.trainers import (
     step_in,
 )
 from casnap.integrations.versions import check_version
-from casnap.state.containers import live_components
-from casnap.storage import ForeignCheckpoints
 
 check_version("torch_checkpointing")
 

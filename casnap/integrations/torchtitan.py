@@ -24,13 +24,12 @@ from torch.distributed.checkpoint.state_dict_saver import (
     save,
 )
 
-from casnap.extending import is_file, local_path
+from casnap.extending import ForeignCheckpoints, is_file, local_path
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from casnap.integrations.folders.rotation import forget
 from casnap.integrations.notices import is_notice
 from casnap.integrations.trainers import Checkpoints, snapshot_at
 from casnap.integrations.versions import check_version
-from casnap.storage import ForeignCheckpoints
 
 check_version("torchtitan")
 

@@ -26,6 +26,7 @@ from casnap.errors import (
 )
 from casnap.extending import (
     Comm,
+    ForeignCheckpoints,
     JoinedTake,
     StateSource,
     TakeOptions,
@@ -39,7 +40,6 @@ from casnap.extending import (
 )
 from casnap.integrations.folders.rotation import forget, forget_deleted, note_saved
 from casnap.integrations.notices import put_notices
-from casnap.storage import ForeignCheckpoints
 
 StrPath: TypeAlias = str | os.PathLike[str]
 _log = logging.getLogger("casnap")

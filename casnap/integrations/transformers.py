@@ -21,8 +21,11 @@ from typing import TYPE_CHECKING, Any
 from casnap import RNGState, Snapshot, Stateful
 from casnap.errors import SnapshotNotFoundError, StateError
 from casnap.extending import (
+    ForeignCheckpoints,
+    Markers,
     TakeOptions,
     is_file,
+    is_file_name,
     is_folder,
     is_taken,
     join,
@@ -31,7 +34,6 @@ from casnap.extending import (
     own_rank,
     paths_in,
 )
-from casnap.format.names import MARKER, is_file_name
 from casnap.integrations import with_deepspeed
 from casnap.integrations.folders.rotation import forget
 from casnap.integrations.notices import is_notice, put_whole
@@ -46,7 +48,6 @@ from casnap.integrations.trainers import (
     snapshot_at,
 )
 from casnap.integrations.versions import check_version
-from casnap.storage import ForeignCheckpoints, Markers
 
 check_version("transformers")
 
@@ -163,7 +164,7 @@ class CasnapTrainerMixin(_Base):
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         if self.args.should_save:
             # The files that are written now are not those of the snapshot that is there.
-            (folder / MARKER).unlink(missing_ok=True)
+            (folder / Markers.FILE).unlink(missing_ok=True)
         self._saving_checkpoint = True
         try:
             # This writes the state of the Trainer. What it would have the methods below write is
@@ -219,7 +220,7 @@ class CasnapTrainerMixin(_Base):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(path.read_bytes())
         files = (path for path in paths_in(folder) if is_file(path))
-        return {p.name: p.read_bytes() for p in files if p.name not in (MARKER, _UNFINISHED)}
+        return {p.name: p.read_bytes() for p in files if p.name not in (Markers.FILE, _UNFINISHED)}
 
     def _notices(self, folder: Path) -> list[str]:
         """Return the names of the files that a Trainer without casnap would load."""
@@ -360,7 +361,7 @@ def _put_back(snapshot: Snapshot, folder: Path) -> None:
     stays = commit == snapshot.row.commit
     differing: list[str] = []
     # Who can write to the store chooses the names.
-    bad = sorted(name for name in files if not is_file_name(name) or name == MARKER)
+    bad = sorted(name for name in files if not is_file_name(name) or name == Markers.FILE)
     for name in files.keys() - bad:
         path, data = folder / name, files[name]
         if name in (*_MODEL, *_ADAPTER) or (is_file(path) and path.read_bytes() == data):

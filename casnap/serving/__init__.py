@@ -1,8 +1,8 @@
 """Folders of safetensors that are kept at the newest snapshot, for inference engines.
 
-A :class:`Follower` fills live tensors instead. This folder is a guest, below the public classes:
-``Store`` imports it. Its modules import ``casnap.errors`` and ``casnap.extending``, and what the
-contract ``door`` in pyproject.toml lists. Begin with ``pull.py``, then read ``writing.py``.
+A :class:`Follower` fills live tensors instead. This folder is a verb, which ``Store`` calls: its
+modules import what the rooms below offer (the contract ``verbs`` in pyproject.toml). Begin with
+``pull.py``, then read ``writing.py``.
 """
 
 from __future__ import annotations

@@ -18,47 +18,36 @@ from pathlib import Path
 
 from msgspec import structs
 
-from casnap.backends.local.durability import sync_folder
-from casnap.backends.local.file_io import read_file
-from casnap.backends.local.held_folder import HeldFolder
-from casnap.backends.local.owners import Owners
+from casnap.backends.local import (
+    HeldFolder,
+    Owners,
+    is_link,
+    is_taken,
+    read_file,
+    status,
+    sync_folder,
+    translated,
+)
 from casnap.errors import PLACE_ERRORS, BackendError, CasnapError, DamagedError, FileFormatError
-from casnap.extending import is_link, is_taken, status, translated
 from casnap.files.export_output import check_local, check_outside
 from casnap.serving.version import (
     CHANGING,
     CHUNKS,
+    LOCK,
     RECORD,
     Version,
     VersionRecord,
+    folder_name,
     read_record,
 )
 
 _log = logging.getLogger("casnap")
-_LOCK, _CALLED, _TURN = ".lock", ".called.json", ".turn"
+_CALLED, _TURN = ".called.json", ".turn"
 _MOST_TURN = 9  # characters
 FILE_MODE = 0o644
 """The mode of all files of a pull. Other users may not write to them: engines serve these files."""
 _FOLDER_MODE = FILE_MODE | 0o111
-# The characters that a shell, JSON, HTML or a URL may interpret.
-_NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.=-]")
 _PARTIAL, VERSION = re.compile(r"\..*\.partial"), re.compile(r".*@[0-9a-f]{32}(\.[0-9]+)?")
-
-
-def is_in_place(folder: Path) -> bool:
-    """Whether pulls change this folder, whose path has no links, in place."""
-    return is_taken(folder.with_name(f"{folder.name}.versions") / _LOCK)
-
-
-def name_of(folder: Path) -> str:
-    """Return the name of a version: its folder's, or what the record of one in place says."""
-    record = read_record(folder / RECORD) if is_in_place(folder) else None
-    return folder.name if record is None else _name(record.snapshot, record.commit)
-
-
-def _name(snapshot: str, commit: str) -> str:
-    # A name has at most 255 bytes.
-    return f"{_NOT_PLAIN.sub('_', snapshot.rpartition('/')[2])[:180]}@{commit}"
 
 
 class ServedFolder:
@@ -156,7 +145,7 @@ class ServedFolder:
             FileNotFoundError: The parent of the folder is gone.
         """
         if self._fd >= 0:
-            there = status(self.versions / _LOCK, follow=False)
+            there = status(self.versions / LOCK, follow=False)
             if there is not None and os.path.samestat(there, os.fstat(self._fd)):
                 return
         self._free()
@@ -212,9 +201,9 @@ class ServedFolder:
             )
 
     def _open_lock(self) -> int:
-        path = self.versions / _LOCK
+        path = self.versions / LOCK
         try:
-            fd = self._opened.enter_context(self._folder.file_to_lock(_LOCK, FILE_MODE))
+            fd = self._opened.enter_context(self._folder.file_to_lock(LOCK, FILE_MODE))
         except (BackendError, OSError) as e:
             info = status(path, follow=False)
             if info is None or stat.S_ISREG(info.st_mode):
@@ -297,7 +286,7 @@ class ServedFolder:
 
     def new_name(self, snapshot: str, commit: str) -> Path:
         """Return the path of a folder for a new version, at which nothing stands yet."""
-        name = _name(snapshot, commit)
+        name = folder_name(snapshot, commit)
         number, path = 1, self.versions / name
         while is_taken(path):
             number += 1

@@ -22,19 +22,13 @@ import torch
 
 from casnap.backends import Backend
 from casnap.errors import CasnapError, SnapshotNotFoundError
-from casnap.extending import (
-    Backoff,
-    Comm,
-    Duration,
-    SingleProcess,
-    Size,
-    in_child,
-    join,
-    new_lock,
-    seconds_of,
-)
+from casnap.ranks.comm import Comm, SingleProcess
+from casnap.ranks.joining import join
 from casnap.restore.patching import LivePatch, LiveWeights
+from casnap.runtime.backoff import Backoff
+from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.nesting import is_within_call
+from casnap.runtime.units import Duration, Size, seconds_of
 from casnap.serving.callback import call_plain, check_plain
 from casnap.serving.gate import Gate, Stopped
 from casnap.serving.handshake import Handshake

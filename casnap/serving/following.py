@@ -9,7 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from casnap.errors import CasnapError, DamagedError, SnapshotNotFoundError, UnavailableError
-from casnap.extending import Backoff, Progress
+from casnap.runtime.backoff import Backoff
+from casnap.runtime.progress import Progress
 from casnap.serving.callback import call_plain, check_plain
 from casnap.serving.handshake import Handshake
 from casnap.serving.options import FollowEvent, PullOptions, PullReport

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 
 from casnap.errors import CasnapError
-from casnap.extending import new_rlock
+from casnap.runtime.fork import new_rlock
 
 # After how many seconds a waiting thread looks again: an interrupt may have lost its wake-up.
 _LOOK = 1.0

@@ -39,9 +39,11 @@ from casnap.errors import (
     UnavailableError,
     UnsupportedFormatError,
 )
-from casnap.extending import Backoff, in_child, mapped, new_lock, new_rlock
 from casnap.format.decoding import json_decoder
 from casnap.format.records import CONFIG_KEY, Root
+from casnap.runtime.backoff import Backoff
+from casnap.runtime.fork import in_child, new_lock, new_rlock
+from casnap.runtime.threads import mapped
 from casnap.storage import Repository, Tags
 
 if TYPE_CHECKING:

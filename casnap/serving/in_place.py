@@ -20,28 +20,26 @@ from typing import NamedTuple
 
 import msgspec
 
-from casnap.backends.local.durability import sync_folder
-from casnap.backends.local.file_io import read_run, write_cached
-from casnap.backends.local.held_folder import HeldFolder
-from casnap.backends.local.system_errors import ABSENT
-from casnap.errors import PLACE_ERRORS, CasnapError, FileFormatError
-from casnap.extending import (
-    Digest,
-    Progress,
-    cached_property,
-    cores,
-    digest_of,
+from casnap.backends.local import (
+    ABSENT,
+    HeldFolder,
     is_taken,
-    mapped,
-    new_lock,
-    override,
+    read_run,
     status,
+    sync_folder,
     translated,
+    write_cached,
 )
+from casnap.errors import PLACE_ERRORS, CasnapError, FileFormatError
 from casnap.files.export_output import ExportOutput
 from casnap.files.layout import PlacedChunk, PlannedFile
 from casnap.format.delta import apply_delta, base_of
+from casnap.format.digest import Digest, digest_of
 from casnap.runtime.descriptors import opened
+from casnap.runtime.fork import cached_property, new_lock
+from casnap.runtime.progress import Progress
+from casnap.runtime.threads import cores, mapped
+from casnap.runtime.typing import override
 from casnap.serving.folder import FILE_MODE, VERSION, ServedFolder
 from casnap.serving.options import PullOptions, PullReport
 from casnap.serving.version import (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from casnap.extending import Size, bytes_of, count_of, seconds_of
+from casnap.runtime.units import Size, bytes_of, count_of, seconds_of
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 """The dtypes that tensors are cast from and to."""

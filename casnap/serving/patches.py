@@ -8,30 +8,31 @@ noted the patches, both folders are compared. Each chunk is verified on the way.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from casnap.backends.local.file_io import read_file, write_cached
-from casnap.backends.local.held_folder import HeldFolder
+from casnap.backends.local import HeldFolder, read_file, translated, write_cached
 from casnap.errors import PLACE_ERRORS, DamagedError, FileFormatError
-from casnap.extending import cores, digest_of, mapped, new_lock, translated
 from casnap.files.safetensors_header import header_of, itemsize_of, read_header
 from casnap.format.delta import base_of, changed_by
+from casnap.format.digest import digest_of
+from casnap.runtime.fork import new_lock
+from casnap.runtime.later import ModuleLater
+from casnap.runtime.threads import cores, mapped
 from casnap.serving.folder import FILE_MODE
 from casnap.serving.version import (
-    RECORD,
     StoredCell,
     Version,
     VersionTensor,
-    read_record,
 )
 
 if TYPE_CHECKING:
     import numpy as np
+else:
+    np = ModuleLater("numpy")
 
 PATCHES = "casnap-patches"
 """A pull puts patches into a version in a file of this name, followed by the file's BLAKE3."""
@@ -63,6 +64,45 @@ class StagedPatches(NamedTuple):
     nbytes: int
     is_of_version: bool = False
 
+    @staticmethod
+    def between(base: Path, folder: Path) -> StagedPatches | None:
+        """Return the patches from one version to another: a pull's, or else by comparing both.
+
+        A comparison writes its patches beside the newer version; the next pull deletes them.
+
+        Args:
+            base: The folder of the older version.
+            folder: The folder of the newer version.
+
+        Returns:
+            The patches; None if there can be none: one of the two folders is no version, or the
+            tensors of the two differ in names, shapes or dtypes.
+
+        Raises:
+            DamagedError: A file of ``folder`` does not hold what was pulled.
+            PlaceError: A file cannot be read or written.
+        """
+        old, new = Version.at(base), Version.at(folder)
+        if old is None or new is None or not are_alike(old.record.tensors, new.record.tensors):
+            return None
+        try:
+            made = _made_by_pull(new, old.content)
+            if made is not None:
+                return made
+            raw = _compare(old, new)
+        finally:
+            old.close()
+            new.close()
+        digest = digest_of(raw).hex()
+        name = f".{digest}.patches.partial"
+        place = new.folder.parent
+        kept = f"{new.folder} stays as it is"
+        with translated(str(place / name), kept), HeldFolder(str(place)) as at:
+            at.unlink(name)
+            with at.create(name, FILE_MODE) as fd:
+                write_cached(fd, memoryview(raw), 0)
+        return _staged(place / name, digest, raw)
+
     def remove(self) -> None:
         """Delete the file, unless a pull has made it: other engines may need such a file."""
         if self.is_of_version:
@@ -86,55 +126,44 @@ class Patch(NamedTuple):
     before: np.ndarray
     values: np.ndarray
 
+    @staticmethod
+    def read(path: Path, digest: str, base: str, content: str) -> dict[str, Patch]:
+        """Return the patches of a file by the names of tensors.
 
-def version_of(folder: Path) -> Version | None:
-    """Return the version in a folder; None if the folder is no version.
+        Args:
+            path: The file.
+            digest: Its BLAKE3.
+            base: The content that the patches must apply to.
+            content: The content that the patches must lead to.
 
-    Raises:
-        PlaceError: The system cannot look at the folder.
-    """
-    place = Path(os.path.realpath(folder))
-    record = read_record(place / RECORD)
-    return None if record is None else Version(place, record)
+        Raises:
+            DamagedError: The file is damaged, or another one.
+            FileNotFoundError: The file does not exist.
+            PlaceError: The file cannot be read.
+        """
+        raw = bytearray(read_file(str(path), _MOST_BYTES)[0])
+        if digest_of(raw).hex() != digest:
+            raise DamagedError(f"{path} is damaged, or not the file that was meant")
+        header = read_header(memoryview(raw))
+        if (header.metadata.get("base"), header.metadata.get("content")) != (base, content):
+            raise DamagedError(f"{path} leads from another version, or to another one")
+        found = {tensor.name: tensor for tensor in header.tensors}
 
+        def elements(kind: str, name: str) -> np.ndarray:
+            tensor = found[kind + name]
+            sign = "i" if kind == _INDICES else "u"
+            return np.frombuffer(raw, f"{sign}{tensor.itemsize}", tensor.shape[0], tensor.start)
 
-def stage(base: Path, folder: Path) -> StagedPatches | None:
-    """Return the patches from one version to another: those of a pull, or else by comparing both.
-
-    A comparison writes its patches beside the newer version; the next pull deletes them.
-
-    Args:
-        base: The folder of the older version.
-        folder: The folder of the newer version.
-
-    Returns:
-        The patches; None if there can be none: one of the two folders is no version, or the tensors
-        of the two differ in names, shapes or dtypes.
-
-    Raises:
-        DamagedError: A file of ``folder`` does not hold what was pulled.
-        PlaceError: A file cannot be read or written.
-    """
-    old, new = version_of(base), version_of(folder)
-    if old is None or new is None or not are_alike(old.record.tensors, new.record.tensors):
-        return None
-    try:
-        made = _made_by_pull(new, old.content)
-        if made is not None:
-            return made
-        raw = _compare(old, new)
-    finally:
-        old.close()
-        new.close()
-    digest = digest_of(raw).hex()
-    name = f".{digest}.patches.partial"
-    place = new.folder.parent
-    kept = f"{new.folder} stays as it is"
-    with translated(str(place / name), kept), HeldFolder(str(place)) as at:
-        at.unlink(name)
-        with at.create(name, FILE_MODE) as fd:
-            write_cached(fd, memoryview(raw), 0)
-    return _staged(place / name, digest, raw)
+        names = [name[len(_VALUES) :] for name in found if name.startswith(_VALUES)]
+        return {
+            name: Patch(
+                found[_VALUES + name].dtype,
+                elements(_INDICES, name),
+                elements(_BEFORE, name),
+                elements(_VALUES, name),
+            )
+            for name in names
+        }
 
 
 def _made_by_pull(new: Version, base: str) -> StagedPatches | None:
@@ -160,47 +189,6 @@ def _staged(path: Path, digest: str, raw: bytes | bytearray) -> StagedPatches:
         raise FileFormatError(f"{path} does not say what its patches lead to")
     whole = json.loads(about[_WHOLE])
     return StagedPatches(path, digest, about["base"], about["content"], whole, len(raw))
-
-
-def read_patches(path: Path, digest: str, base: str, content: str) -> dict[str, Patch]:
-    """Return the patches of a file by the names of tensors.
-
-    Args:
-        path: The file.
-        digest: Its BLAKE3.
-        base: The content that the patches must apply to.
-        content: The content that the patches must lead to.
-
-    Raises:
-        DamagedError: The file is damaged, or another one.
-        FileNotFoundError: The file does not exist.
-        PlaceError: The file cannot be read.
-    """
-    import numpy as np
-
-    raw = bytearray(read_file(str(path), _MOST_BYTES)[0])
-    if digest_of(raw).hex() != digest:
-        raise DamagedError(f"{path} is damaged, or not the file that was meant")
-    header = read_header(memoryview(raw))
-    if (header.metadata.get("base"), header.metadata.get("content")) != (base, content):
-        raise DamagedError(f"{path} leads from another version, or to another one")
-    found = {tensor.name: tensor for tensor in header.tensors}
-
-    def elements(kind: str, name: str) -> np.ndarray:
-        tensor = found[kind + name]
-        sign = "i" if kind == _INDICES else "u"
-        return np.frombuffer(raw, f"{sign}{tensor.itemsize}", tensor.shape[0], tensor.start)
-
-    names = [name[len(_VALUES) :] for name in found if name.startswith(_VALUES)]
-    return {
-        name: Patch(
-            found[_VALUES + name].dtype,
-            elements(_INDICES, name),
-            elements(_BEFORE, name),
-            elements(_VALUES, name),
-        )
-        for name in names
-    }
 
 
 def are_alike(old: Mapping[str, VersionTensor], new: Mapping[str, VersionTensor]) -> bool:
@@ -270,8 +258,6 @@ class Differences:
         self, name: str, number: int, raw: memoryview, size: int, stored_form: memoryview | None
     ) -> _ChunkPatch | None:
         """Return the elements of a chunk that differ; None if the old chunk cannot be verified."""
-        import numpy as np
-
         if name not in self._cells:
             return None
         source, cell = self._cells[name][number]
@@ -295,8 +281,6 @@ class Differences:
         Args:
             content: The content of the newer version.
         """
-        import numpy as np
-
         patches = {}
         for name, parts in self._parts.items():
             if parts:

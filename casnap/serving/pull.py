@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from casnap.errors import SnapshotNotFoundError
-from casnap.extending import Progress
 from casnap.format.records import Root, Row
+from casnap.runtime.progress import Progress
 from casnap.serving.folder import ServedFolder
 from casnap.serving.in_place import FolderInPlace, WithdrawnError, change
 from casnap.serving.options import PullOptions, PullReport

@@ -7,35 +7,40 @@ unchanged chunks from it, and the bases of deltas, even if its snapshot was dele
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from casnap.backends.local.file_io import read_file, read_run
-from casnap.backends.local.owners import Owners
-from casnap.backends.local.safe_paths import open_file
-from casnap.backends.local.system_errors import is_of_the_place
+from casnap.backends.local import Owners, is_of_the_place, is_taken, open_file, read_file, read_run
 from casnap.errors import PLACE_ERRORS, BackendError, DamagedError, FileFormatError
-from casnap.extending import Digest, cached_property, cores, digest_of, is_taken, mapped, override
 from casnap.files.layout import PlacedTensor
 from casnap.files.safetensors_header import itemsize_of
 from casnap.format.decoding import json_decoder
-from casnap.format.digest import split_digests
+from casnap.format.digest import Digest, digest_of, split_digests
 from casnap.format.grid import grid_of
 from casnap.runtime.descriptors import Descriptor
+from casnap.runtime.fork import cached_property
+from casnap.runtime.threads import cores, mapped
+from casnap.runtime.typing import override
 from casnap.storage import Fill
 
 RECORD, CHUNKS = "casnap-version.json", "casnap-chunks"
 """The files of a version's record and of the digests of its chunks."""
 CHANGING = "casnap-changing.json"
 """Takes the place of the record while a pull changes the folder in place: see :class:`Trace`."""
+LOCK = ".lock"
+"""The file that a pull locks, in the folder of all versions."""
 _Kind = TypeVar("_Kind")
+# The characters that a shell, JSON, HTML or a URL may interpret.
+_NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.=-]")
 PARTS = 17
 """A pull reads one of so many parts of the bytes that it keeps; the next pull reads the next part.
 
@@ -68,6 +73,11 @@ class VersionTensor(Struct, omit_defaults=True):
     start: int
     cast_from: str = ""
     cast_digest: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Its length in the file."""
+        return itemsize_of(self.dtype) * prod(self.shape)
 
     @staticmethod
     def of(tensor: PlacedTensor, file: str) -> VersionTensor:
@@ -223,6 +233,28 @@ class Version:
         self._files: dict[str, Descriptor] = {}
         self._lock = threading.Lock()
 
+    @classmethod
+    def at(cls, folder: Path) -> Version | None:
+        """Return the version in a folder; None if the folder is no version.
+
+        Raises:
+            PlaceError: The system cannot look at the folder.
+        """
+        place = Path(os.path.realpath(folder))
+        record = read_record(place / RECORD)
+        return None if record is None else cls(place, record)
+
+    @staticmethod
+    def is_in_place(folder: Path) -> bool:
+        """Whether pulls change this folder, whose path has no links, in place."""
+        return is_taken(folder.with_name(f"{folder.name}.versions") / LOCK)
+
+    @staticmethod
+    def name_of(folder: Path) -> str:
+        """Return the name of a version: its folder's, or what the record of one in place says."""
+        record = read_record(folder / RECORD) if Version.is_in_place(folder) else None
+        return folder.name if record is None else folder_name(record.snapshot, record.commit)
+
     @property
     def content(self) -> str:
         """A digest of the content: :attr:`VersionRecord.content`."""
@@ -372,7 +404,7 @@ class Version:
             if failed:
                 bad[name] = None
         for name, tensor in self.record.tensors.items():
-            if seen[name] != _nbytes(tensor):
+            if seen[name] != tensor.nbytes:
                 bad[name] = None
         return [*bad, *(file for file in self.record.files if not self._begins_rightly(file))]
 
@@ -439,11 +471,10 @@ class MixedVersion(Version):
         return None if cell is None or self.verified(cell) is None else partial(self._fill, cell)
 
 
-def _nbytes(tensor: VersionTensor) -> int:
-    nbytes = itemsize_of(tensor.dtype)
-    for size in tensor.shape:
-        nbytes *= size
-    return nbytes
+def folder_name(snapshot: str, commit: str) -> str:
+    """Return the name for the folder of a version."""
+    # A name has at most 255 bytes.
+    return f"{_NOT_PLAIN.sub('_', snapshot.rpartition('/')[2])[:180]}@{commit}"
 
 
 def read_record(path: Path) -> VersionRecord | None:

@@ -15,12 +15,14 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from casnap.backends.local.file_io import write_cached
-from casnap.backends.local.system_errors import NO_SPACE
+from casnap.backends.local import NO_SPACE, write_cached
 from casnap.errors import PLACE_ERRORS
-from casnap.extending import Digest, Progress, ProgressCounter, bytes_of, cores, digest_of, mapped
 from casnap.files.export_output import ExportOutput
 from casnap.files.layout import FileLayout, PlacedChunk, PlacedTensor, PlannedFile
+from casnap.format.digest import Digest, digest_of
+from casnap.runtime.progress import Progress, ProgressCounter
+from casnap.runtime.threads import cores, mapped
+from casnap.runtime.units import bytes_of
 from casnap.serving.folder import FILE_MODE, ServedFolder
 from casnap.serving.options import FLOATS, PullOptions, PullReport
 from casnap.serving.patches import PATCHES, Differences, are_alike
@@ -351,7 +353,7 @@ def _cast(raw: memoryview, dtype: str, wanted: str) -> memoryview:
     """Return the elements of a chunk in another dtype."""
     import torch
 
-    from casnap.extending import without_torch_modes
+    from casnap.runtime.torch_modes import without_torch_modes
 
     with without_torch_modes():
         elements = torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype))

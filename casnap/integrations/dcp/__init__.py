@@ -10,8 +10,8 @@
 ``install("/ckpts")`` does the same for code that only gives DCP a path.
 
 This folder is a verb on the storage, as ``take`` and ``restore`` are, and no guest: DCP is torch's
-own interface. So it may import any lower layer, by what the contract ``verbs`` in pyproject.toml
-lists. To read the code, begin with ``writer.py``.
+own interface. So it imports what the rooms below offer (the contract ``verbs`` in pyproject.toml),
+and by the door what is there. To read the code, begin with ``writer.py``.
 """
 
 from casnap.integrations.dcp.reader import CasnapReader

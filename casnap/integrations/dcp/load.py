@@ -13,14 +13,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from casnap.divided import entries_below
 from casnap.errors import MismatchError, StateError
+from casnap.extending import Region, TensorEntry, own_rank, without_torch_modes
 from casnap.files.dcp_names import Stored
-from casnap.format.entries import TensorEntry
-from casnap.format.region import Region
 from casnap.integrations.dcp.plan import TrueKeys, check_boxes
-from casnap.ranks.joining import own_rank
 from casnap.restore.loading import Fetch, Loading
 from casnap.restore.ties import conflict_text
-from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.devices import synchronize
 from casnap.state.flatten import inflate
 from casnap.state.overlap import can_hold_all, conflicting_groups

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from casnap import Store
-from casnap.backends.local.local_paths import as_written
+from casnap.backends.local import as_written
 from casnap.backends.uris import joined
 from casnap.errors import StateError
-from casnap.ranks.joining import own_rank
-from casnap.runtime.environment import given_path, local_path
+from casnap.extending import local_path, own_rank
+from casnap.runtime.environment import given_path
 
 CheckpointId = str | os.PathLike[str]
 

@@ -17,28 +17,28 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from casnap.divided import leaf_of_parts
 from casnap.errors import StateError, UnsupportedTypeError
-from casnap.files.dcp_names import (
-    DictKey,
+from casnap.extending import (
+    Comm,
+    DividedLeaves,
+    Leaf,
     ObjectPath,
-    as_in_dcp,
+    Region,
     casnap_path,
     containers_above,
-    first_keys,
-    with_keys,
+    decode_value,
+    describe,
+    flatten,
+    leaf_of_parts,
+    without_torch_modes,
 )
+from casnap.files.dcp_names import DictKey, as_in_dcp, first_keys, with_keys
 from casnap.format.entries import Payload, ValueEntry
-from casnap.format.region import Region
-from casnap.ranks.comm import Comm
 from casnap.runtime.threads import python_gc_paused
-from casnap.runtime.torch_modes import without_torch_modes
-from casnap.state.flatten import flatten
 from casnap.state.parts import holds_parts, said_of_parts
 from casnap.state.sharded import shards_of, without_torch_function
-from casnap.state.tensors import ORDINARY_TYPES, Leaf, describe
-from casnap.state.values import decode_value, encode_key, encode_object
-from casnap.take.capture import DividedLeaves
+from casnap.state.tensors import ORDINARY_TYPES
+from casnap.state.values import encode_key, encode_object
 
 
 class _Paths(msgspec.Struct, array_like=True):

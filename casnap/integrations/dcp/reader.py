@@ -19,15 +19,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from casnap import Store
-from casnap.backends.local.local_paths import is_file
 from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, StateError
+from casnap.extending import is_file, local_path, own_rank
 from casnap.files.dcp_names import Stored, described
 from casnap.integrations.dcp.load import PlanLoad
 from casnap.integrations.dcp.place import CheckpointId, SnapshotPath, checked_ranks, ranks_of
 from casnap.integrations.notices import is_notice
-from casnap.ranks.joining import join_ranks, own_rank
+from casnap.ranks.joining import join_ranks
 from casnap.restore.shared_reads import fetch_shared
-from casnap.runtime.environment import local_path
 from casnap.storage import Contents
 from casnap.view import find_view
 

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from casnap import Store
-from casnap.backends.local.local_paths import is_file
 from casnap.errors import InvalidNameError, StateError, StoreError
+from casnap.extending import is_file
 from casnap.integrations.dcp.place import name_below
 from casnap.integrations.dcp.reader import CasnapReader
 from casnap.integrations.dcp.staging import torch_copy, true_copy

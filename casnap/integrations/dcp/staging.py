@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from casnap.errors import UnsupportedTypeError
+from casnap.extending import describe
 from casnap.runtime.buffers import on_release
 from casnap.runtime.fork import PerProcess
 from casnap.state.devices import synchronize
 from casnap.state.parts import holds_parts, path_of_tensor
-from casnap.state.tensors import describe, holds_no_values, is_freed, is_its_storage, is_wrapper
+from casnap.state.tensors import holds_no_values, is_freed, is_its_storage, is_wrapper
 
 
 class UncopiedError(UnsupportedTypeError):

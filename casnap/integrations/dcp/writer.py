@@ -21,13 +21,13 @@ from torch.futures import Future
 
 from casnap import Retention, Snapshot, Store
 from casnap.errors import StateError, UnsupportedTypeError
+from casnap.extending import TakeOptions, own_rank
 from casnap.files.dcp_names import DCP_VERSION
 from casnap.integrations.dcp.place import CheckpointId, SnapshotPath, checked_ranks, ranks_of
 from casnap.integrations.dcp.plan import planned
 from casnap.integrations.dcp.staging import KeptStager
 from casnap.integrations.trainers import Notices, Save
-from casnap.ranks.joining import join_ranks, own_rank
-from casnap.take.options import TakeOptions
+from casnap.ranks.joining import join_ranks
 
 _NOTICE = (
     "This is a snapshot of casnap; .metadata and *.distcp only stand there for code that looks for "

@@ -1,7 +1,7 @@
 """Delete the snapshots whose folders were deleted, as trainers and scripts rotate checkpoints.
 
-Imports ``casnap``, ``casnap.errors``, ``casnap.extending`` and the modules beside this folder, and
-what the contract ``door`` in pyproject.toml lists. Begin with ``missing.py``, or with
+This folder is a verb, which ``casnap prune`` calls. It imports what the rooms below offer (the
+contract ``verbs`` in pyproject.toml), and the modules beside it. Begin with ``missing.py``, or with
 ``rotation.py``, which each save of a trainer goes through.
 """
 

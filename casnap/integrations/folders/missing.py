@@ -10,9 +10,8 @@ from pathlib import Path
 
 from casnap import PruneReport, Store
 from casnap.backends import Backend
-from casnap.backends.local.held_folder import HeldFolder
+from casnap.backends.local import HeldFolder, translated
 from casnap.errors import StoreError
-from casnap.extending import translated
 from casnap.format.names import folder_of
 from casnap.format.records import Row
 from casnap.storage import Markers, Repository, Runs, Table, Verdict

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from casnap import Snapshot
 from casnap.errors import CasnapError, shell_word
-from casnap.extending import new_lock
 from casnap.format.names import folder_of
 from casnap.format.records import Row
 from casnap.integrations.folders.missing import judge_folders
 from casnap.integrations.notices import is_notice
+from casnap.runtime.fork import new_lock
 from casnap.storage import Markers, Runs, Table, Verdict
 from casnap.view import View, view_of
 

@@ -11,7 +11,6 @@ import mmap
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +32,7 @@ from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.v1.attention.backend import AttentionImplBase
 
 from casnap.errors import CasnapError
-from casnap.extending import override
-from casnap.files.safetensors_header import itemsize_of
+from casnap.extending import Patch, Version, VersionTensor, override
 from casnap.integrations.vllm.places import (
     OtherBaseError,
     Places,
@@ -45,8 +43,6 @@ from casnap.integrations.vllm.places import (
     storage_of,
     targets_of,
 )
-from casnap.serving.patches import Patch, read_patches, version_of
-from casnap.serving.version import VersionTensor
 
 _log = init_logger("vllm.casnap")
 _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
@@ -126,7 +122,7 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
         Raises:
             Exception: The places cannot be learnt, or the model holds other weights.
         """
-        version = version_of(Path(self._path))
+        version = Version.at(Path(self._path))
         if version is None:
             raise UnknownPlacesError(f"{self._path} is no folder that a pull has made")
         why = _why_derived(self.model)
@@ -257,7 +253,7 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
             OSError: They, or the folder, cannot be read.
         """
         places = self._check(info)
-        patches = read_patches(Path(info.patches), info.digest, info.base, info.content)
+        patches = Patch.read(Path(info.patches), info.digest, info.base, info.content)
         writes = [
             write
             for name, patch in patches.items()
@@ -268,7 +264,7 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
             if not write.fits():
                 raise OtherBaseError(f"somebody has changed {write.name} in this worker")
         if info.whole:
-            version = version_of(Path(info.folder))
+            version = Version.at(Path(info.folder))
             if version is None:
                 raise UnknownPlacesError(f"{info.folder} is no folder that a pull has made")
             about = {name: version.record.tensors[name] for name in info.whole}
@@ -338,15 +334,14 @@ def _weights(folder: Path, tensors: Mapping[str, VersionTensor]) -> dict[str, to
         if tensor.file not in files:
             with (folder / tensor.file).open("rb") as file:
                 files[tensor.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        count = prod(tensor.shape)
         dtype = getattr(torch, tensor.dtype)
-        if not count:
+        if not tensor.nbytes:
             weights[name] = torch.empty(tensor.shape, dtype=dtype)
             continue
         flat = torch.frombuffer(
             files[tensor.file],
             dtype=torch.uint8,
-            count=count * itemsize_of(tensor.dtype),
+            count=tensor.nbytes,
             offset=tensor.start,
         )
         weights[name] = flat.view(dtype).view(tensor.shape)

@@ -12,8 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from casnap.backends.local.local_paths import exists, is_file, is_folder
-from casnap.backends.local.system_errors import translated
+from casnap.backends.local import exists, is_file, is_folder, translated
 from casnap.errors import PLACE_ERRORS, SnapshotExistsError, shell_word
 from casnap.format.names import MARKER, NOTICE_HEADS
 
@@ -81,10 +80,28 @@ class ForeignCheckpoints:
 
     Args:
         path: The file or folder that may be a checkpoint, or a folder that may hold some.
+
+    Attributes:
+        NOTICE_HEAD: The first bytes of a new notice: a file of casnap where another library's would
+            be.
     """
+
+    NOTICE_HEAD = NOTICE_HEADS[0]
 
     def __init__(self, path: Path) -> None:
         self._path = path
+
+    @staticmethod
+    def is_notice(path: Path) -> bool:
+        """Whether a file is none of another library, but a notice of casnap in its place.
+
+        Raises:
+            PlaceError: It cannot be read.
+        """
+        if not is_file(path):
+            return False
+        with translated(str(path)), path.open("rb") as file:
+            return file.read(64).startswith(NOTICE_HEADS)
 
     def advice(self) -> str:
         """Return advice for an error if the path is a checkpoint of another library; else ""."""
@@ -160,17 +177,13 @@ def _has(folder: Path, form: CheckpointForm) -> bool:
         with translated(str(folder)):
             entries = entries_of(folder)
         names += [entry.name for entry in entries if _matches(form, entry.name)]
-    return any(is_file(folder / name) and not _is_ours(folder / name) for name in names)
+    return any(
+        is_file(folder / name) and not ForeignCheckpoints.is_notice(folder / name) for name in names
+    )
 
 
 def _matches(form: CheckpointForm, name: str) -> bool:
     return any(fnmatchcase(name, glob) for glob in form.telltales)
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether a file is a notice, which casnap put for other programs (integrations/notices.py)."""
-    with translated(str(path)), path.open("rb") as file:
-        return file.read(64).startswith(NOTICE_HEADS)
 
 
 def entries_of(folder: Path) -> list[os.DirEntry[str]]:

@@ -18,17 +18,17 @@ from typing import Any, NamedTuple
 import msgspec
 
 from casnap.backends import Backend, LocalBackend, backend_at
-from casnap.backends.local.local_paths import (
+from casnap.backends.local import (
+    Owners,
     as_written,
     exists,
     is_folder,
     is_link,
+    is_of_the_place,
     is_taken,
     resolved,
     status,
 )
-from casnap.backends.local.owners import Owners
-from casnap.backends.local.system_errors import is_of_the_place
 from casnap.backends.uris import Uri, joined, store_uri
 from casnap.errors import (
     PLACE_ERRORS,

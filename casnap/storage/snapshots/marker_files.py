@@ -15,8 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from casnap.backends.base import Backend
-from casnap.backends.local.safe_paths import folder_at
-from casnap.backends.local.system_errors import is_of_the_place, translated
+from casnap.backends.local import folder_at, is_of_the_place, translated
 from casnap.errors import BackendError, DamagedError
 from casnap.format.decoding import json_decoder
 from casnap.format.names import MARKER, STORE_FOLDER, folder_of
@@ -110,7 +109,12 @@ class Markers:
 
     Args:
         store: The store.
+
+    Attributes:
+        FILE: The name of a marker.
     """
+
+    FILE = MARKER
 
     def __init__(self, store: Repository) -> None:
         self._store = store

@@ -36,7 +36,8 @@ from casnap.integrations.engines import (
 )
 from casnap.runtime.typing import override
 from casnap.serving import PullOptions
-from casnap.serving.patches import read_patches, version_of
+from casnap.serving.patches import Patch
+from casnap.serving.version import Version
 from tests.support.engine_servers import command_for_sglang
 from tests.support.hosts import two_hosts, yard_of
 from tests.support.served import store_at, take, versions_of, weights
@@ -580,7 +581,7 @@ class Worker:
         self.load(folder)
 
     def load(self, folder: Path) -> None:
-        version = version_of(folder)
+        version = Version.at(folder)
         assert version is not None
         self.content, self.weights = version.content, load_file(folder / "model.safetensors")
         self.how = "whole"
@@ -601,7 +602,7 @@ class Worker:
         elif info.get("base") == self.content:
             assert self.prepared == info
             asked = (Path(info["patches"]), info["digest"], info["base"], info["content"])
-            for name, patch in read_patches(*asked).items():
+            for name, patch in Patch.read(*asked).items():
                 flat = self.weights[name].view(-1).view(torch.int16).numpy()
                 assert (flat[patch.indices] == patch.before.view("i2")).all()
                 flat[patch.indices] = patch.values.view("i2")
@@ -738,7 +739,7 @@ def test_a_damaged_version_is_made_anew(tmp_path: Path) -> None:
     engine = PatchedEngine(Path(store.pull(tmp_path / "live").folder))
     take(store, 1)
     folder = Path(store.pull(tmp_path / "live").folder)
-    version, file = version_of(folder), folder / "model.safetensors"
+    version, file = Version.at(folder), folder / "model.safetensors"
     assert version is not None
     times = file.stat()
     with file.open("r+b") as f:
@@ -779,7 +780,7 @@ def test_who_is_interrupted_in_the_pause_leaves_no_paused_engine(
 
 
 def content_of(folder: Path) -> str:
-    version = version_of(folder)
+    version = Version.at(folder)
     assert version is not None
     return version.content
 

@@ -20,7 +20,7 @@ from casnap.errors import BackendError, DamagedError
 from casnap.files.safetensors_header import read_header
 from casnap.format.digest import digest_of
 from casnap.serving import PullOptions
-from casnap.serving.patches import Differences, StagedPatches, read_patches, stage, version_of
+from casnap.serving.patches import Differences, Patch, StagedPatches
 from casnap.serving.version import RECORD, StoredCell, Version, read_record
 from tests.support.served import store_at, take, tensors_in, versions_of
 
@@ -35,7 +35,7 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
 
 
 def read(staged: StagedPatches) -> Any:
-    return read_patches(staged.path, staged.digest, staged.base, staged.content)
+    return Patch.read(staged.path, staged.digest, staged.base, staged.content)
 
 
 def assert_leads(staged: StagedPatches, base: Path, folder: Path) -> None:
@@ -73,7 +73,7 @@ def test_patches_lead_from_one_version_to_the_next(tmp_path: Path, dtype: torch.
         # Any bits: also of NaNs, and of zeros with a sign.
         raw[at] = torch.randint(0, 256, raw[at].shape, generator=generator, dtype=torch.uint8)
     for base, folder in itertools.pairwise(folders):
-        staged = stage(base, folder)
+        staged = StagedPatches.between(base, folder)
         assert staged is not None
         assert_leads(staged, base, folder)
         # A patch is an index and two values for each element; what changes whole has none.
@@ -83,7 +83,7 @@ def test_patches_lead_from_one_version_to_the_next(tmp_path: Path, dtype: torch.
         staged.remove()
     # Over a missed version, and back.
     for base, folder in ((folders[0], folders[2]), (folders[2], folders[0])):
-        staged = stage(base, folder)
+        staged = StagedPatches.between(base, folder)
         assert staged is not None
         assert_leads(staged, base, folder)
         staged.remove()
@@ -100,7 +100,7 @@ def test_values_that_were_cast_are_compared_as_they_are_served(tmp_path: Path) -
         tensor[20:40] += step
         take(store, step, cast=tensor, lost=torch.ones(100) + step * 2**-20)
         folders.append(pulled(tmp_path, store, dtype="bfloat16"))
-    staged = stage(*folders)
+    staged = StagedPatches.between(*folders)
     assert staged is not None
     assert_leads(staged, *folders)
     assert read(staged)["cast"].indices.tolist() == list(range(20, 40))
@@ -129,7 +129,7 @@ def test_a_pull_notes_the_patches(tmp_path: Path, dtype: torch.dtype) -> None:
     # The second one is over two steps, whose deltas are a chain.
     for base, folder in itertools.pairwise(folders):
         [made] = folder.glob("casnap-patches.*")
-        staged = stage(base, folder)
+        staged = StagedPatches.between(base, folder)
         assert staged is not None
         assert staged.path == made
         assert_leads(staged, base, folder)
@@ -138,10 +138,10 @@ def test_a_pull_notes_the_patches(tmp_path: Path, dtype: torch.dtype) -> None:
         assert (base is folders[0]) == ({"a", "b"} <= {*staged.whole, *read(staged)})
         # The same as from both folders.
         made.rename(made.with_name("away"))
-        again = stage(base, folder)
+        again = StagedPatches.between(base, folder)
         assert again is not None
         assert again.whole == staged.whole
-        for name, patch in read_patches(made.with_name("away"), *staged[1:4]).items():
+        for name, patch in Patch.read(made.with_name("away"), *staged[1:4]).items():
             assert all(map(np.array_equal, patch[1:], read(again)[name][1:]))
         again.remove()
         assert not again.path.exists()
@@ -149,11 +149,11 @@ def test_a_pull_notes_the_patches(tmp_path: Path, dtype: torch.dtype) -> None:
         staged.remove()
         assert made.exists()
     # From another base, and where they are damaged, folders are compared.
-    over = stage(folders[0], folders[2])
+    over = StagedPatches.between(folders[0], folders[2])
     assert over is not None
     assert_leads(over, folders[0], folders[2])
     made.write_bytes(made.read_bytes()[:-1] + b"!")
-    staged = stage(base, folder)
+    staged = StagedPatches.between(base, folder)
     assert staged is not None
     assert staged.path != made
     assert_leads(staged, base, folder)
@@ -178,7 +178,7 @@ def test_a_pull_notes_no_patch_of_what_is_damaged(tmp_path: Path) -> None:
     take(store, 1)
     store.wait_mirrored(60)
     folder = pulled(tmp_path, bucket, patches=True)
-    staged = stage(base, folder)
+    staged = StagedPatches.between(base, folder)
     assert staged is not None
     assert staged.is_of_version
     assert "layers.1" in staged.whole
@@ -191,7 +191,7 @@ def test_a_tensor_is_patched_or_whole_whichever_of_its_chunks_comes_last(tmp_pat
     take(store, 0, many=many)
     base = pulled(tmp_path, store)
     take(store, 1, many=many + (torch.arange(200_000) % 9_999 == 0))
-    new = version_of(pulled(tmp_path, store))
+    new = Version.at(pulled(tmp_path, store))
     record = read_record(base / RECORD)
     assert new is not None
     assert record is not None
@@ -232,11 +232,11 @@ def test_no_patches_lead_to_other_tensors(tmp_path: Path) -> None:
     take(store, 0)
     base = pulled(tmp_path, store)
     take(store, 1, norm=torch.zeros(20_001))
-    assert stage(base, pulled(tmp_path, store)) is None
+    assert StagedPatches.between(base, pulled(tmp_path, store)) is None
     take(store, 2, other=torch.zeros(3))
-    assert stage(base, pulled(tmp_path, store)) is None
-    assert stage(tmp_path, base) is None
-    assert stage(base, tmp_path / "no_such") is None
+    assert StagedPatches.between(base, pulled(tmp_path, store)) is None
+    assert StagedPatches.between(tmp_path, base) is None
+    assert StagedPatches.between(base, tmp_path / "no_such") is None
 
 
 def test_each_chunk_is_verified(tmp_path: Path) -> None:
@@ -257,14 +257,14 @@ def test_each_chunk_is_verified(tmp_path: Path) -> None:
     base.rename(whole)
     shutil.copytree(whole, base)
     damage(base)
-    staged = stage(base, folder)
+    staged = StagedPatches.between(base, folder)
     assert staged is not None
     # Nobody knows what an engine has read of a base that is damaged.
     assert "layers.1" in staged.whole
     assert_leads(staged, whole, folder)
     damage(folder)
     with pytest.raises(DamagedError, match=r"what was pulled for layers\.1.*--verify"):
-        stage(whole, folder)
+        StagedPatches.between(whole, folder)
 
 
 def test_other_files_are_no_patches(tmp_path: Path) -> None:
@@ -272,18 +272,18 @@ def test_other_files_are_no_patches(tmp_path: Path) -> None:
     take(store, 0)
     base = pulled(tmp_path, store)
     take(store, 1)
-    staged = stage(base, pulled(tmp_path, store))
+    staged = StagedPatches.between(base, pulled(tmp_path, store))
     assert staged is not None
     path, digest, from_, to = staged[:4]
     for asked in ((path, digest, to, to), (path, digest, from_, from_)):
         with pytest.raises(DamagedError, match="from another version, or to another one"):
-            read_patches(*asked)
+            Patch.read(*asked)
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     with pytest.raises(DamagedError, match="damaged, or not the file that was meant"):
-        read_patches(*staged[:4])
+        Patch.read(*staged[:4])
     staged.remove()
     with pytest.raises(FileNotFoundError):
-        read_patches(*staged[:4])
+        Patch.read(*staged[:4])
 
 
 def test_a_file_in_a_version_that_is_only_named_like_patches_is_passed_over(
@@ -297,7 +297,7 @@ def test_a_file_in_a_version_that_is_only_named_like_patches_is_passed_over(
     about = {"base": "x", "content": "y", "whole": "all"}
     for raw in (b"notes", save({"w": torch.ones(3)}), save({}, {"base": "x"}), save({}, about)):
         (folder / f"casnap-patches.{digest_of(raw).hex()}").write_bytes(raw)
-    staged = stage(base, folder)
+    staged = StagedPatches.between(base, folder)
     assert staged is not None
     assert not staged.is_of_version
     assert_leads(staged, base, folder)
@@ -308,7 +308,7 @@ def test_the_next_pull_deletes_what_a_crash_has_left(tmp_path: Path) -> None:
     take(store, 0)
     base = pulled(tmp_path, store)
     take(store, 1)
-    staged = stage(base, pulled(tmp_path, store))
+    staged = StagedPatches.between(base, pulled(tmp_path, store))
     assert staged is not None
     assert staged.path.name in versions_of(tmp_path / "live")
     pulled(tmp_path, store)
@@ -323,7 +323,7 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     folder = pulled(tmp_path, store)
     monkeypatch.setattr("casnap.serving.patches.write_cached", full)
     with pytest.raises(BackendError, match=r"no space left .*stays as it is"):
-        stage(base, folder)
+        StagedPatches.between(base, folder)
 
 
 def full(*_: object) -> None:

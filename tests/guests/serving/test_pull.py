@@ -15,7 +15,7 @@ from casnap import StateDict, Store
 from casnap.backends.local.file_io import is_cached
 from casnap.errors import CasnapError, EntryNotFoundError, FileFormatError, SnapshotNotFoundError
 from casnap.serving import PullOptions, verify, writing
-from casnap.serving.folder import name_of
+from casnap.serving.version import Version
 from tests.support.faults import in_child
 from tests.support.served import (
     assert_served,
@@ -219,12 +219,12 @@ def test_no_name_of_a_snapshot_is_more_than_a_name(
     """Commands put the folder into JSON, URLs and shells, and engines get its name."""
     take(store, 1, 'run/épo che=1", "x": "$(id)`id`\';<b>&%2e\x9b')
     report = store.pull(live, options=PullOptions(in_place=in_place))
-    assert name_of(Path(report.folder)) == (
+    assert Version.name_of(Path(report.folder)) == (
         f"_po_che=1____x______id__id____b___2e_@{report.commit}"
     )
     take(store, 2, "run/" + "y" * 250)
     report = store.pull(live, options=PullOptions(in_place=in_place))
-    assert name_of(Path(report.folder)) == f"{'y' * 180}@{report.commit}"
+    assert Version.name_of(Path(report.folder)) == f"{'y' * 180}@{report.commit}"
 
 
 def test_an_adapter_is_named_as_peft_looks_for_it(store: Store, live: Path) -> None:

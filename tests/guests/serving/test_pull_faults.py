@@ -31,8 +31,7 @@ from casnap.errors import (
     StorageFullError,
 )
 from casnap.serving import FollowEvent, PullOptions, verify
-from casnap.serving.patches import version_of
-from casnap.serving.version import PARTS, RECORD
+from casnap.serving.version import PARTS, RECORD, Version
 from tests.support.faults import (
     backend_faults,
     disk_full,
@@ -234,7 +233,7 @@ def test_who_has_read_rot_is_told_what_was_mended(tmp_path: Path) -> None:
 
     take(store, 0)
     store.pull(live, options=options)
-    version = version_of(live)
+    version = Version.at(live)
     assert version is not None
     about = version.record.tensors["norm"]
     rot(live.resolve() / about.file, about.start)
