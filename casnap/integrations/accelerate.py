@@ -28,6 +28,7 @@ from casnap.integrations.trainers import (
     check_whole,
     load_own,
     not_found_error,
+    plain_model,
     snapshot_at,
 )
 from casnap.integrations.versions import check_version
@@ -162,8 +163,9 @@ def _load(
     """Load a snapshot into what was prepared: of the models, into these."""
     engine, state = _engine(accelerator), dict[str, Stateful]()
     if engine is None:
-        unwrapped = (accelerator.unwrap_model(model, keep_torch_compile=False) for model in models)
-        state |= {_numbered("model", i): model for i, model in enumerate(unwrapped)}
+        state |= {
+            _numbered("model", i): plain_model(accelerator, model) for i, model in enumerate(models)
+        }
     state |= _parts(accelerator)
     _check_keys(snapshot, state, () if engine is None else with_deepspeed.KEYS)
     with_deepspeed.check(engine, snapshot, allow_pickle=allow_pickle)
@@ -217,8 +219,7 @@ def _metadata_of(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def _models(accelerator: Accelerator) -> list[Any]:
-    unwrap = accelerator.unwrap_model
-    return [unwrap(model, keep_torch_compile=False) for model in accelerator._models]
+    return [plain_model(accelerator, model) for model in accelerator._models]
 
 
 def _parts(accelerator: Accelerator) -> Iterator[tuple[str, Stateful]]:

@@ -143,6 +143,15 @@ class Save:
             note_saved(self._take.view, self._take.full_name, snapshot.row.commit)
 
 
+def plain_model(accelerator: Any, model: Any) -> Any:
+    """Return a model without what Accelerate and ``torch.compile`` have put around it.
+
+    ``keep_torch_compile=False`` does the same in newer versions of Accelerate alone. Without it,
+    Accelerate takes DDP out of a compiled model that goes on training.
+    """
+    return accelerator.unwrap_model(getattr(model, "_orig_mod", model))
+
+
 def step_in(state: object) -> dict[str, int]:
     """Return the metadata that says the step of a training, as rules of retention read it.
 

@@ -45,6 +45,7 @@ from casnap.integrations.trainers import (
     check_saved_by,
     check_whole,
     load_own,
+    plain_model,
     snapshot_at,
 )
 from casnap.integrations.versions import check_version
@@ -52,7 +53,7 @@ from casnap.integrations.versions import check_version
 check_version("transformers")
 
 from transformers import PreTrainedModel, Trainer  # noqa: E402
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints  # noqa: E402
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
 from transformers.utils import (  # noqa: E402
     ADAPTER_SAFE_WEIGHTS_NAME,
     ADAPTER_WEIGHTS_NAME,
@@ -251,12 +252,17 @@ class CasnapTrainerMixin(_Base):
 
     def _rotate(self, run_dir: str) -> None:
         before = matching(run_dir, f"{PREFIX_CHECKPOINT_DIR}-*")
-        rotate_checkpoints(
-            output_dir=run_dir,
-            save_total_limit=self.args.save_total_limit,
-            best_model_checkpoint=self.state.best_model_checkpoint,
-            use_mtime=True,
-        )
+        if hasattr(self, "_rotate_checkpoints"):  # up to Transformers 4
+            self._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
+        else:
+            from transformers.trainer_utils import rotate_checkpoints
+
+            rotate_checkpoints(
+                output_dir=run_dir,
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
         for folder in before:
             if not is_taken(folder) and (snapshot := snapshot_at(folder)) is not None:
                 forget(snapshot)
@@ -272,7 +278,7 @@ class CasnapTrainerMixin(_Base):
         return {k: v for k, v in metadata.items() if math.isfinite(v)}
 
     def _plain_model(self) -> Any:
-        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        return plain_model(self.accelerator, self.model)
 
     @property
     def _scaler(self) -> Any:

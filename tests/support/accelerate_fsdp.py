@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
+
+
+def has_fsdp2() -> bool:
+    """Return whether this version of Accelerate knows FSDP2."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    return "fsdp_version" in inspect.signature(FullyShardedDataParallelPlugin).parameters
 
 
 def use_fsdp(accelerator: Any) -> None:

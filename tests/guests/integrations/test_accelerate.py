@@ -13,7 +13,7 @@ import torch
 
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import SnapshotExistsError, SnapshotNotFoundError, StateError
-from tests.support.accelerate_fsdp import use_fsdp
+from tests.support.accelerate_fsdp import has_fsdp2, use_fsdp
 from tests.support.bitwise import assert_same
 from tests.support.dcp_saves import files_of_dcp
 from tests.support.faults import in_child
@@ -162,6 +162,9 @@ class TestTwoProcesses(RunContract):
 
 
 def test_fsdp_resumes_bit_exact_through_the_redirect(tmp_path: Path) -> None:
+    if not has_fsdp2():
+        pytest.skip("this Accelerate has no FSDP2")
+
     def go(name: str, **arguments: Any) -> None:
         train(tmp_path / name, tmp_path / f"{name}-{os.environ['RANK']}", fsdp=True, **arguments)
 
@@ -350,6 +353,8 @@ def test_folders_that_the_user_deletes_are_forgotten(tmp_path: Path) -> None:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
+    from accelerate.utils import DistributedType
+
     from casnap.integrations.accelerate import load_state, save_state
 
     def work() -> None:
@@ -365,7 +370,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
             load_state(accelerator)
         with pytest.raises(SnapshotNotFoundError, match="no checkpoint at"):
             load_state(accelerator, tmp_path / "nowhere")
-        use_fsdp(accelerator)
+        accelerator.state.distributed_type = DistributedType.FSDP
         for refused in (save_state, load_state):
             with pytest.raises(StateError, match=r"do not support FSDP; .*install\(folder\)"):
                 refused(accelerator)
