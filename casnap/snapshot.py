@@ -64,7 +64,7 @@ def _check_no_file(path: str | os.PathLike[str], cause: CasnapError) -> None:
 class EntriesByPath(dict[str, Entry]):
     """The entries of a snapshot by path, ``<rank>/<key>/<path>``.
 
-    A global entry stands under the prefix of each rank.
+    A global entry is listed under the prefix of each rank.
 
     Args:
         entries: The entries.

@@ -1,4 +1,4 @@
-"""The snapshots of a store that lie below a prefix. ``Store`` and ``Snapshot`` stand on this."""
+"""The snapshots of a store that lie below a prefix. ``Store`` and ``Snapshot`` are built on it."""
 
 from __future__ import annotations
 

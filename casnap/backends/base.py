@@ -359,21 +359,22 @@ class Backend(ReadHints, BucketRules, Announcements, Markers):
         return {}
 
     def appears(self, key: str, still: Callable[[], object]) -> bool:
-        """Wait for an object that must be there, but is absent; return whether it is there by now.
+        """Wait for an object that must exist, but seems absent; return whether it has appeared.
 
-        It must be there if another object names it, or if a put found its key taken. Nothing is
-        waited for where this host sees at once what another one has put.
+        An object must exist if another object names it, or if a put found its key taken. Where this
+        host sees at once what another one has put, this does not wait.
 
         Args:
-            key: The object.
-            still: Whether it must still be there: not if a newer root does not name it.
+            key: The key of the object.
+            still: Returns whether the object must still exist. It need not once a newer root does
+                not name it.
         """
         return self.name_lag > 0 and wait_for(
             self.where(key), lambda: self.size_if_there(key) is not None, still, self.name_lag
         )
 
     def is_put(self, key: str) -> bool:
-        """Whether the server says that an object is there, whatever this host remembers of it.
+        """Whether the server says that an object exists, whatever this host has cached about it.
 
         Called only where ``name_lag`` is not 0. False may also mean that the answer is not known.
         """
@@ -387,13 +388,13 @@ class Backend(ReadHints, BucketRules, Announcements, Markers):
         """Make the place itself before a store is made in it, where it does not exist yet."""
 
     def belong(self, check: Callable[[Backend], None]) -> None:
-        """Note that a store uses this place, whose record was just read from it.
+        """Note that the store whose record was just read uses this place.
 
-        Some places can hold another store from one moment to the next, such as a folder that is
-        moved. Such a place calls ``check`` before it changes anything, if that may have happened.
+        At some places another store can take its place, such as in a folder that is moved. Before
+        such a place changes anything, it calls ``check`` if that may have happened.
 
         Args:
-            check: Raises a StoreError if a place holds another store.
+            check: Raises a StoreError if the place holds another store.
         """
 
     def check_changes(self) -> None:

@@ -13,9 +13,10 @@ class Costs(NamedTuple):
         gap: The most bytes between two runs that are read by one call. To read over them takes less
             time than another call.
         sharing: How many threads share a buffer. Most threads that read from a server only wait.
-        few: The most chunks that are looked for without reading a large index whole.
+        few: The most chunks that are searched for in parts of a large index. To find more, the
+            index is read whole.
         probes: How many newer roots are read one by one. Then the others are listed.
-        stands: For how many seconds a root that was seen counts as still there.
+        stands: For how many seconds after a root was seen it counts as still there.
         recent: For how many seconds a root that was the newest is recent enough to begin with.
         small_records: The most records of a segment that hosts keep, since each commit merges it
             into its own. To a reader that has not cached it, each segment costs a request.
@@ -34,8 +35,8 @@ class Costs(NamedTuple):
         one_asks: Whether one of many ranks asks for what all need, and tells the others.
         recodes: Whether a collector makes chunks of older snapshots smaller, unless the store is
             set otherwise. To do so it reads them, and a bucket charges that.
-        has_grace: Whether condemned packs wait for a grace even where processes collect by
-            themselves, and the store sets no grace. Otherwise they wait for the next collection.
+        has_grace: Whether condemned packs wait for a default grace where processes collect by
+            themselves and the store sets none. Otherwise they wait for the next collection.
         free_looks: Whether a look at one file costs nothing that counts. Otherwise callers leave
             out looks that only make sure, and prefer one listing to many looks.
         waiting: Whether a thread that reads or writes only waits for a server. Then as many run at

@@ -22,7 +22,7 @@ Settings:
                of older ones, or compresses them; mirrors, and copies into a bucket, get deltas
   codec=zstd   takes compress; `casnap gc` and copies make deltas anywhere
   codec=raw    nothing is compressed, and nothing becomes a delta
-  gc=auto      processes that let snapshots go collect garbage in the background
+  gc=auto      processes that delete snapshots collect garbage in the background
   gc=off       no process collects by itself
   gc=12h       as auto; and all collections keep garbage for 12 hours, unless
                they are given another --grace

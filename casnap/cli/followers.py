@@ -25,7 +25,7 @@ def followers(store: str | None, tag: str | None, as_json: bool) -> None:
     published the version. SINCE is when it was applied, by the follower's clock. PAUSE is how long
     the engine paused for that.
 
-    A question mark stands at a note that is older than 90 seconds, or whose time is in the future:
+    A question mark marks a note that is older than 90 seconds, or whose time is in the future:
     the follower is dead, or its clock differs from this host's. `casnap gc` deletes such notes
     after a day.
     """

@@ -47,7 +47,7 @@ def what_frees(repository: Repository, waiting: str, *, condemned: bool) -> str:
     if until is not None and condemned:
         when = f"by a collection after {moment(until)}"
     elif grace is None:
-        when = "when a process next lets snapshots go"
+        when = "when a process next deletes snapshots"
     else:
         when = f"by a collection, {grace / 3600:g} hours after they were found to be garbage"
     return f"{waiting} will be freed {when}; {by_hand} frees them now"

@@ -30,7 +30,7 @@ class ExportOutput:
         mode: The mode of its files, from which the umask takes rights.
 
     Raises:
-        FileFormatError: Something stands at ``out``.
+        FileFormatError: Something lies at ``out``.
         OSError: The folder of ``out`` does not exist, or has not enough space.
 
     Attributes:
@@ -162,7 +162,7 @@ def check_absent(out: Path, cause: OSError | None = None) -> None:
     """Check that the output of an export does not exist.
 
     Raises:
-        FileFormatError: Something stands at ``out``.
+        FileFormatError: Something lies at ``out``.
     """
     if is_taken(out):
         raise FileFormatError(

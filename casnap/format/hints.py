@@ -1,6 +1,7 @@
-"""Hints at the end of a pack of nodes: where the chunks and nodes lie that its nodes name.
+"""Hints at the end of a pack of nodes: the places of the chunks and nodes that its nodes name.
 
-Nothing relies on hints: a reader verifies what it reads at a hint, or else looks in the index.
+Nothing relies on hints: a reader verifies what it reads at a hint; if that fails, it looks in the
+index.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Hints:
         pack: The id of the pack.
 
     Attributes:
-        nodes: Nodes whose bytes stand in the hints: upper lists of the table, not verified.
+        nodes: Nodes whose bytes are part of the hints: upper lists of the table, not verified.
     """
 
     def __init__(self, body: _Body, pack: bytes) -> None:

@@ -28,7 +28,7 @@ MAX_NODE_BYTES = MAX_ROOT_BYTES = 64 << 20
 MAX_SEGMENT_BYTES = 256 << 20
 MAX_CONFIG_BYTES = MAX_METADATA_BYTES = 64 << 10
 INLINE_METADATA_BYTES = 256
-"""The most bytes of metadata in a row. Larger metadata stand in a node of their own."""
+"""The most bytes of metadata in a row. Larger metadata are stored in a node of their own."""
 ID_SIZE = 16
 THINNED = "thinned"
 """The note of a snapshot that has lost some keys, which its manifest names."""

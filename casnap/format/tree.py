@@ -153,7 +153,10 @@ class _Levels(Generic[V]):
         self._full[upper] = ends and upper < MAX_LEVELS
 
     def closed_to(self, level: int) -> bool:
-        """Close full nodes up to a level; return whether a stored node of it can follow now."""
+        """Close the full nodes of the levels up to ``level``; return whether no node is open there.
+
+        If none is, a stored node of that level can be added as it is.
+        """
         self._reach(level)
         for i in range(level + 1):
             if self._full[i]:

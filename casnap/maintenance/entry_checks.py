@@ -98,17 +98,17 @@ def _components_of(entry: ContainerEntry) -> Iterable[str]:
 
 
 def balance(inner: str, entry: Entry, components: Iterable[str], most: int) -> int:
-    """Return the number of an entry. If no element is lacking, all numbers of a key add up to 0.
+    """Return a number for an entry. If no element is lacking, the numbers of a key add up to 0.
 
-    The path of each entry counts, save the key's own. Each container counts the paths of its
-    elements with the opposite sign. So each tree is summed up once, and a rank adds up the sums of
-    the trees that it sees.
+    Each entry adds the hash of its path, save the entry of the key itself. Each container subtracts
+    the hashes of the paths of its elements. So each tree is summed up once, and the sums of the
+    trees that a rank sees are added up.
 
     Args:
-        inner: Its path below its key.
+        inner: The path of the entry below its key.
         entry: The entry.
-        components: The components of its elements.
-        most: How many entries its tree has. If a container claims more elements, its number makes
+        components: The components of the elements of the entry.
+        most: How many entries the tree has. If a container claims more elements, its number makes
             any sum differ from 0.
     """
     own = hash(inner) if inner else 0

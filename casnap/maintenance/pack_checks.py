@@ -34,8 +34,8 @@ def bad_records(
         store: The store.
         records: The chunks and nodes, and their places.
         report: Called with the number of bytes read since the last call.
-        tell_base: Called with each delta that stands on another base than its record says, and that
-            base; from any thread.
+        tell_base: Called, from any thread, with each delta whose base is another than its record
+            says, and with that base.
     """
     window: list[tuple[Place, list[Want]]] = []
     nbytes = 0

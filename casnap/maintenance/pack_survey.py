@@ -100,7 +100,7 @@ class PackSurvey:
         self._unsupported_packs: dict[PackId, Damage] = {}
         # Places that were read and are not whole.
         self._bad: dict[Record, Failure] = {} if earlier is None else earlier._bad
-        # Deltas that stand on another base than the index says.
+        # Deltas of another base than the index says.
         self._other_bases: dict[Record, Digest] = {} if earlier is None else earlier._other_bases
         self.read_bytes: int = 0 if earlier is None else earlier.read_bytes
         self.wanted: set[Digest] | None = None if earlier is None else earlier.wanted

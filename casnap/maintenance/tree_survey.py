@@ -1,4 +1,4 @@
-"""Surveying trees: which nodes and chunks they need, and which entries the lack of each hurts."""
+"""Surveying trees: which nodes and chunks they need, and which entries need each of them."""
 
 from __future__ import annotations
 

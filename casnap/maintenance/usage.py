@@ -41,7 +41,7 @@ class Usage:
         name: Its name in the store, without the prefix of a view.
         logical_bytes: Bytes of its state.
         stored_bytes: Stored bytes of all chunks and nodes that it refers to, and of the chunks that
-            these stand on as deltas.
+            these are deltas of.
         unique_bytes: How many of these no other snapshot of the store needs.
     """
 
@@ -208,7 +208,7 @@ class _Walk:
         self._numbers: dict[bytes, int] = {}
         self._nodes: dict[int, bytes] = {}
         # The base of each chunk that is stored as a delta. A base is entered like a child of a
-        # node, so it counts once however many chunks stand on it.
+        # node, so it counts once however many chunks are deltas of it.
         self._bases: dict[int, bytes] = {}
         self._stored = array("Q")
         self._owner = array("q")

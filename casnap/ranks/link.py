@@ -52,7 +52,7 @@ _WARN_AFTER = 5.0
 _ASKING = 8
 # The bytes of a token, which tells one arrival of a rank from another.
 _TOKEN = 4
-# How many ranks' tokens stand together in one value of the store.
+# How many ranks' tokens one value of the store holds.
 _TOGETHER = 64
 # About how many times a second all ranks together look at the store. Many ranks pause for longer.
 _LOOKS = 20_000
@@ -496,9 +496,9 @@ class Link:
             carrier.close()
 
     def broke_before(self) -> bool:
-        """Whether the connection broke in an earlier operation, after this rank had ended that one.
+        """Whether the connection broke in an earlier operation that this rank had already ended.
 
-        If so, all ranks come to a new group.
+        If so, all ranks make a new group.
         """
 
         def look() -> bool | None:
@@ -512,7 +512,7 @@ class Link:
         return self._await_answer(look, otherwise=True)
 
     def is_apart(self) -> bool:
-        """Whether some ranks could not be connected in this new group, and all make another one.
+        """Whether some ranks could not be connected in this new group; then all make another one.
 
         Raises:
             LinkFailedError: Some ranks hang, or have died.

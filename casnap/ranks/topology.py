@@ -450,7 +450,7 @@ class Teams(Carrier):
 
 
 def _grouped(parts: Iterable[_Part], key: Callable[[int], int]) -> dict[int, list[_Part]]:
-    """Return parts in groups, by a key of the rank that gets each."""
+    """Group parts by a key of the rank that receives each; return the groups by key."""
     groups: dict[int, list[_Part]] = {}
     for part in parts:
         groups.setdefault(key(part[1]), []).append(part)

@@ -14,7 +14,7 @@ WIDTH = 960.0
 _LEFT, _TOP = 84.0, 16.0
 _MOST_POINTS = 400
 _CELL = 13.0
-# Below a drawing stand the names of some snapshots: how many, their height, and a letter's width.
+# The names of some snapshots below a drawing: how many, their height, and the width of a letter.
 _MOST_NAMES, _NAMES, _LETTER = 6, 16.0, 7.3
 
 

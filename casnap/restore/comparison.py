@@ -61,8 +61,9 @@ def compare(
 def load_whole(state: KeyState, module: torch.nn.Module, values: dict[str, Any]) -> None:
     """Load all of a state into a module.
 
-    Some modules give more in their ``state_dict()`` than they load, such as the scales of weights
-    of 4 bits. If these were restored in place, they are as they were taken.
+    Some modules return more from ``state_dict()`` than they load, such as the scales of weights of
+    4 bits. A value that a module does not load is no error if its live tensor holds what the
+    snapshot has, as after a restore in place.
 
     Raises:
         MismatchError: The module does not load a value that its ``state_dict()`` gives, and its
@@ -178,7 +179,7 @@ def _other_shapes(state: KeyState) -> dict[str, str]:
 def why_refused(contents: Contents, state: KeyState) -> list[str]:
     """Return why a value cannot load its state in the snapshot, in words; empty if it can.
 
-    Only the loaders of torch and casnap are known. Any other loader says itself what it refuses.
+    Only the loaders of torch and casnap are known. Any other loader raises its own errors.
     """
     component, stateful, entries = state.component, state.stateful, state.entries
     loader = known_loader(stateful)

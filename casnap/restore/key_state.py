@@ -189,10 +189,10 @@ def _of_own_submodules(contents: Contents, state: KeyState, rank: int) -> KeySta
 
 
 def _versions_of_stages(contents: Contents, state: KeyState, rank: int) -> dict[str, Any]:
-    """Return the versions of submodules that the stages of a pipeline have taken.
+    """Return the versions of the submodules, as the stages of a pipeline took them.
 
-    The stage that this rank's number took comes first. It has all of them, unless the pipeline is
-    cut elsewhere now.
+    The stage that the rank of this number took is read first. It has all versions that this rank
+    wants, unless the pipeline is cut elsewhere now; then the other stages are read too.
     """
     versions = dict[str, Any]()
     wanted = set(getattr(state.current, "_metadata", ()))

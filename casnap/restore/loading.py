@@ -64,7 +64,7 @@ class _TensorToFill(NamedTuple):
     """A tensor to fill, with some elements of an entry.
 
     Attributes:
-        box: Which elements.
+        box: The elements of the tensor that are read.
         tensor: The tensor.
         held: A tensor, perhaps the same one, that may have these elements already; None if there is
             none.

@@ -71,7 +71,7 @@ class RestoreOptions:
             raise ValueError(f"new_ranks is 'keep' or 'error'; got {self.new_ranks!r:.80}")
 
     def refuses(self, missed: _Missed) -> bool:
-        """Whether a key is an error, of which new ranks lack something."""
+        """Whether it is an error that new ranks cannot have all of a key."""
         if self.new_ranks is None:
             return self.strict and not missed.is_random
         return self.new_ranks == "error"
@@ -407,12 +407,14 @@ def _agree(
 
 
 class _Missed(msgspec.Struct, array_like=True):
-    """A message about a key of which new ranks cannot have all: the take did not have these ranks.
+    """A message about a key that the take kept, in whole or in part, for single ranks alone.
+
+    New ranks, which the take did not have, cannot have that.
 
     Attributes:
-        what: What they cannot have: the key, or some of its paths, in words.
-        is_one: Whether that is one thing, in grammar.
-        holders: The ranks that it is kept for.
+        what: What new ranks cannot have: the key, or some of its paths, in words.
+        is_one: Whether ``what`` is singular in grammar.
+        holders: The ranks for which the snapshot keeps it.
         is_random: Whether it is the state of random generators.
         new_ranks: The new ranks.
     """
@@ -459,7 +461,7 @@ class _Missed(msgspec.Struct, array_like=True):
 
 
 class _MissedByKey(msgspec.Struct, array_like=True):
-    """A message with what new ranks cannot have, by the components of keys."""
+    """A message that says what new ranks cannot have of each key, by the component of the key."""
 
     by_key: dict[str, _Missed]
 
@@ -467,11 +469,11 @@ class _MissedByKey(msgspec.Struct, array_like=True):
 def _missed_by_new_ranks(
     contents: Contents, mine: dict[str, _Missed], comm: Comm
 ) -> Iterable[_Missed]:
-    """Return, on all ranks, what new ranks cannot have: one message a key.
+    """Return, on all ranks, what new ranks cannot have: one message for each key.
 
     Args:
         contents: The snapshot.
-        mine: What this rank cannot have, by the components of keys.
+        mine: What this rank cannot have of each key, by the component of the key.
         comm: The ranks.
     """
     if comm.size <= contents.row.world_size:
@@ -500,7 +502,7 @@ def _load(
     comm: Comm,
     agreed: _Agreement,
 ) -> tuple[dict[str, Any], dict[str, Leaf], int]:
-    """Read all entries, into targets where they have some; all ranks read together if that pays.
+    """Read all entries, each into its target if it has one; all ranks read together if that pays.
 
     Returns:
         The values and containers, decoded; the leaves of the tensors; and how many bytes were not
@@ -545,7 +547,9 @@ def _load(
 
 
 def _holders(entry: Entry, target: Shards | None, live: Shards | None) -> tuple[torch.Tensor, ...]:
-    """Return the live tensors that may hold what is read, one a box; none if the boxes differ.
+    """Return the live tensors that may already hold what is to be read: one for each box.
+
+    If the boxes of the live tensors are others, there are none.
 
     Args:
         entry: The entry to read.

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 NewRanks: TypeAlias = Literal["keep", "error"]
-"""What ranks that the take did not have do about what it kept for single ranks."""
+"""What a new rank, which the take did not have, does about values kept for single ranks alone.
+
+It keeps its own values (``"keep"``), or the restore fails (``"error"``).
+"""
 
 
 @dataclass
@@ -20,9 +23,9 @@ class RestoreReport:
         mismatched: Paths whose shapes, sizes or kinds differ, in words. If a moment of an optimizer
             is among them, all of the state of its parameter was left out.
         left_behind: Keys of ranks that this world does not have, as ``rank/key``. Not an error.
-        new_ranks: The keys that hold something for single ranks of the take alone, which ranks that
-            the take did not have keep as they are: a line a key, in words, on all ranks. Such as
-            the random state.
+        new_ranks: The keys, such as the random state, of which the take kept something for single
+            ranks alone, so that new ranks keep their own values. There is a line for each key, in
+            words, the same on all ranks.
         kept_bytes: With ``reuse=True``, how many bytes this rank did not read, since its tensors
             held them. A tied tensor counts under each of its names.
     """

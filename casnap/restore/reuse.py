@@ -18,7 +18,7 @@ from casnap.storage import Want
 # copied for that, which takes memory, so its bytes count several times.
 _WINDOW_BYTES, _WINDOW_CELLS, _FOR_A_COPY = 256 << 20, 1 << 14, 4
 _MOST_THREADS = 8
-# One thread hashes less than this sooner than another one starts.
+# One thread hashes fewer bytes than these in less time than a second thread needs to start.
 _SHARE_BYTES = 1 << 20
 _numbers = random.SystemRandom()
 

@@ -39,7 +39,10 @@ def _begins(added: str, names: Collection[str]) -> bool:
 
 
 def _added_to(names: Collection[str], longer: Collection[str]) -> str:
-    """Return the part that most longer names have in addition: a wrapper's, or a beginning."""
+    """Return the part that most of the longer names have in addition to the shorter ones.
+
+    It is a part that a wrapper adds, or a common beginning; empty if there is none.
+    """
     for added in _MAKERS:
         if _are_mostly(names, (_without(added, name) for name in longer)):
             return added

@@ -13,8 +13,9 @@ from typing import Any
 def imported_later(package: dict[str, Any]) -> tuple[Callable[[str], Any], list[str]]:
     """Return a ``__getattr__`` (PEP 562) for a module, which imports names at their first use.
 
-    The names stand once: in the imports that the module makes ``if TYPE_CHECKING:``. These are for
-    readers and type checkers, and are never run. Here their code tells which module has each name.
+    The names are written once: in the imports that the module makes ``if TYPE_CHECKING:``. These
+    are for readers and type checkers, and are never run. Here their code tells which module has
+    each name.
 
     Args:
         package: The globals of the module that calls this, below these imports. They keep what is

@@ -83,7 +83,10 @@ _SPARSE_KINDS = {kind: (layout, parts) for layout, (kind, parts) in _SPARSE.item
 
 
 def _are_components(keys: Sequence[Any]) -> bool:
-    """Whether all keys are ASCII texts that are their own components, without a call for each."""
+    """Whether each key is an ASCII text that needs no escapes as a component of a path.
+
+    All keys are checked at once, since a call for each would take longer.
+    """
     if set(map(type, keys)) != {str}:
         return False
     joined = "".join(keys)

@@ -250,11 +250,12 @@ def _splits(path: str, value: Any, coordinate: Sequence[int] | None) -> dict[int
 
 
 def _ordered(splits: dict[int, _Split], value: Any) -> Iterable[_Split]:
-    """Return the splits in the order in which the tensor was split; each splits the last result.
+    """Return the splits in the order in which they were made; each splits the result of the last.
 
-    The factor of a split counts the shards that later axes of the mesh made before it, as in FSDP
-    over TP. If no order of the axes gives the factors, the splits keep their factors, which cut an
-    axis into pieces first and then split each piece. With uneven lengths the two are not the same.
+    The factor of a split is the number of shards that later axes of the mesh had made before it, as
+    in FSDP over TP. If no order of the axes gives these factors, the splits are returned as they
+    are: a factor then cuts an axis into pieces first, and the split cuts each piece. With uneven
+    lengths the result differs.
     """
     if all(split.factor is None for split in splits.values()):
         shard_order = getattr(getattr(value, "_spec", None), "shard_order", None) or ()
@@ -293,7 +294,7 @@ def _chunk(length: int, count: int, index: int) -> _Run:
 
 
 def _cut_runs(runs: _Axis, start: int, stop: int) -> Iterator[_Run]:
-    """Yield the part of the runs from the start-th of their indices up to the stop-th."""
+    """Yield the runs of the indices number ``start`` to ``stop``, counted over all runs."""
     passed = 0
     for run_start, run_stop in runs:
         begin, end = (

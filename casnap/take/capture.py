@@ -81,7 +81,7 @@ class CapturedState:
     Args:
         leaves: The leaves, in order.
         spans: Which leaves belong to which key.
-        chunk_size: The store's, in bytes.
+        chunk_size: The chunk size of the store, in bytes.
 
     Attributes:
         leaves: All leaves, in order.
@@ -90,8 +90,8 @@ class CapturedState:
         inline: The entries of small leaves that are not sharded, with their bytes.
         same_as: Leaf → an earlier leaf that is the same memory seen the same way.
         sharded: Whether any leaf is a sharded tensor.
-        plans: Leaf → what this rank does for it, for leaves that other ranks hold too, or hold
-            pieces of.
+        plans: Leaf → what this rank does for it. Only leaves that other ranks hold too, in whole or
+            in part, have one.
         devices: The accelerators that hold some of the state.
 
     Raises:
@@ -272,8 +272,8 @@ def _with_bytes(entry: KnownEntry, content: torch.Tensor | bytes) -> KnownEntry:
 class StateSource(Protocol):
     """The input of a take: the state of this rank.
 
-    :class:`LiveState` and :class:`DividedLeaves` are such, and :class:`casnap.divided.WithOthers`,
-    which joins one of each.
+    :class:`LiveState` and :class:`DividedLeaves` are sources of a state, and so is
+    :class:`casnap.divided.WithOthers`, which joins one of each.
 
     Attributes:
         values: The values of an app state that may declare something about themselves.
@@ -289,7 +289,7 @@ class StateSource(Protocol):
 
         Args:
             keys: All keys, in the order that all ranks agreed on.
-            chunk_size: The store's, in bytes.
+            chunk_size: The chunk size of the store, in bytes.
             allow_pickle: Whether values without a safe encoding may be pickled.
         """
 
@@ -317,7 +317,7 @@ class LiveState:
 
         Args:
             keys: All keys, in the order that all ranks agreed on.
-            chunk_size: The store's, in bytes.
+            chunk_size: The chunk size of the store, in bytes.
             allow_pickle: Whether values without a safe encoding may be pickled.
 
         Raises:
@@ -367,8 +367,8 @@ class DividedLeaves:
 
         Args:
             keys: All keys, in the order that all ranks agreed on.
-            chunk_size: The store's, in bytes.
-            allow_pickle: Not asked: the leaves are encoded already.
+            chunk_size: The chunk size of the store, in bytes.
+            allow_pickle: Ignored: the leaves are encoded already.
         """
         leaves: list[Leaf] = []
         spans = []

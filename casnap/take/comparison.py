@@ -23,7 +23,7 @@ def manifest_of(source: StateSource, chunk_size: int) -> Manifest:
 
     Args:
         source: The state.
-        chunk_size: The store's, in bytes.
+        chunk_size: The chunk size of the store, in bytes.
 
     Raises:
         StateError: Something in the state cannot be taken.

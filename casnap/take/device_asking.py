@@ -4,7 +4,7 @@ The device hashes the cells where they lie. If the store has a cell, its digest 
 cells cross to the host as pieces, and are hashed again where they are packed. So a stored chunk has
 its digest, whatever the device has computed.
 
-A device is not believed: the digests of the cells that crossed are compared with the host's, and
+A device is not trusted: the digests of the cells that crossed are compared with the host's, and
 one known chunk of each device, drawn at random, crosses too.
 """
 
@@ -51,7 +51,7 @@ _NEW_IN_A_ROW, _LOOKS_AGAIN = 2, 8
 class Streaks:
     """Which leaves were new, with all chunks, in the last takes of this process to a store.
 
-    To hash such leaves on the device first would be in vain.
+    To hash such leaves on the device first would only cost time.
     """
 
     def __init__(self) -> None:
@@ -242,7 +242,7 @@ class Asking:
                 yield cells._replace(on_device=memory[begin:stop])
             cell, begin = stop_cell, stop
 
-    # --- a device is not believed ---
+    # --- a device is not trusted ---
 
     def _draw(
         self, device: torch.device, piece: Piece, digests: list[Digest], known: list[bool]

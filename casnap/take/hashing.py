@@ -35,7 +35,7 @@ class Digests:
 
     Attributes:
         shared: Leaf → cell → its digest, for leaves whose cells several ranks hash. If the leaf is
-            so small that its entry holds the bytes, they stand in place of the digest.
+            so small that its entry holds the bytes, they take the place of the digest.
     """
 
     def __init__(self, state: CapturedState) -> None:

@@ -528,7 +528,7 @@ def _put_back(aside: str, name: str, folder: int) -> None:
 
 
 def _remove_notices(path: str) -> None:
-    """Remove the notices that stand beside a marker for readers of other libraries."""
+    """Remove the notices that lie beside a marker for readers of other libraries."""
     with folder_at(path, listed=True) as folder:
         for name in os.listdir(folder):
             if _is_notice(name, folder):

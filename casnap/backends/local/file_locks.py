@@ -189,7 +189,7 @@ def _is_held_by_stopped(info: os.stat_result) -> bool:
     try:
         locks = [line.split() for line in Path("/proc/locks").read_text("ascii").splitlines()]
         pid = next(each[4] for each in locks if each[5] == f"{device}:{info.st_ino}")
-        # The name of the program stands in brackets, and may hold anything.
+        # The name of the program is in brackets, and may hold any characters.
         stat_line = Path(f"/proc/{pid}/stat").read_bytes()
         return stat_line.rpartition(b")")[2].split()[0] == b"T"
     except (OSError, ValueError, LookupError, StopIteration):

@@ -1,4 +1,4 @@
-"""The owner of a file: the one rule for whose it counts as, and for who else may change it."""
+"""The owner of a file: the one rule for which user it counts as, and who else may change it."""
 
 from __future__ import annotations
 

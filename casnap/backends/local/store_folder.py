@@ -117,7 +117,7 @@ class StoreFolder:
         self._read_record = _inode(info)
 
     def belong(self, check: Callable[[], None]) -> None:
-        """Note that the record that was read last is the store's, and how to check the store."""
+        """Note that the record that was read last is that of the store, and how to check it."""
         self._check, self._record = check, self._read_record
 
     @contextmanager

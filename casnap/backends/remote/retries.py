@@ -115,7 +115,7 @@ class Operation:
             _log.warning("still trying to %s: %s", self._action, error)
 
     def _limit(self) -> float:
-        """Return the time at which to give up; it is soon if the server has never answered."""
+        """Return the time at which to give up: earlier if the server has not answered so far."""
         if self._reached:
             return self._until
         return min(self._until, self._began + self._retries.first_contact)

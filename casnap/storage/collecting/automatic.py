@@ -1,9 +1,9 @@
-"""Automatic collections: the process that lets snapshots go frees their bytes.
+"""Automatic collections: the process that deletes snapshots frees their bytes.
 
-The first collection of a process begins in the background once the process lets a snapshot go, and
-goes through the whole store. A later one begins once enough bytes were let go, if the process has
-done enough other work. On a local disk it looks only at what changed. Once as many bytes were let
-go as are kept, a collection goes through the whole store again.
+The first collection of a process begins in the background once the process deletes a snapshot, and
+goes through the whole store. A later one begins once the deleted snapshots have enough bytes, if
+the process has done enough other work. On a local disk it looks only at what changed. Once as many
+bytes were deleted as are kept, a collection goes through the whole store again.
 
 On a local disk, a collection frees packs that were condemned before the previous collection ended,
 so each reader and each take has the time between two collections to finish. On a remote store, and
@@ -38,12 +38,12 @@ from casnap.storage.commit_log.roots import read_root
 from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
-# A collection begins once 1/_PARTS of the kept bytes was let go, ...
+# A collection begins once snapshots with 1/_PARTS of the kept bytes were deleted, ...
 _PARTS = 8
 SHARE = 0.04
 """... if earlier ones took at most this share of the processor time of this process; or else ..."""
 MOST = 512 << 20
-"""... once this many bytes were let go."""
+"""... once snapshots with this many bytes were deleted."""
 # To look at a snapshot costs less than 1 % of a take of this many bytes.
 _A_SNAPSHOT = 64 << 20
 # A pack is copied if no more than about half of it is needed: one of two equal tensors.
@@ -85,9 +85,9 @@ class AutomaticCollector:
         self._lock = threading.Lock()
         self._collecting = threading.Lock()
         self._worker: Worker | None = None
-        # The bytes that this process has let go since the last collection; since the last one
-        # through the whole store; and the bytes that the last one left to free, which count as let
-        # go once a snapshot is let go after it.
+        # The bytes of the snapshots that this process has deleted since the last collection; since
+        # the last one through the whole store; and the bytes that the last one left to free, which
+        # count as deleted once a snapshot is deleted after it.
         self._released = 0
         self._since_whole = 0
         self._waiting = 0
@@ -116,7 +116,7 @@ class AutomaticCollector:
             return collector
 
     def note(self, store: Repository, rows: Iterable[Row]) -> None:
-        """Note that snapshots were let go; collect in the background once that is worth it.
+        """Note that snapshots were deleted; collect in the background once that is worth it.
 
         Args:
             store: The store, as the caller has it open.
@@ -131,7 +131,7 @@ class AutomaticCollector:
             self._waiting = 0
         # Once the process ends, Python may no longer wait for a thread that begins now.
         if _main_thread_lives():
-            # The commit stands, whatever happens here.
+            # The commit is valid, whatever happens here.
             with suppress(CasnapError, OSError):
                 if self._is_due(store) and store.settings(store.recent()).collects_unasked:
                     self._start(store)
@@ -228,7 +228,7 @@ class AutomaticCollector:
         progress = _ending_with_process(patience)
         while self._collect_in_background(store, progress):
             with self._lock:
-                # A snapshot that is let go from here on starts another thread.
+                # A snapshot that is deleted from here on starts another thread.
                 if not self._is_due(store):
                     self._worker = None
                     return
@@ -263,14 +263,14 @@ class AutomaticCollector:
         return True
 
     def _is_due(self, store: Repository) -> bool:
-        """Whether enough was let go for a collection, and it need not wait."""
+        """Whether enough was deleted for a collection, and it need not wait."""
         if self._ready_at is None:
             self._ready_at = time.monotonic() + store.backend.costs.collection_start
         if time.monotonic() < self._ready_at:
             return False
         report = self.last_report
         if report is None:
-            # Nobody knows how many bytes earlier processes have let go.
+            # It is not known how many bytes earlier processes have deleted.
             return True
         has_time = _spent.seconds <= SHARE * time.process_time()
         enough = report.live_bytes / _PARTS if has_time else MOST
@@ -286,7 +286,7 @@ class AutomaticCollector:
         last = self.last_report
         since_whole = self._since_whole + released
         # The whole store is searched then: failed takes may have left packs in it, and other
-        # processes may have let snapshots go.
+        # processes may have deleted snapshots.
         if last is None or since_whole >= last.live_bytes + _A_SNAPSHOT * last.snapshots:
             self._counts.clear()
         is_whole = not self._counts.is_known

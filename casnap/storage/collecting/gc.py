@@ -220,8 +220,8 @@ class _Candidates:
     """The packs that a collection wants to condemn, as long as no newer root needs them.
 
     Args:
-        marks: The marks.
-        needs: The needs that follow from the marks, for the packs of their root.
+        marks: Which chunks and nodes the collection has found to be needed.
+        needs: What follows from the marks for the packs of their root.
         copied_to: Needed digests of the sparse packs, each with another pack that holds it.
     """
 

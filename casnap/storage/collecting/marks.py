@@ -73,4 +73,4 @@ class Marks(Protocol):
         """
 
     def note_done(self) -> None:
-        """Let the next collection that goes on from the counts pass over these packs."""
+        """Note in the counts that these packs are done, so that the next collection skips them."""

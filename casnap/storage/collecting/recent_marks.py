@@ -123,7 +123,7 @@ class RecentMarks:
         return newest
 
     def note_done(self) -> None:
-        """Let the next collection that goes on from the counts pass over these packs."""
+        """Note in the counts that these packs are done, so that the next collection skips them."""
         self._counts.segments = self._segments
         self._counts.dead -= self._dead
 

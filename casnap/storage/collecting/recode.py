@@ -4,8 +4,8 @@ The newest snapshots stay as they were taken, so that they are read at full spee
 only older snapshots need become chains. Each chunk becomes a delta against the chunk of the same
 cell in the snapshot before, until the chain is too long to be read quickly. Then a chunk is stored
 compressed, and begins the next chain. Recoding only adds places; the collection after it frees the
-old ones. A chunk that deltas stand on does not become a delta itself, since all their chains would
-become longer.
+old ones. A chunk that is the base of deltas does not become a delta itself, since all their chains
+would become longer.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class _Recoder:
         self._recoding = recoding
         self._buffer = ChunkBuffer(_BUFFER_BYTES)
         self._forms = ChunkForms(store.index)
-        # The chunks that deltas stand on.
+        # The chunks that are bases of deltas.
         self._bases: set[bytes] = set()
         self._new_bases = NewBases()
 

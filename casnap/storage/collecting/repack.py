@@ -88,8 +88,8 @@ def _proven_elsewhere(
     """Return the newest live pack of each digest, if it holds the digest whole.
 
     Digests whose newest pack is one of ``packs`` are left out. If the newest pack holds a delta, it
-    must not stand on an older place of the same chunk. Each chunk is read after its base, so that a
-    chain of deltas is applied only once.
+    must not depend on an older place of the same chunk. Each chunk is read after its base, so that
+    a chain of deltas is applied only once.
     """
     find = partial(store.index.find_newest, view)
     chains = filter(None, chains_below(map(Digest, digests), find).values())
@@ -105,7 +105,7 @@ def _proven_elsewhere(
 
 
 def _can_stand_on(session: Session, digest: Digest, base: Digest) -> bool:
-    """Rely on the base of a delta, and return whether the delta can stand on it.
+    """Rely on the base of a delta, and return whether the delta can be kept with that base.
 
     A chunk may have several deltas. The one that was read may be another than the delta whose chain
     another collector has followed to its end.

@@ -88,7 +88,7 @@ class WholeMarks:
         return sum(use.live for pack, use in self.uses.items() if pack not in condemned)
 
     def _needed_below(self, references: Iterable[bytes]) -> set[bytes]:
-        """Return the chunks that some needed chunks stand on as deltas.
+        """Return the bases of the needed chunks that are stored as deltas.
 
         A chunk may be stored as a delta in one pack, and whole in another. Its base is needed in
         any case, so that a take may rely on the delta without asking which place the collector
@@ -206,7 +206,7 @@ class WholeMarks:
                     yield digest, packs[n], stored_bytes
 
     def note_done(self) -> None:
-        """Let the next collection that goes on from the counts pass over these packs."""
+        """Note in the counts that these packs are done, so that the next collection skips them."""
         if self._counts is not None:
             self._counts.segments = self._counted
 

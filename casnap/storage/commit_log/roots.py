@@ -59,9 +59,9 @@ def newest_root(backend: Backend, cached: Root | None = None, *, stands: bool = 
 
     Args:
         backend: The backend of the store.
-        cached: A root that was the newest before. If it still stands, nothing is listed. It stands
-            unless the store was rolled back.
-        stands: Whether the caller has just seen that ``cached`` stands.
+        cached: A root that was the newest before. If it is still there, nothing is listed. It is
+            there unless the store was rolled back.
+        stands: Whether the caller has just seen that ``cached`` is still there.
 
     Raises:
         NotAStoreError: There is no root.
@@ -303,7 +303,7 @@ def _keep_copy(backend: Backend, seq: int, content: bytes) -> None:
 def release_reserve(backend: Backend) -> None:
     """Free the space of the copy of the newest root, which is a reserve for a full disk.
 
-    Only a commit that lets snapshots go may use the reserve. The next root gets a copy again.
+    Only a commit that deletes snapshots may use the reserve. The next root gets a copy again.
     """
     if backend.keeps_copies:
         for number in _numbers(backend, COPIES):
@@ -403,13 +403,13 @@ def next_root(uri: str, root: Root, commit: bytes, **changes: Any) -> Root:
 
 
 def put_root(backend: Backend, root: Root) -> bool:
-    """Put a root durably, if its number is free; return whether this very root stands there now.
+    """Put a root durably, if its number is free; return whether this very root is there now.
 
     If the number is taken, or the backend fails, this reads the root of that number: after a lost
     answer it may be this one.
 
     Raises:
-        UnclearCommitError: The root may stand, but it is not known whether it does and lasts.
+        UnclearCommitError: It is not known whether the root is there and lasts.
         StoreError: The place does not honour put-if-absent now, or the root is too large.
     """
     from casnap.storage.commit_log.put_if_absent_probe import recheck_put_if_absent
@@ -445,7 +445,7 @@ def _now_stands(backend: Backend, root: Root, key: str, content: bytes) -> bool:
     try:
         if backend.put_if_absent(key, content):
             return True
-    except Exception as e:  # noqa: BLE001 - after any error, the root that stands there decides
+    except Exception as e:  # noqa: BLE001 - after any error, the root that is there now decides
         failure = e
     # After a failed put the number may be free; without a failure, it is taken.
     read = _read_named if failure is None else _read_if_there

@@ -22,8 +22,8 @@ def id_in(root: Root) -> str | None:
 def check_same_store(backend: Backend, store_id: str) -> None:
     """Check that a place holds the store of this id.
 
-    It does if its record or its newest root has the id. The other one may be damaged, or be another
-    store's: a repair can mend that.
+    It does if its record or its newest root has the id. If only one of them has it, the other is
+    damaged or belongs to another store; a repair can mend that.
 
     Raises:
         StoreError: The place holds another store.

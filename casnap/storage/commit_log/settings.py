@@ -1,4 +1,4 @@
-"""The settings of a store. They stand in its root, and each commit keeps them."""
+"""The settings of a store. The root holds them, and each commit keeps them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Settings:
 
     @property
     def collects_unasked(self) -> bool:
-        """Whether a process that lets snapshots go collects the store's garbage unasked."""
+        """Whether a process that deletes snapshots collects the store's garbage unasked."""
         return bool(self.values[_GC] != "off")
 
     @property

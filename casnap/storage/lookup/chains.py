@@ -199,7 +199,7 @@ def closure(with_deltas: Iterable[SealedSegment], segments: Iterable[SealedSegme
             bases.note(digest, base)
     if not deltas:
         return bases
-    # Go from the bases that are no deltas up to all chunks that stand on them.
+    # Go from the bases that are no deltas up to all chunks that are deltas of them.
     with_end = {
         digest
         for segment in segments

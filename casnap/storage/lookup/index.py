@@ -103,7 +103,7 @@ class PackSet:
 
     @property
     def at_most(self) -> int:
-        """No less than the number of packs: a pack counts once for each set that has it."""
+        """An upper bound on the number of packs: a pack counts once for each set that has it."""
         return sum(map(len, self._parts))
 
     def issuperset(self, packs: Iterable[PackId]) -> bool:

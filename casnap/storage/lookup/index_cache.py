@@ -59,7 +59,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 # Reading a member of an enum takes as long as copying a small chunk.
 _DELTA = int(Codec.DELTA)
-# LMDB sorts the places of a digest by these bytes. So if a chunk stands twice in a pack, all
+# LMDB sorts the places of a digest by these bytes. So if a pack holds a chunk twice, all
 # processes find its first place. Hints name that place too, and caches of chunks hold it.
 _BARE_PLACE = struct.Struct(">16sQIIB")
 # A folder has the name of a store id and a place, or of a place alone.

@@ -17,7 +17,7 @@ that it does not know, while at most 64 chunks are left to find:
 - **Ranges** of large segments (``segment_search.py``).
 
 So a chunk in a bucket is looked for by hints, in ranges, in the index, at other places, by newer
-roots, in an index made anew. Hints and ranges are not believed: a failure there is no damage, and
+roots, in an index made anew. Hints and ranges are not trusted: a failure there is no damage, and
 the chunk is looked for further down. Whatever place a rung gives, the read cache is asked for it
 first (``reading/chunk_cache.py``). The base of a delta is looked for in ranges, then in the index.
 The newest root is remembered (``newest_root.py``). A node is first looked for in its whole pack,

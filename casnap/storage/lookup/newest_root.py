@@ -211,8 +211,7 @@ def _known_to_host(backend: Backend, *, look_ahead: bool) -> tuple[StoreConfig, 
         look_ahead: Whether to return the newest root instead.
 
     Returns:
-        Record and root; None if this host knows no store there, or that root does not stand any
-        more.
+        Record and root; None if this host knows no store there, or the root is not there any more.
     """
     try:
         note = decoder(_RootNote).decode(_host_notes(backend).note(_NOTE) or b"")

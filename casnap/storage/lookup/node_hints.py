@@ -44,7 +44,7 @@ class NodePack:
     """The nodes and hints that were found in a pack of nodes.
 
     Attributes:
-        nodes: The verified nodes of the pack, and the nodes that stand in its hints.
+        nodes: The verified nodes of the pack, and the nodes that its hints hold.
         hints: The hints; None if the pack has none.
         hints_form: The bytes of the hints.
         is_gone: Whether the pack is missing.

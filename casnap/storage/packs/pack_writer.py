@@ -35,7 +35,7 @@ CHUNKS, NODES = b"p", b"t"
 _ALIGN_FROM = 64 << 10
 # More than one thread, so that the disk has work while another thread waits for a sync.
 _WRITERS = 3
-# The most stored bytes of a chunk that stands in its pack twice.
+# The most stored bytes of a chunk that its pack holds twice.
 _SMALL_BYTES = 4096
 # The first pack of a thread is a small one, so that the disk has work soon.
 _FIRST_BYTES = 12 << 20
@@ -78,7 +78,7 @@ class _Pack:
         hints: Hints to write behind its nodes.
         promised: How many more records the footer needs room for.
         waits: How many fillers and rooms must end before the pack is written.
-        again: The room that small chunks need to stand in the pack twice.
+        again: The room that a second copy of the small chunks needs.
         counted: How many records ``again`` counts so far.
     """
 
@@ -93,7 +93,7 @@ class _Pack:
     counted: int = 0
 
     def room_again(self) -> int:
-        """Return the room that the small chunks need to stand twice, records included."""
+        """Return the room that a second copy of the small chunks needs, records included."""
         unseen = self.records[self.counted :]
         self.counted += len(unseen)
         self.again += sum(
@@ -369,7 +369,7 @@ class PackFiller:
             place = Place(pack.id, offset, len(stored_form), nbytes, codec)
             if base is not None:
                 place = DeltaPlace(pack.id, offset, len(stored_form), nbytes, codec, base)
-                # The base stands in the footer too, in less room than a record takes.
+                # The footer names the base too, in less room than a record takes.
                 pack.promised += 1
             pack.records.append((digest, place))
 
@@ -448,12 +448,12 @@ class PackFiller:
         """Return the bytes that fit into the open pack, records included; -1 if it is full.
 
         Args:
-            is_single: Whether the next node may stand once instead of twice.
+            is_single: Whether the next node may be stored once instead of twice.
         """
         pack = self._pack
         if pack is None or (self._first and pack.fill > _FIRST_BYTES):
             return -1
-        # A node too large to stand twice stands once, in a pack of its own.
+        # A node too large to be stored twice is stored once, in a pack of its own.
         times = 1 if is_single else self._writer.times
         again = pack.room_again() if self._writer.times == 1 else 0
         return _room(times, pack.fill + again, len(pack.records) + pack.promised, pack.slot)
@@ -578,7 +578,7 @@ def _is_small(place: Place) -> bool:
 def _append_small_chunks(pack: _Pack) -> tuple[int, list[Record]]:
     """Copy the small chunks of a pack behind its content, on other pages.
 
-    If other chunks have taken the room for the copies, the small chunks stand in the pack once.
+    If other chunks have taken the room for the copies, the pack holds the small chunks once.
 
     Returns:
         The end of the copies, and all records.

@@ -235,8 +235,8 @@ class DeltaReader:
         Args:
             digest: The digest of the chunk.
             place: The place.
-            known: As :meth:`_resolve` has it.
-            deltas: How many deltas stand on the chunk.
+            known: As in :meth:`_resolve`.
+            deltas: How many deltas are to be applied to the chunk, one after the other.
         """
         if exceeds(deltas, place):
             return None
@@ -257,7 +257,7 @@ class DeltaReader:
             digest: The digest of the chunk.
             known: The chunks that were looked for before; None for a chunk that no place has. This
                 also ends a circle of deltas.
-            deltas: How many deltas stand on the chunk.
+            deltas: How many deltas are to be applied to the chunk, one after the other.
         """
         if digest in known or len(known) > 2 * MOST_LINKS:
             return known.get(digest)

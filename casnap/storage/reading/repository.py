@@ -472,7 +472,7 @@ class Repository:
         Args:
             place: The place.
             digest: The digest of the chunk or node.
-            known: Chunks on which it may stand as a delta, by digest.
+            known: Chunks that may be its bases, by digest.
         """
 
         def find_base(base: Digest) -> Fill | None:

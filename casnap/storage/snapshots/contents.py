@@ -98,7 +98,7 @@ class Entries:
 
     @property
     def tops(self) -> tuple[bytes, ...]:
-        """The digests of the trees. Earlier trees win."""
+        """The digests of the top nodes of the trees; if two trees have a path, the earlier wins."""
         return tuple(self._digests)
 
     @property
@@ -423,9 +423,9 @@ class Contents:
         """Yield the entries whose path begins with a text, each once.
 
         Args:
-            start: The text. With a rank and a slash at its beginning, it means the entries that the
-                rank sees; with ``global/``, global entries alone. Otherwise it means global
-                entries, and the entries of all ranks.
+            start: The text. If it begins with a rank and a slash, the entries that the rank sees
+                are yielded; if with ``global/``, global entries alone; otherwise global entries,
+                and the entries of all ranks.
         """
         head, slash, tail = start.partition("/")
         shared, ranks = self.manifest.shared, self.manifest.ranks

@@ -46,7 +46,7 @@ class CommitHooks:
         notes: Returns the notes for the row of a new snapshot, given its full name.
         make_room: Called before a take writes anything.
         on_full: Called if the disk is full. It returns if there is more room now, and else raises.
-        on_release: Called after a commit, with the rows of the snapshots that it let go.
+        on_release: Called after a commit, with the rows of the snapshots that it deleted.
         on_commit: Called after ``on_release``.
         count_freed: Returns how many bytes were freed since its last call, for the stats of a take.
     """

@@ -183,7 +183,7 @@ class NewPacks:
         names = chain.from_iterable(map(named_in, chain(reversed(nodes), upper_nodes)))
         others = (d for d in names if d not in places_of or places_of[d].pack != open_pack[0])
         wanted_digests = dict.fromkeys(islice(others, MOST_HINTS))
-        # Reversed: a small chunk stands in its pack twice, and its first place must win.
+        # Reversed: a pack holds a small chunk twice, and its first place must win.
         records = reversed(self._chunks.records)
         places_of |= {d: place for d, place in records if d in wanted_digests}
         unknown = [d for d in wanted_digests if d not in places_of]

@@ -58,7 +58,7 @@ from casnap.storage.writing.segments import (
 )
 from casnap.storage.writing.starting_over import put_root_after
 
-# About how many bytes of the table's lists stand in the hints of a commit.
+# About how many bytes of the table's lists the hints of a commit hold.
 _UPPER_BYTES = 16 << 10
 
 Change = Callable[[Table, int], Mapping[str, Row | None] | None]
@@ -413,8 +413,9 @@ class Session:
     def _upper_lists(self, top: Digest | None) -> list[bytes]:
         """Return the upper lists of the table that this commit does not write, from the top down.
 
-        They are in the packs of many commits. With these lists in the hints of the last commit, a
-        reader needs one request for all. Lists that this host has not cached are left out.
+        These lists lie in the packs of many commits. The hints of the last commit hold copies of
+        them, so that a reader needs one request for all. Lists that this host has not cached are
+        left out.
         """
         new_nodes, cache = self.new_packs.nodes, self.store.index.cache
         todo = deque([] if top is None else [top])
@@ -432,9 +433,9 @@ class Session:
         return upper
 
     def _slim(self, row: Row) -> Row:
-        """Return a row whose large metadata stand in a node of their own.
+        """Return the row with large metadata moved to a node of their own.
 
-        So they are not written again with each change of their leaf.
+        So they are not written again with each change of the row's leaf.
         """
         content = encode(row.metadata)
         if len(content) <= INLINE_METADATA_BYTES:

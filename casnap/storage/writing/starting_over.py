@@ -48,7 +48,7 @@ def put_root_after(
         store: The store.
         prepare: Gets the last root, writes all files that the next root names, and returns the
             next root; None if none is to be put.
-        put: Puts the root; returns False if its number is taken, so that it will never stand. By
+        put: Puts the root; returns False if its number is taken, so that it will never be put. By
             default :func:`~casnap.storage.commit_log.roots.put_root`.
         first_root: Returns the root to follow in the first try; by default the newest.
 

@@ -46,7 +46,7 @@ def agree(
     options: TakeOptions,
     comm: Comm,
 ) -> Agreement:
-    """Return what rank 0 asks, once every rank has checked that it asks the same.
+    """Return what rank 0 asks for, once every rank has checked that it asks for the same.
 
     The keys are in the order in which all ranks read their states. The order must be the same,
     since a ``state_dict()`` may be a collective.

@@ -91,7 +91,7 @@ def divide(
         state: The state of this rank.
         app_state: The values that it was captured from.
         options: What the caller declares about them.
-        chunk_size: The store's, in bytes.
+        chunk_size: The chunk size of the store, in bytes.
         seed: Chooses the samples; the same on all ranks.
 
     Raises:

@@ -231,7 +231,7 @@ def plan_sharded(
 
     Args:
         holdings: What each rank holds.
-        chunk_size: The store's, in bytes.
+        chunk_size: The chunk size of the store, in bytes.
         hosts: For each rank, the number of its host.
 
     Raises:

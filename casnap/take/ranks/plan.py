@@ -94,7 +94,7 @@ def plan_tensor(
     Args:
         shape: The global shape.
         itemsize: Bytes per element.
-        chunk_size: The store's, in bytes.
+        chunk_size: The chunk size of the store, in bytes.
         holders: Pairs of a rank and a box that it holds. A rank may hold several boxes; boxes may
             be equal, or be empty.
         name: The name of the tensor, for messages.

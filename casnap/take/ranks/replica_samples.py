@@ -29,7 +29,7 @@ class Sampler:
 
     Args:
         seed: Chooses the places; the same on all ranks, and new for each take.
-        chunk_size: The store's, in bytes.
+        chunk_size: The chunk size of the store, in bytes.
     """
 
     def __init__(self, seed: int, chunk_size: int) -> None:

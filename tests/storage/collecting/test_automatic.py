@@ -293,7 +293,7 @@ def test_what_commands_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         return invoke(*arguments).stdout.splitlines()[-1]
 
     by_hand = f"`casnap gc {path} --grace 0` frees them now"
-    waits = "8.4 MB will be freed when a process next lets snapshots go"
+    waits = "8.4 MB will be freed when a process next deletes snapshots"
     assert said("rm", path / "step_0", "--yes") == f"{waits}; {by_hand}"
     assert said("rm", path / "step_1", "--yes") == (
         f"8.4 MB of earlier garbage freed; {waits}; {by_hand}"
