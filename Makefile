@@ -7,6 +7,8 @@
 # make test-engines  the tests with vLLM, on the CPU
 # make test-sglang  the tests with SGLang's server, on the CPU
 # make test-triton  the kernels that hash on a device: interpreted, and compiled for an H100
+# make test-versions  the tests of trainers, with the oldest and the newest versions that they were tested with
+# make test-newest  the same with what is the newest today
 # make test-torch  the tests that depend on torch, with another one: make test-torch TORCH=2.10.0
 # make test-gpu  the tests and the bench that need a GPU, by the python of the shell
 # make check   lint, format, types, layers, names in docstrings, subjects of commits
@@ -60,7 +62,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help set-up demo test test-servers test-filesystems test-integrations test-engines test-sglang \
-	test-gpu test-torch test-triton soak check format bench docs clean distclean
+	test-gpu test-torch test-triton test-versions test-newest soak check format bench docs clean distclean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^$$/q'
@@ -100,13 +102,7 @@ $(SERVERS_STAMP): $(STAMP) Makefile
 
 # The trainers have environments of their own, over the packages of $(VENV), torch among them: pip puts
 # there only what is missing, or of another version. torchtitan does not go with the others.
-define over_venv
-	$(BIN)/python -m venv --clear --without-pip $(1)
-	$(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $(1)/purelib
-	$(BIN)/python -c 'import sysconfig; \
-		print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-		> "$$(cat $(1)/purelib)/casnap-venv.pth"
-endef
+over_venv = $(BIN)/python -m tools.over_venv $(1)
 
 $(TRAINERS_STAMP): $(STAMP) Makefile
 	$(call over_venv,$(TRAINERS))
@@ -195,6 +191,13 @@ test-integrations: $(STAMP) $(TRAINERS_STAMP) $(TITAN_STAMP) $(DEEPSPEED_STAMP) 
 	$(DEEPSPEED)/bin/python -m pytest -m integrations tests/guests/integrations/test_deepspeed.py \
 		tests/guests/integrations/test_trainers_deepspeed.py
 	$(MEGATRON)/bin/python -m pytest -m integrations tests/guests/integrations/test_megatron.py
+
+# tools/versions.py has the environments; they are kept in .venv/versions.
+test-versions: $(STAMP)
+	$(BIN)/python -m tools.versions -- $(ON_ALL_CORES) --dist loadfile
+
+test-newest: $(STAMP)
+	$(BIN)/python -m tools.versions --today -- $(ON_ALL_CORES) --dist loadfile
 
 # Nothing is compiled for a model that answers for seconds; 1 GiB for its cache.
 test-engines: export HF_HUB_OFFLINE = 1
