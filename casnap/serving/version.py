@@ -283,7 +283,13 @@ class Version:
         return {name for name, tensor in self.record.tensors.items() if tensor.file in files}
 
     def is_of(self, store_id: str, commit: str, mapping: object) -> bool:
-        """Whether this is the version of a snapshot and a mapping, and whole."""
+        """Whether this is the version of a snapshot and a mapping, and whole.
+
+        Args:
+            store_id: The id of the store of the snapshot.
+            commit: The commit id of the snapshot.
+            mapping: The options that a version depends on: :meth:`PullOptions.mapping`.
+        """
         record = self.record
         about = (record.store_id, record.commit, record.mapping)
         return about == (store_id, commit, mapping) and self.is_whole()

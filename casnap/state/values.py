@@ -302,6 +302,13 @@ def encode_value(path: str, value: object, *, allow_pickle: bool | None) -> tupl
 def decode_value(path: str, kind: str, data: bytes, *, allow_pickle: bool | None = None) -> object:
     """Return the value that was encoded.
 
+    Args:
+        path: The path of the value, for messages.
+        kind: Its kind, as its entry has it.
+        data: The encoded bytes.
+        allow_pickle: Whether to unpickle pickled values. Only for a trusted store. None: the caller
+            has no such option, so no error advises it.
+
     Raises:
         DamagedError: The bytes are not what was written.
         UnsupportedTypeError: The value needs a class that is not imported, or ``allow_pickle``.
