@@ -48,13 +48,7 @@ if TYPE_CHECKING:
     from casnap.storage import TagMove as TagMove
     from casnap.transfer.copy_jobs import CopyReport as CopyReport
 
-__getattr__, _later = _imported_later(globals())
-__all__ = sorted(
-    [
-        *("CasnapError", "EntriesByPath", "NewStore", "Snapshot", "SnapshotMetadata", "Store"),
-        *("TakeStats", "errors", *_later),
-    ]
-)
+__getattr__, __all__ = _imported_later(globals())
 
 
 def __dir__() -> list[str]:

@@ -14,7 +14,8 @@ from types import ModuleType
 import pytest
 
 import casnap
-from casnap import extending, storage
+from casnap import extending, serving, storage
+from casnap.backends import local
 from casnap.storage import inspecting
 from tools.commits import faults_of
 from tools.waist import DOOR, taken_by_guests
@@ -157,7 +158,7 @@ def test_guests_come_in_by_the_door() -> None:
     assert {giver for giver, _ in taken} == {DOOR}
 
 
-@pytest.mark.parametrize("module", [casnap, storage, inspecting, extending])
+@pytest.mark.parametrize("module", [casnap, storage, inspecting, extending, local, serving])
 def test_names_are_imported_later_from_where_type_checkers_find_them(module: ModuleType) -> None:
     assert module.__file__ is not None
     typed = {

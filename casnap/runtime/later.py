@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dis
-import sys
+import ast
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
@@ -13,25 +12,23 @@ from typing import Any
 def imported_later(package: dict[str, Any]) -> tuple[Callable[[str], Any], list[str]]:
     """Return a ``__getattr__`` (PEP 562) for a module, which imports names at their first use.
 
-    The names are written once: in the imports that the module makes ``if TYPE_CHECKING:``. These
-    are for readers and type checkers, and are never run. Here their code tells which module has
-    each name.
+    The names stand once, in the imports of the module: each ``from ... import X as X`` passes ``X``
+    on, as type checkers read it. Those ``if TYPE_CHECKING:`` are never run, so here the text of the
+    module tells where each name comes from.
 
     Args:
-        package: The globals of the module that calls this, below these imports. They keep what is
-            imported.
+        package: The globals of the module that calls this. They keep what is imported.
 
     Returns:
-        The function, and the names.
+        The function, and all names that the module passes on.
     """
-    modules: dict[str, str] = {}
-    module, is_imported = "", False
-    for each in dis.get_instructions(sys._getframe(1).f_code):
-        if each.opname == "IMPORT_NAME":
-            module = each.argval
-        elif each.opname == "STORE_NAME" and is_imported and each.argval not in package:
-            modules[each.argval] = module
-        is_imported = each.opname == "IMPORT_FROM"
+    modules = {
+        alias.name: str(node.module)
+        for node in ast.walk(ast.parse(package["__loader__"].get_source(package["__name__"])))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name and not alias.name.startswith("_")
+    }
 
     def get(name: str) -> Any:
         if name not in modules:

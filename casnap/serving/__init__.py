@@ -7,40 +7,21 @@ modules import what the rooms below offer (the contract ``verbs`` in pyproject.t
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from casnap.serving.options import FollowerOptions, FollowEvent, PullOptions, PullReport
-from casnap.serving.version import verify
+from casnap.runtime.later import imported_later as _imported_later
+from casnap.serving.options import FollowerOptions as FollowerOptions
+from casnap.serving.options import FollowEvent as FollowEvent
+from casnap.serving.options import PullOptions as PullOptions
+from casnap.serving.options import PullReport as PullReport
+from casnap.serving.version import verify as verify
 
 if TYPE_CHECKING:
-    from casnap.serving.follower import AppliedVersion, Follower
-    from casnap.serving.handshake import FollowedVersion, FollowerState, Handshake
+    # Imported when they are asked for: a pull needs no torch.
+    from casnap.serving.follower import AppliedVersion as AppliedVersion
+    from casnap.serving.follower import Follower as Follower
+    from casnap.serving.handshake import FollowedVersion as FollowedVersion
+    from casnap.serving.handshake import FollowerState as FollowerState
+    from casnap.serving.handshake import Handshake as Handshake
 
-__all__ = [
-    "AppliedVersion",
-    "FollowEvent",
-    "FollowedVersion",
-    "Follower",
-    "FollowerOptions",
-    "FollowerState",
-    "Handshake",
-    "PullOptions",
-    "PullReport",
-    "verify",
-]
-
-# A pull needs no torch.
-_LATER = {
-    "AppliedVersion": "casnap.serving.follower",
-    "FollowedVersion": "casnap.serving.handshake",
-    "Follower": "casnap.serving.follower",
-    "FollowerState": "casnap.serving.handshake",
-    "Handshake": "casnap.serving.handshake",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LATER[name]), name)
+__getattr__, __all__ = _imported_later(globals())
