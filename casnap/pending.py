@@ -43,6 +43,9 @@ class PendingSnapshot:
         """The path that the snapshot will have."""
         return self._path
 
+    def __repr__(self) -> str:
+        return _shown(self)
+
     def done(self) -> bool:
         """Whether the take has ended, with success or with an error."""
         return self._take.done()
@@ -83,6 +86,9 @@ class PendingTry:
         """The path that the snapshot will have."""
         return self._pending.path
 
+    def __repr__(self) -> str:
+        return _shown(self)
+
     def done(self) -> bool:
         """Whether the take has ended, with success or with an error."""
         return self._pending.done()
@@ -101,3 +107,10 @@ class PendingTry:
             CasnapError: The take failed for a reason other than the storage.
         """
         return self._pending._tried()
+
+
+def _shown(pending: PendingSnapshot | PendingTry) -> str:
+    state = "stored" if pending.done() else "pending"
+    if (error := pending.error) is not None:
+        state = f"failed: {type(error).__name__}"
+    return f"<{type(pending).__name__} {pending.path!r}: {state}>"

@@ -26,7 +26,7 @@ from casnap.restore.restore_report import NewRanks
 from casnap.runtime.environment import given_path, local_path
 from casnap.runtime.later import ModuleLater
 from casnap.runtime.nesting import refuse_nested_take
-from casnap.runtime.progress import Progress
+from casnap.runtime.progress import ProgressOption, callback_of
 from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.units import Size, bytes_if_given
 from casnap.state.stateful import AppState
@@ -87,6 +87,17 @@ class EntriesByPath(dict[str, Entry]):
         if path not in self:
             raise KeyError(path)
         return path not in self._own
+
+    def __repr__(self) -> str:
+        """Show a tree with sizes: some lines of a large one."""
+        from casnap.state.outline import as_text, outline
+
+        return as_text(outline(self)) or "{}"
+
+    def _repr_html_(self) -> str:
+        from casnap.state.outline import as_html, outline
+
+        return as_html(outline(self))
 
 
 class SnapshotMetadata:
@@ -238,7 +249,7 @@ class Snapshot:
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         allow_pickle: bool = False,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
         retention: casnap.Retention | None = None,
         per_rank: Sequence[str] | None = None,
         threads: int | None = None,
@@ -261,7 +272,7 @@ class Snapshot:
             metadata=metadata,
             overwrite=overwrite,
             allow_pickle=allow_pickle,
-            progress=progress,
+            progress=callback_of(progress),
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
@@ -283,7 +294,7 @@ class Snapshot:
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         allow_pickle: bool = False,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
         retention: casnap.Retention | None = None,
         per_rank: Sequence[str] | None = None,
         threads: int | None = None,
@@ -302,7 +313,7 @@ class Snapshot:
             metadata=metadata,
             overwrite=overwrite,
             allow_pickle=allow_pickle,
-            progress=progress,
+            progress=callback_of(progress),
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
@@ -322,7 +333,7 @@ class Snapshot:
         *,
         allow_pickle: bool = False,
         rename: Rename | None = None,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
         read_once: bool | None = None,
         reuse: bool = False,
         new_ranks: NewRanks | None = None,
@@ -346,7 +357,8 @@ class Snapshot:
             rename: Gives keys of the snapshot their keys in ``app_state``: a mapping, or a function
                 that returns None for keys to leave out. Keys that a mapping lacks stay. It is the
                 same on all ranks. Messages have the keys of the snapshot.
-            progress: Called as ``progress(phase, done, total)``, in bytes, from any thread.
+            progress: True shows bars, on a terminal or in a notebook. Or a function, called as
+                ``progress(phase, done, total)``, in bytes, from any thread.
             read_once: True: one rank reads each stored byte, and passes it on to the others. False:
                 each rank reads for itself. The default depends on the ranks. If all ranks see the
                 store through one page cache, they read once only if they can share memory and that
@@ -384,7 +396,7 @@ class Snapshot:
         options = RestoreOptions(
             strict=strict,
             allow_pickle=allow_pickle,
-            progress=progress,
+            progress=callback_of(progress),
             read_once=read_once,
             reuse=reuse,
             rename=rename,
@@ -442,7 +454,7 @@ class Snapshot:
         tensors_only: bool = False,
         tied: Sequence[str] | torch.nn.Module = (),
         dry_run: bool = False,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
     ) -> casnap.ExportReport:
         """Write the snapshot, or a part of it, to files of another format, verified and whole.
 
@@ -460,7 +472,8 @@ class Snapshot:
                 module whose state is at ``path``: then each of its parameters is stored once, under
                 its first name.
             dry_run: Only report what would be written.
-            progress: Called as ``progress(phase, done, total)``, in bytes.
+            progress: True shows bars. Or a function, called as ``progress(phase, done, total)``, in
+                bytes.
 
         Raises:
             FileFormatError: ``out`` exists, or its suffix means another format. Or the format
@@ -482,7 +495,7 @@ class Snapshot:
             dry_run=dry_run,
         )
         with self.contents.reading():
-            return export(self.contents, Path(local_path(out)), options, progress)
+            return export(self.contents, Path(local_path(out)), options, callback_of(progress))
 
     # --- reading: no method here talks to other ranks ---
 
@@ -512,6 +525,10 @@ class Snapshot:
     # Not iterable: without this line, Python would iterate by __getitem__(0), (1), and so on.
     __iter__ = None
 
+    def _ipython_key_completions_(self) -> list[str]:
+        with self.contents.reading():
+            return [each.name for each in self.contents.listed()]
+
     def handles(self, pattern: str = "*") -> dict[str, casnap.Handle]:
         """Return handles on the tensors and values that a glob matches, each once, by path.
 
@@ -529,7 +546,7 @@ class Snapshot:
         memory_budget_bytes: Size | None = None,
         *,
         allow_pickle: bool = False,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
     ) -> dict[str, Any]:
         """Read many tensors and values in one pass.
 
@@ -542,7 +559,8 @@ class Snapshot:
                 path may also name a container.
             memory_budget_bytes: The most bytes of buffers besides the result.
             allow_pickle: As for :meth:`casnap.Snapshot.restore`.
-            progress: Called as ``progress(phase, done, total)``, in bytes, from any thread.
+            progress: True shows bars, on a terminal or in a notebook. Or a function, called as
+                ``progress(phase, done, total)``, in bytes, from any thread.
 
         Returns:
             Each object by its path: a path as you gave it; a match of a glob by its own path, which
@@ -571,7 +589,7 @@ class Snapshot:
                 patterns,
                 memory_budget_bytes,
                 allow_pickle=allow_pickle,
-                progress=progress,
+                progress=callback_of(progress),
             )
 
     def read_object(
@@ -640,7 +658,7 @@ class Snapshot:
         rename: Rename | None = None,
         device: torch.device | str | None = None,
         strict: bool = True,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
         reuse: bool = False,
     ) -> casnap.RestoreReport:
         """Fill the parameters and persistent buffers of a module in place, and nothing else.
@@ -661,7 +679,8 @@ class Snapshot:
                 Other tensors must have memory already.
             strict: Whether to raise if module and snapshot differ. Otherwise the tensors that fit
                 are filled, and the others stay as they are.
-            progress: Called as ``progress(phase, done, total)``, in bytes, from any thread.
+            progress: True shows bars, on a terminal or in a notebook. Or a function, called as
+                ``progress(phase, done, total)``, in bytes, from any thread.
             reuse: Hash the tensors of the module, and read only the chunks that differ, as
                 :meth:`casnap.Snapshot.restore` does.
 
@@ -687,7 +706,7 @@ class Snapshot:
                 rename,
                 device,
                 strict=strict,
-                progress=progress,
+                progress=callback_of(progress),
                 reuse=reuse,
             )
 

@@ -23,7 +23,7 @@ from casnap.runtime.environment import given_path, local_path
 from casnap.runtime.fork import cached_property
 from casnap.runtime.later import ModuleLater
 from casnap.runtime.nesting import refuse_nested_take
-from casnap.runtime.progress import Progress
+from casnap.runtime.progress import ProgressOption, callback_of
 from casnap.runtime.units import (
     Duration,
     Size,
@@ -222,7 +222,7 @@ class Store:
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         allow_pickle: bool = False,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
         retention: casnap.Retention | None = None,
         per_rank: Sequence[str] | None = None,
         threads: int | None = None,
@@ -251,7 +251,8 @@ class Store:
             overwrite: Replace a snapshot of this name, unless it has a tag.
             allow_pickle: Store values that have no safe encoding by pickle. To restore them,
                 ``allow_pickle=True`` is needed again.
-            progress: Called as ``progress(phase, done, total)``, in bytes, from any thread.
+            progress: True shows bars, on a terminal or in a notebook. Or a function, called as
+                ``progress(phase, done, total)``, in bytes, from any thread.
             retention: In the same commit, delete the snapshots of the same folder that these rules
                 do not keep, but never this one. If the rules cannot be applied, a warning is
                 logged.
@@ -275,7 +276,7 @@ class Store:
             metadata=metadata,
             overwrite=overwrite,
             allow_pickle=allow_pickle,
-            progress=progress,
+            progress=callback_of(progress),
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
@@ -294,7 +295,7 @@ class Store:
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         allow_pickle: bool = False,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
         retention: casnap.Retention | None = None,
         per_rank: Sequence[str] | None = None,
         threads: int | None = None,
@@ -323,7 +324,7 @@ class Store:
             metadata=metadata,
             overwrite=overwrite,
             allow_pickle=allow_pickle,
-            progress=progress,
+            progress=callback_of(progress),
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
@@ -344,7 +345,7 @@ class Store:
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         allow_pickle: bool = False,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
         retention: casnap.Retention | None = None,
         per_rank: Sequence[str] | None = None,
         threads: int | None = None,
@@ -366,7 +367,7 @@ class Store:
             metadata=metadata,
             overwrite=overwrite,
             allow_pickle=allow_pickle,
-            progress=progress,
+            progress=callback_of(progress),
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
@@ -385,7 +386,7 @@ class Store:
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         allow_pickle: bool = False,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
         retention: casnap.Retention | None = None,
         per_rank: Sequence[str] | None = None,
         threads: int | None = None,
@@ -404,7 +405,7 @@ class Store:
             metadata=metadata,
             overwrite=overwrite,
             allow_pickle=allow_pickle,
-            progress=progress,
+            progress=callback_of(progress),
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
@@ -437,6 +438,9 @@ class Store:
         from casnap.latest import find_row
 
         return Snapshot.of(*find_row(self._view, name), store=self)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return [name for name, _ in self._view.rows(None)]
 
     def __contains__(self, name: object) -> bool:
         if not isinstance(name, str | os.PathLike):
@@ -731,7 +735,7 @@ class Store:
         dry_run: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         exclusive: bool = False,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
     ) -> casnap.CopyReport:
         """Copy snapshots into another store. Only chunks that it lacks are sent.
 
@@ -748,7 +752,8 @@ class Store:
             dry_run: Only report what would be sent.
             storage_options: How to reach ``to``, if that is the URI of a remote store.
             exclusive: You promise that no other process writes to that store.
-            progress: Called as ``progress(phase, done, total)``, in bytes.
+            progress: True shows bars. Or a function, called as ``progress(phase, done, total)``, in
+                bytes.
 
         Returns:
             The snapshots that were copied, and how many bytes were sent or there already.
@@ -786,7 +791,7 @@ class Store:
         is_folder = len(selection) > 1
         hooks = CommitHooks() if repository is None else to._view.hooks
         options = CopyOptions(dry_run=dry_run, skip_gone=is_folder, hooks=hooks)
-        return copy_snapshots(source, repository, selection, options, progress)
+        return copy_snapshots(source, repository, selection, options, callback_of(progress))
 
     # --- folders for inference ---
 
@@ -796,7 +801,7 @@ class Store:
         name: str | None = None,
         *,
         options: serving.options.PullOptions | None = None,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
     ) -> casnap.PullReport:
         """Bring a folder of safetensors to the newest snapshot, for engines.
 
@@ -814,7 +819,8 @@ class Store:
             name: A snapshot, or a folder of them; None for all snapshots of this store or view.
             options: Which snapshot to pull, and how the folder looks:
                 a :class:`casnap.serving.PullOptions`.
-            progress: Called as ``progress(phase, done, total)``, in bytes.
+            progress: True shows bars. Or a function, called as ``progress(phase, done, total)``, in
+                bytes.
 
         Returns:
             The version that is current now, and figures of the pull.
@@ -838,7 +844,10 @@ class Store:
 
         out = Path(local_path(folder))
         return pull(
-            self._pull_source(name), out, options or serving.options.PullOptions(), progress
+            self._pull_source(name),
+            out,
+            options or serving.options.PullOptions(),
+            callback_of(progress),
         )
 
     def follow(
@@ -849,7 +858,7 @@ class Store:
         options: serving.options.PullOptions | None = None,
         interval: Duration = 5.0,
         on_version: Callable[[Path, list[str]], object] | None = None,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
         notes: bool = True,
     ) -> Iterator[casnap.FollowEvent]:
         """Pull each new version soon after its commit, for ever; yield what happens.
@@ -883,7 +892,7 @@ class Store:
             options or serving.options.PullOptions(),
             seconds_of("interval", interval),
             on_version,
-            progress,
+            callback_of(progress),
             notes=notes,
         )
         return following.events()
@@ -907,7 +916,7 @@ class Store:
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         dry_run: bool = False,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
     ) -> casnap.ImportReport:
         """Import files of another format as a snapshot, in one commit. It runs no code of a file.
 
@@ -929,7 +938,8 @@ class Store:
             metadata: Metadata of the snapshot, besides the ``__metadata__`` of safetensors.
             overwrite: Replace a snapshot of this name, unless it has a tag.
             dry_run: Only report what would be imported.
-            progress: Called as ``progress(phase, done, total)``, in bytes.
+            progress: True shows bars. Or a function, called as ``progress(phase, done, total)``, in
+                bytes.
 
         Returns:
             The contents of the files, and how many bytes of them were new to the store.
@@ -943,7 +953,7 @@ class Store:
         name = self._view.local_name(name)
         full = check_name(self._view.full_of(name))
         find = None if dry_run else lambda: (self.make()._view, name)
-        options = {"overwrite": overwrite, "progress": progress}
+        options = {"overwrite": overwrite, "progress": callback_of(progress)}
         return import_snapshot(
             source, full, find, options, key=key, rank=rank, metadata=dict(metadata or {})
         )
@@ -1063,7 +1073,7 @@ class Store:
         recode_after: int | None = 3,
         dry_run: bool = False,
         exclusive: bool = False,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
     ) -> casnap.GcReport:
         """Collect garbage: delete the data that no snapshot needs.
 
@@ -1085,7 +1095,7 @@ class Store:
             dry_run: Only report what would be done.
             exclusive: You promise that no other process writes to this store. casnap asks for this
                 only if the store's backend cannot keep two writers apart.
-            progress: Called as ``progress(phase, done, total)``.
+            progress: True shows bars. Or a function, called as ``progress(phase, done, total)``.
 
         Raises:
             StoreError: The store cannot be written to, or not safely.
@@ -1101,7 +1111,7 @@ class Store:
             exclusive=exclusive,
             recode_after=recode_after,
         )
-        return collect(self._view.repository, options, progress)
+        return collect(self._view.repository, options, callback_of(progress))
 
     def diff(self, a: str, b: str, *, elements: bool = False) -> casnap.Diff:
         """Return the differences between two snapshots. This reads only subtrees that differ.
@@ -1129,7 +1139,7 @@ class Store:
         sample: float | None = None,
         seed: int | None = None,
         name: str | None = None,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
     ) -> casnap.CheckReport:
         """Check that nothing in the store is missing or damaged; change nothing.
 
@@ -1141,7 +1151,7 @@ class Store:
             sample: Read and verify a random share of the chunks, from 0 to 1.
             seed: Chooses the share. By default each call chooses another share.
             name: The only snapshot to check.
-            progress: Called as ``progress(phase, done, total)``.
+            progress: True shows bars. Or a function, called as ``progress(phase, done, total)``.
 
         Returns:
             All damages, and the parts of snapshots that each one hurts.
@@ -1153,14 +1163,19 @@ class Store:
         from casnap.maintenance.check import check
 
         return check(
-            self._view.repository, data=data, sample=sample, seed=seed, name=full, progress=progress
+            self._view.repository,
+            data=data,
+            sample=sample,
+            seed=seed,
+            name=full,
+            progress=callback_of(progress),
         )
 
     def repair(
         self,
         *,
         sources: Sequence[str | os.PathLike[str] | Store] = (),
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
         dry_run: bool = False,
     ) -> casnap.RepairReport:
         """Repair a damaged store as far as possible.
@@ -1172,7 +1187,7 @@ class Store:
 
         Args:
             sources: Other casnap stores: open, or a path or URI.
-            progress: Called as ``progress(phase, done, total)``.
+            progress: True shows bars. Or a function, called as ``progress(phase, done, total)``.
             dry_run: Change nothing; only report what would be done.
 
         Raises:
@@ -1185,7 +1200,9 @@ class Store:
         ]
         from casnap.maintenance.repair import repair
 
-        return repair(self._view.repository, sources=places, progress=progress, dry_run=dry_run)
+        return repair(
+            self._view.repository, sources=places, progress=callback_of(progress), dry_run=dry_run
+        )
 
 
 def _mirror_options(

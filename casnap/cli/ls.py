@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import click
 
 from casnap.cli.arguments import (
@@ -12,22 +14,26 @@ from casnap.cli.arguments import (
     snapshots_of,
     store_fields,
 )
-from casnap.cli.output import amount, emit, moment, say, size, summary, table
+from casnap.cli.output import MUST, amount, emit, moment, say, size, summary, table
 from casnap.snapshot import Snapshot
 from casnap.view import repository_of, view_of
+
+_MOST = 56
+"""To how many characters metadata are shown at most while last columns are left out for them."""
 
 
 @click.command()
 @click.argument("store", required=False)
 @click.argument("prefix", required=False)
-@click.option("--wide", is_flag=True, help="Cut nothing, however narrow the terminal is.")
+@click.option("--wide", is_flag=True, help="Cut and leave out nothing.")
 @reading_options
 def ls(store: str | None, prefix: str | None, wide: bool, as_json: bool) -> None:
     """List the snapshots of a store, the newest last.
 
     Without STORE, lists the store at or above the current folder. PREFIX limits the list to one
     run. METADATA begins with the tags. NEW is how much the snapshot added to the store, LOGICAL the
-    size of the state. On a narrow terminal, long metadata are cut first, then the last columns.
+    size of the state. Of the metadata, the speed of a run ("eval_runtime") is left out. On a narrow
+    terminal, long metadata are cut first; then the last columns are left out.
     """
     place = open_store(store)
     snapshots = snapshots_of(place, prefix)
@@ -49,21 +55,36 @@ def ls(store: str | None, prefix: str | None, wide: bool, as_json: bool) -> None
         )
         say(advice or f"{place.uri} holds no snapshot yet", err=True)
         return
-    rows = list(map(_cells, snapshots))
+    rows = [_cells(snapshot, wide=wide) for snapshot in snapshots]
     header = ("NAME", "METADATA", "TIME", "NEW", "LOGICAL", "ENTRIES")
-    table(header, rows, numbers={"NEW", "LOGICAL", "ENTRIES"}, cut="METADATA", wide=wide)
+
+    def least() -> int:
+        must = max(len(_told(snapshot, brief=True, only=MUST)) for snapshot in snapshots)
+        return min(must + 2, _MOST)
+
+    numbers = {"NEW", "LOGICAL", "ENTRIES"}
+    table(header, rows, numbers, cut="METADATA", least=least, wide=wide)
     if condemned := repository_of(place).recent().condemned:
         say(f"{amount(len(condemned), 'pack')} of garbage to be freed; see `casnap du`", err=True)
 
 
-def _cells(snapshot: Snapshot) -> tuple[str, ...]:
+def _cells(snapshot: Snapshot, *, wide: bool) -> tuple[str, ...]:
     row = snapshot.row
-    told = summary(
-        metadata_of(snapshot),
+    told = _told(snapshot, brief=not wide)
+    new, logical, entries = row.stats.new_bytes, row.stats.logical_bytes, row.stats.entries
+    return snapshot.name, told, moment(row.time), size(new), size(logical), f"{entries:,}"
+
+
+def _told(snapshot: Snapshot, *, brief: bool, only: Collection[str] | None = None) -> str:
+    """Return tags and metadata in a line: all that a brief one has, or some keys alone."""
+    row, metadata = snapshot.row, metadata_of(snapshot)
+    if metadata is not None and only is not None:
+        metadata = {key: value for key, value in metadata.items() if key in only}
+    return summary(
+        metadata,
         row.tags,
         holds=row.awaited,
         thinned=row.is_thinned,
         unknown_features=row.unknown_features,
+        brief=brief,
     )
-    new, logical, entries = row.stats.new_bytes, row.stats.logical_bytes, row.stats.entries
-    return snapshot.name, told, moment(row.time), size(new), size(logical), f"{entries:,}"

@@ -18,18 +18,15 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
+from casnap.runtime.progress import Progress, ProgressBars
 from casnap.runtime.sizes import size as size
 from casnap.view import repository_of
 
 if TYPE_CHECKING:
-    from casnap.runtime.progress import Progress
     from casnap.store import Store
 
 JSON_VERSION = 1
 """The version of the output of ``--json``: docs/json.md. It grows if a key goes or changes."""
-
-PATIENCE = 0.5
-"""The seconds after which a progress bar appears."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
@@ -99,8 +96,9 @@ def summary(
     holds: Sequence[str] = (),
     thinned: bool = False,
     unknown_features: Sequence[str] = (),
+    brief: bool = False,
 ) -> str:
-    """Return tags and metadata (None if they are damaged) in one line."""
+    """Return tags and metadata (None if they are damaged) in one line; if brief, without speeds."""
     words = [f"#{tag}" for tag in tags]
     if unknown_features:
         words.append(f"(update casnap to read it: {', '.join(unknown_features)})")
@@ -110,12 +108,17 @@ def summary(
     if metadata is None:
         words.append("(metadata damaged)")
     for key, value in sorted((metadata or {}).items(), key=_asked_first):
+        if brief and key.endswith(_LAST):
+            words.append("…")
+            break
         text = f"{value:.6g}" if isinstance(value, float) else str(json_values(value, json=False))
         words.append(f"{key}={text}")
     return safe(" ".join(words))
 
 
-_FIRST = ("step", "epoch", "loss", "eval_loss", "best_metric")
+MUST = ("step", "epoch", "loss", "best_metric")
+"""The keys of metadata that a table shows also on a narrow terminal."""
+_FIRST = (*MUST, "eval_loss")
 _LAST = ("_runtime", "_per_second", "total_flos")
 
 
@@ -135,6 +138,7 @@ def table(
     numbers: set[str],
     cut: str = "",
     *,
+    least: Callable[[], int] = int,
     wide: bool = False,
 ) -> None:
     """Print rows in columns; cut lines that are too long for the terminal.
@@ -143,7 +147,8 @@ def table(
         header: The titles of the columns.
         rows: The cells.
         numbers: The titles of the columns to align right.
-        cut: The title of the column that is cut first.
+        cut: The title of the column that is cut first. Then the last ones are left out.
+        least: Returns how many characters of it are shown at least, if it has as many.
         wide: Whether to cut nothing.
     """
     rows = [tuple(map(safe, row)) for row in rows]
@@ -152,8 +157,13 @@ def table(
     most = 0 if wide else _width()
     if most and cut in header:
         i = header.index(cut)
-        over = sum(widths) + 2 * (len(widths) - 1) - most
-        widths[i] = max(min(widths[i], _LEAST_CUT), widths[i] - max(0, over))
+        whole = widths[i]
+        room = most + 2 - sum(width + 2 for width in widths) + whole
+        if room < whole:
+            must = min(whole, max(_LEAST_CUT, least()))
+            while room < must and len(widths) > i + 1:
+                room += widths.pop() + 2
+            widths[i] = min(whole, max(must, room))
 
     def fitted(cell: str, width: int) -> str:
         return cell if len(cell) <= width else f"{cell[: width - 1]}…"
@@ -161,7 +171,7 @@ def table(
     def line(cells: Sequence[str]) -> str:
         padded = (
             cell.rjust(width) if flush else fitted(cell, width).ljust(width)
-            for cell, width, flush in zip(cells, widths, right, strict=True)
+            for cell, width, flush in zip(cells, widths, right, strict=False)
         )
         text = "  ".join(padded).rstrip()
         return f"{text[: most - 1]}…" if 0 < most < len(text) else text
@@ -291,83 +301,14 @@ def json_values(value: Any, *, json: bool = True) -> Any:
 def progress_bars(requests: Callable[[], Mapping[str, int]] = dict) -> Iterator[Progress | None]:
     """Yield the callback for the progress of long work; None unless stderr is a terminal.
 
-    The callback shows a bar for each phase that takes longer than :data:`PATIENCE`.
-
     Args:
         requests: Returns how many requests were made so far, by kind, for the bars to show.
     """
     if not sys.stderr.isatty():
         yield None
         return
-    bars: dict[str, _Bar] = {}
-
-    def report(phase: str, count: int, total: int) -> None:
-        if phase not in bars:
-            close()
-            bars[phase] = _Bar(phase, requests, of_bytes=phase in _OF_BYTES)
-        bars[phase](count, total)
-
-    def close() -> None:
-        while bars:
-            bars.popitem()[1].close()
-
+    bars = ProgressBars(lambda: requests_text(requests()), leave=False)
     try:
-        yield report
+        yield bars
     finally:
-        close()
-
-
-_OF_BYTES = {"copying", "reading", "storing", "writing"}
-
-
-class _Bar:
-    """A progress bar that appears after :data:`PATIENCE`."""
-
-    def __init__(
-        self, phase: str, requests: Callable[[], Mapping[str, int]], *, of_bytes: bool
-    ) -> None:
-        self._phase = phase
-        self._requests = requests
-        self._of_bytes = of_bytes
-        self._started = time.monotonic()
-        self._bar: Any = None
-        self._task: Any = None
-
-    def __call__(self, count: int, total: int) -> None:
-        if self._bar is None:
-            if time.monotonic() - self._started < PATIENCE:
-                return
-            self._open(total)
-        requests = requests_text(self._requests())
-        self._bar.update(self._task, completed=count, total=total, requests=requests)
-
-    def _open(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            MofNCompleteColumn,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-        from rich.progress import (
-            Progress as Bar,
-        )
-
-        amount = DownloadColumn() if self._of_bytes else MofNCompleteColumn()
-        self._bar = Bar(
-            "{task.description}",
-            BarColumn(),
-            amount,
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[requests]}"),
-            console=Console(stderr=True),
-            transient=True,
-        )
-        self._task = self._bar.add_task(self._phase, total=total, requests="")
-        self._bar.start()
-
-    def close(self) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            self._bar.stop()
+        bars.close()

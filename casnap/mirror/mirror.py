@@ -59,6 +59,7 @@ from casnap.mirror.status import (
     MirrorStatus,
 )
 from casnap.runtime.backoff import Backoff
+from casnap.runtime.environment import is_other_rank
 from casnap.runtime.fork import in_child, new_lock
 from casnap.runtime.host_locks import BusyError, locked
 from casnap.runtime.threads import Worker
@@ -78,13 +79,6 @@ _GIVE_WAY = 60.0
 _GIVE_WAY_LOOK = 0.01
 # The seconds after which a long pass notes which snapshots it has copied.
 _SETTLE = 10.0
-
-
-def _is_other_rank() -> bool:
-    """Whether this process is a rank other than 0."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    has_ranks = distributed is not None and distributed.is_available()
-    return has_ranks and distributed.is_initialized() and distributed.get_rank() != 0
 
 
 class _StoppedError(Exception):
@@ -133,7 +127,7 @@ class Mirror:
         self._is_taking = is_taking
         self._patient_for = 0.0
         # Of many ranks, rank 0 alone commits and copies; others are passive.
-        self._passive = _is_other_rank()
+        self._passive = is_other_rank()
         # The mirror of the store, as a passive rank saw it first.
         self._place_seen: MirrorPlace | None = None
         self._stopped = False
@@ -169,6 +163,11 @@ class Mirror:
         self._moved = 0
         self._lag = Lag({})
         self._passes = 0
+
+    def __repr__(self) -> str:
+        tag = f", tag={self._tag!r}" if self._tag else ""
+        state = ", stopped" if self._stopped else ""
+        return f"<Mirror {self.uri!r} of {self._source.backend.uri!r}{tag}{state}>"
 
     # --- called by threads of users; none of these raises because of the mirror, or waits for it --
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from casnap.errors import InvalidNameError, StoreError, with_article
 from casnap.runtime.file_systems import shared_type
@@ -278,6 +280,13 @@ def is_running(pid: int) -> bool:
     except (OSError, OverflowError):
         return True
     return True
+
+
+def is_other_rank() -> bool:
+    """Whether this process is a rank other than 0 of ``torch.distributed``."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    has_ranks = distributed is not None and distributed.is_available()
+    return has_ranks and distributed.is_initialized() and distributed.get_rank() != 0
 
 
 def crowded_folders() -> set[Path]:

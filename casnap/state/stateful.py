@@ -136,6 +136,9 @@ class RNGState:
                     module.set_rng_state(state.cpu(), device)
             torch.set_rng_state(of_torch.cpu())
 
+    def __repr__(self) -> str:
+        return "RNGState()"
+
 
 def _accelerator() -> tuple[str, Any]:
     """Return the kind of accelerator that this torch is built for, and the module of that kind.

@@ -102,12 +102,25 @@ def test_ls_on_a_narrow_terminal_cuts_long_metadata_first(tmp_path: Path) -> Non
     assert shown("--wide")[1].split()[-1] == str(store["run1/step_100"].stats.entries)
 
 
+def test_ls_of_a_trainers_run_shows_its_best_on_a_narrow_terminal(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    log = {"eval_loss": 1.25, "eval_runtime": 12.3456, "grad_norm": 0.7654321, "loss": 1.234567}
+    metadata = {**log, "step": 12500, "epoch": 12.5, "best_metric": 1.2345678}
+    store.take({"s": StateDict(x=1)}, "checkpoint-12500", metadata=metadata)
+    _, output = Terminal("ls", store.uri, columns=80).rest()
+    row = re.sub(r"\x1b\[[0-9;]*m|\r", "", output).splitlines()[1]
+    assert " step=12500 epoch=12.5 loss=1.23457 best_metric=1.23457 eval_" in row
+    assert len(row) <= 80
+
+
 def test_ls_begins_with_what_a_run_is_asked(tmp_path: Path) -> None:
     """As a trainer gives them: the speed of the evaluation comes before the loss."""
     store = Store(tmp_path / "store")
     metadata = {"eval_runtime": 2.5, "eval_samples_per_second": 3.0, "lr": 1e-3, "loss": 0.5}
     store.take({"s": StateDict(x=1)}, "a", metadata={**metadata, "epoch": 1.5, "step": 7})
     row = invoke("ls", store.uri).stdout.splitlines()[1]
+    assert "  step=7 epoch=1.5 loss=0.5 lr=0.001 …  " in row
+    row = invoke("ls", store.uri, "--wide").stdout.splitlines()[1]
     said = "step=7 epoch=1.5 loss=0.5 lr=0.001 eval_runtime=2.5 eval_samples_per_second=3"
     assert said in row
 

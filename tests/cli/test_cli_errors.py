@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from click.testing import CliRunner
 from casnap import Snapshot, StateDict, Store
 from casnap.cli import cli, output, run
 from casnap.format.records import Row
+from casnap.runtime import progress
 from tests.support.cli_calls import COMMAND, document, failure, invoke, process
 from tests.support.written import publish
 
@@ -262,15 +264,16 @@ class TerminalText(io.StringIO):
 
 
 def test_progress_appears_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "PATIENCE", 0)
+    monkeypatch.setattr(progress, "PATIENCE", 0)
     monkeypatch.setenv("TERM", "xterm")
     terminal = TerminalText()
     monkeypatch.setattr(sys, "stderr", terminal)
     with output.progress_bars(lambda: {"put": 2, "get": 1000}) as report:
         assert report is not None
+        report("counting", 0, 2)
+        time.sleep(0.15)  # a bar is drawn ten times a second
         report("counting", 1, 2)
-        report("counting", 2, 2)
-    assert "counting" in terminal.getvalue()
+    assert "counting:  50%" in terminal.getvalue()
     assert "1,000 get, 2 put" in terminal.getvalue()
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with output.progress_bars() as report:
