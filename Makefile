@@ -1,5 +1,6 @@
 # make demo    set up .venv, then train, kill, resume and look at a store
 # make test    the tests, on all cores (make soak: the slow ones, and all that is sampled)
+# make test-wheel  build the wheel and the sdist, install each, and run the loop of README.md
 # make test-servers  the tests on servers that take long to install or to try
 # make test-filesystems  the tests on file systems of clusters: as root, on those that are installed
 # make test-integrations  the tests with Lightning, Transformers, Accelerate, torch_checkpointing, torchtitan,
@@ -26,6 +27,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 STAMP := $(VENV)/.set-up
 BENCH_STAMP := $(VENV)/.set-up-bench
 DOCS_STAMP := $(VENV)/.set-up-docs
+PACKAGES := $(VENV)/packages
+PACKAGES_STAMP := $(PACKAGES)/.set-up
 SERVERS_STAMP := $(VENV)/servers/.set-up
 TRAINERS := $(VENV)/trainers
 TRAINERS_STAMP := $(TRAINERS)/.set-up
@@ -61,8 +64,8 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help set-up demo test test-servers test-filesystems test-integrations test-engines test-sglang \
-	test-gpu test-torch test-triton test-versions test-newest soak check format bench docs clean distclean
+.PHONY: help set-up demo test test-wheel test-servers test-filesystems test-integrations test-engines \
+	test-sglang test-gpu test-torch test-triton test-versions test-newest soak check format bench docs clean distclean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^$$/q'
@@ -72,8 +75,8 @@ set-up: $(STAMP)
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo 'casnap needs Python 3.10 or newer: make PYTHON=/path/to/python3' >&2; exit 1; }
-	@rm -f $(STAMP) $(BENCH_STAMP) $(DOCS_STAMP) $(SERVERS_STAMP) $(TRAINERS_STAMP) $(TITAN_STAMP) $(DEEPSPEED_STAMP) \
-		$(MEGATRON_STAMP) $(ENGINES_STAMP) $(SGLANG_STAMP)
+	@rm -f $(STAMP) $(BENCH_STAMP) $(DOCS_STAMP) $(PACKAGES_STAMP) $(SERVERS_STAMP) $(TRAINERS_STAMP) $(TITAN_STAMP) \
+		$(DEEPSPEED_STAMP) $(MEGATRON_STAMP) $(ENGINES_STAMP) $(SGLANG_STAMP)
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # constraints.txt keeps every version where it was tested; without it pip takes the newest torch.
@@ -88,6 +91,11 @@ $(DOCS_STAMP): $(STAMP)
 
 $(BENCH_STAMP): $(STAMP)
 	$(PIP_INSTALL) --editable '.[bench]'
+	@touch $@
+
+$(PACKAGES_STAMP): $(STAMP) Makefile
+	$(BIN)/python -m venv $(PACKAGES)
+	$(PACKAGES)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt twine uv
 	@touch $@
 
 # The servers have an environment of their own: they bring boto3 and much else, which casnap must not
@@ -172,6 +180,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(call workers,3)
+
+test-wheel: $(STAMP) $(PACKAGES_STAMP)
+	$(BIN)/python -m pytest -m packages tests/packages
 
 test-servers: $(STAMP) $(SERVERS_STAMP)
 	$(BIN)/python -m pytest -m 'servers and not slow' $(ON_ALL_CORES)
