@@ -6,13 +6,21 @@
 
     class MyTrainer(CasnapTrainerMixin, Trainer):
         pass
+
+:func:`install` gives the mixin to every Trainer of the process, for programs that nobody edits.
+A Trainer with casnap is of a class that is made when it is: the mixin, then the classes of the user
+and of tools, then :class:`_StoringTrainer`, then the Trainer. So what subclasses do when they save
+and load is done too.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import math
-from collections.abc import Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -62,7 +70,7 @@ from transformers.utils import (  # noqa: E402
     is_peft_available,
 )
 
-__all__ = ["CasnapTrainerMixin"]
+__all__ = ["CasnapTrainerMixin", "install"]
 
 if TYPE_CHECKING:
     _Base = Any
@@ -96,7 +104,16 @@ class CasnapTrainerMixin(_Base):
     """
 
     _saving_checkpoint = False
+    _trainer_has_saved = False
+    _installed = False
+    """Whether :func:`install` has put this class before a Trainer."""
+    _tell: Callable[[str], object] | None = None
     _engine: Any = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a Trainer of the class that stores: see the docstring of this module."""
+        new, kind = super().__new__, _storing(cls)  # type: ignore[arg-type]
+        return new(kind) if new is object.__new__ else new(kind, *args, **kwargs)
 
     @property
     def deepspeed(self) -> Any:
@@ -130,19 +147,34 @@ class CasnapTrainerMixin(_Base):
             StateError: The Trainer is set up for something that this class does not support.
         """
         self._check_supported()
+        checkpoints = Checkpoints(
+            self.args.output_dir,
+            f"{PREFIX_CHECKPOINT_DIR}-",
+            lambda path: bool(_weights_in(path)),
+        )
+        if isinstance(resume_from_checkpoint, str):
+            resume_from_checkpoint = local_path(resume_from_checkpoint)
+            if self._installed and _is_newest(resume_from_checkpoint, checkpoints):
+                # A tool looks for the newest folder itself, which a cut off save may have left.
+                resume_from_checkpoint = True
+        if self._tell is not None and own_rank() == 0:
+            kind, folder = type(self).__qualname__, self.args.output_dir
+            self._tell(f"the checkpoints of {kind} in {folder} are snapshots")
         if resume_from_checkpoint is True:
-            checkpoints = Checkpoints(
-                self.args.output_dir,
-                f"{PREFIX_CHECKPOINT_DIR}-",
-                lambda path: bool(_weights_in(path)),
-            )
             with join(None, None, f"looking for the last of {self.args.output_dir}") as comm:
                 resume_from_checkpoint = checkpoints.last(comm) or True
-        elif isinstance(resume_from_checkpoint, str):
-            resume_from_checkpoint = local_path(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kw)
 
     def _check_supported(self) -> None:
+        for owner, name in _alone(type(self)):
+            if name.startswith("_load"):
+                _log.warning("casnap loads in place of %s.%s", owner.__qualname__, name)
+                continue
+            raise StateError(
+                f"{owner.__module__}.{owner.__qualname__}.{name} saves without calling the "
+                f"Trainer's, so casnap cannot save in its place: let it call super().{name}(...), "
+                "or run without casnap"
+            )
         names = ("is_fsdp_enabled", "is_fsdp_xla_enabled")
         unsupported = [name for name in names if getattr(self, name, False)]
         if self.is_deepspeed_enabled:
@@ -166,7 +198,7 @@ class CasnapTrainerMixin(_Base):
         if self.args.should_save:
             # The files that are written now are not those of the snapshot that is there.
             (folder / Markers.FILE).unlink(missing_ok=True)
-        self._saving_checkpoint = True
+        self._saving_checkpoint, self._trainer_has_saved = True, False
         try:
             # This writes the state of the Trainer. What it would have the methods below write is
             # in the snapshot; and it is not to remove a checkpoint before that is there.
@@ -174,6 +206,12 @@ class CasnapTrainerMixin(_Base):
         finally:
             self._saving_checkpoint = False
             self.args.save_total_limit = limit
+        if not self._trainer_has_saved:
+            raise StateError(
+                f"{type(self).__module__}.{type(self).__qualname__} has saved {folder} by itself, "
+                "without the Trainer's _save_checkpoint: switch that way to save off, or run "
+                "without casnap"
+            )
         state: dict[str, Stateful] = {}
         if self._engine is None:
             state["model"] = self._plain_model()
@@ -284,6 +322,18 @@ class CasnapTrainerMixin(_Base):
     def _scaler(self) -> Any:
         return getattr(self.accelerator, "scaler", None)
 
+
+class _StoringTrainer(Trainer):
+    """The Trainer with casnap in place of its files, right above the Trainer itself.
+
+    So what subclasses do in these methods is done too. While a checkpoint is saved, those that
+    write files do nothing: what they would write is in the snapshot.
+    """
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        self._trainer_has_saved = True
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model for ``from_pretrained``, as the Trainer does."""
         if not self._saving_checkpoint:
@@ -354,6 +404,78 @@ class CasnapTrainerMixin(_Base):
             super()._load_rng_state(checkpoint)
         elif not load_own(snapshot, "rng", RNGState()):
             _log.warning("%s has no random state of rank %d", checkpoint, own_rank())
+
+
+@functools.cache
+def _storing(kind: Any) -> Any:
+    """Return the class of a Trainer with casnap, for the class that was asked for."""
+    if issubclass(kind, _StoringTrainer):
+        return kind
+    names = {name: getattr(kind, name) for name in ("__doc__", "__module__", "__qualname__")}
+    if not issubclass(kind, CasnapTrainerMixin):
+        installed = names | {"_installed": True}
+        kind = _subclass(kind.__name__, (CasnapTrainerMixin, kind), installed)
+    kind = _subclass(kind.__name__, (kind, _StoringTrainer), names)
+    for _, name in _alone(kind):
+        if name.startswith("_load"):
+            setattr(kind, name, _load_of_both(getattr(kind, name), vars(_StoringTrainer)[name]))
+    return kind
+
+
+def _subclass(name: str, bases: tuple[Any, ...], names: Mapping[str, Any]) -> Any:
+    return types.new_class(name, bases, exec_body=lambda body: body.update(names))
+
+
+def _load_of_both(theirs: Any, ours: Any) -> Any:
+    """Return a method that loads by casnap where there is a snapshot, else as a subclass does."""
+
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        checkpoint = next(iter([*args, *kwargs.values()]), self.state.best_model_checkpoint)
+        is_ours = isinstance(checkpoint, str) and snapshot_at(checkpoint) is not None
+        return (ours if is_ours else theirs)(self, *args, **kwargs)
+
+    return load
+
+
+def _alone(kind: type) -> Iterator[tuple[type, str]]:
+    """Yield the class and the name of each method that does not call the one that casnap replaces.
+
+    A method calls that if it names it; so one that calls it in some cases only is not found.
+    """
+    order = kind.__mro__
+    for owner in order[1 : order.index(_StoringTrainer)]:  # the first is casnap's
+        if owner is not CasnapTrainerMixin:
+            for name in vars(_StoringTrainer).keys() & vars(owner).keys():
+                code = getattr(inspect.unwrap(vars(owner)[name]), "__code__", None)
+                if code is not None and name not in _names_in(code):
+                    yield owner, name
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    inner = (_names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def install(tell: Callable[[str], object] | None = None) -> None:
+    """Have every Trainer that this process makes from now on save and load as by the mixin.
+
+    Subclasses are included, also those that were imported before. Checkpoints that the Trainer
+    itself has written are still loaded. A tool that names the newest checkpoint of ``output_dir``
+    gets the last whole one, as ``resume_from_checkpoint=True`` does.
+
+    Args:
+        tell: Called on rank 0 when a Trainer begins to train, with a line that says where it saves.
+    """
+    CasnapTrainerMixin._tell = None if tell is None else staticmethod(tell)
+
+    def new(cls: Any, *_: Any, **__: Any) -> Any:
+        return object.__new__(_storing(cls))
+
+    Trainer.__new__ = new
+
+
+def _is_newest(path: str, checkpoints: Checkpoints) -> bool:
+    return [Path(path).absolute()] == [p.absolute() for p in checkpoints.paths()[-1:]]
 
 
 def _put_back(snapshot: Snapshot, folder: Path) -> None:

@@ -41,6 +41,7 @@ def trainer_of(
     folder: Path,
     *,
     plain: bool = False,
+    kind: Any = None,
     dropout: float = 0.1,
     adapter: str | None = None,
     **arguments: Any,
@@ -52,7 +53,7 @@ def trainer_of(
     class Ours(CasnapTrainerMixin, transformers.Trainer):
         pass
 
-    kind = transformers.Trainer if plain else Ours
+    kind = transformers.Trainer if plain else kind or Ours
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=4096, n_positions=8, n_embd=32, n_layer=1, n_head=2,
@@ -460,6 +461,101 @@ def test_trials_share_the_store_of_the_output_dir(tmp_path: Path) -> None:
     assert [first.name, second.name] == ["run-0/checkpoint-2", "run-1/checkpoint-2"]
     assert second.stats.new_bytes < first.stats.new_bytes // 4
     assert Snapshot(tmp_path / "out/run-1/checkpoint-2").commit_id == second.commit_id
+
+
+class Extra:
+    """A mixin of a tool: it has a file of its own, and reads random states by itself."""
+
+    number = 0
+
+    def _save_checkpoint(self, *args: Any) -> None:
+        super()._save_checkpoint(*args)  # type: ignore[misc]
+        self.number += 1
+        folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")  # type: ignore[attr-defined]
+        (folder / "extra.json").write_text(json.dumps(self.number))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None:
+            self.number = json.loads(Path(checkpoint, "extra.json").read_text())
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and Path(checkpoint, "rng_state.pth").exists():
+            raise AssertionError(checkpoint)
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_what_a_subclass_adds_is_saved_and_loaded(
+    uninterrupted: Path, tmp_path: Path, *, installed: bool
+) -> None:
+    def go(at: int | None = None) -> Any:
+        import transformers
+
+        from casnap.integrations.transformers import CasnapTrainerMixin, install
+
+        class Tool(Extra, transformers.Trainer):
+            pass
+
+        class Ours(CasnapTrainerMixin, Tool):
+            pass
+
+        if installed:
+            install()
+        kind = Tool if installed else Ours
+        run(tmp_path / "out", tmp_path / "end", at=at, resume=at is None, kind=kind)
+
+    assert in_child(lambda: go(7)) == -9
+    # A snapshot that was copied from elsewhere has it too.
+    (tmp_path / "out/checkpoint-6/extra.json").unlink()
+    assert in_child(go) == 0
+    assert_same(load(tmp_path / "end"), load(uninterrupted / "end"))
+    assert json.loads((tmp_path / "out/checkpoint-8/extra.json").read_text()) == 4
+
+
+def test_a_subclass_that_saves_by_itself_is_refused(tmp_path: Path) -> None:
+    import transformers
+
+    class Alone(transformers.Trainer):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            torch.save(model.state_dict(), tmp_path / "mine")
+
+    class Sometimes(transformers.Trainer):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            if self.args.seed == 1:
+                super()._save_checkpoint(model, trial)
+
+    def go() -> None:
+        from casnap.integrations.transformers import install
+
+        install()
+        with pytest.raises(StateError, match=r"Alone._save_checkpoint saves without calling"):
+            trainer_of(tmp_path / "out", kind=Alone).train()
+        assert not [*(tmp_path / "out").glob("checkpoint-*")]
+        with pytest.raises(StateError, match=r"Sometimes has saved .*checkpoint-2 by itself"):
+            trainer_of(tmp_path / "out", kind=Sometimes).train()
+
+    assert in_child(go) == 0
+
+
+def test_with_install_the_newest_checkpoint_that_a_tool_names_may_be_cut_off(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    (out / "checkpoint-7").mkdir(parents=True)
+    shutil.copytree(uninterrupted / "out", out, dirs_exist_ok=True)
+    Store(out).delete("checkpoint-8")
+    shutil.rmtree(out / "checkpoint-8", ignore_errors=True)
+
+    def go() -> None:
+        from casnap.integrations.transformers import install
+
+        lines: list[str] = []
+        install(lines.append)
+        run(out, tmp_path / "end", resume=str(out / "checkpoint-7"), plain=True)
+        assert lines == [f"the checkpoints of Trainer in {out} are snapshots"]
+
+    assert in_child(go) == 0
+    assert_same(load(tmp_path / "end"), load(uninterrupted / "end"))
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
