@@ -59,6 +59,7 @@ COMMANDS = {
     "gc": ("casnap.cli.gc", "Collect garbage: delete what no snapshot needs."),
     "check": ("casnap.cli.check", "Check that a store is whole."),
     "repair": ("casnap.cli.repair", "Repair a damaged store as far as possible."),
+    "run": ("casnap.cli.run_", "Run a command whose Trainers of Transformers save by casnap."),
     "doctor": ("casnap.cli.doctor", "Find out whether a folder or a bucket can hold a store."),
     "config": ("casnap.cli.config", "Show or change the settings of a store."),
     "cache": ("casnap.cli.cache", "Show, or clear, what this host keeps of stores."),
@@ -79,6 +80,7 @@ Examples:
   casnap import old/* models/run1/         many files or folders, each by its own name
   casnap export models/tuned/v1/model tuned.safetensors
   casnap tag /ckpts/run1/step_100 best     neither pruned nor overwritten
+  casnap run trl sft --config sft.yaml     its checkpoints are snapshots
   casnap rewind /ckpts/run1/step_100       resume there; later ones are moved aside
   casnap prune /ckpts --keep-last 3 --dry-run
   casnap gc /ckpts --grace 1h              free unreferenced data, while runs go on

@@ -1,0 +1,87 @@
+"""What each Python below ``casnap run`` does at its start: ``PYTHONPATH`` has this folder.
+
+When a program imports the Trainer of Transformers, that gets casnap. Before, nothing of casnap is
+imported. The ``sitecustomize`` that this one hides is run too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import tempfile
+from contextlib import suppress
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_TRAINER = "transformers.trainer"
+_VARIABLE = "CASNAP_RUN"
+"""Before the command has started, its process. Then a file that is there until a Trainer trains."""
+_HERE = str(Path(__file__).parent)
+
+
+class _Finder:
+    """Finds the module of the Trainer as always, and has something done once it is imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == _TRAINER else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _install()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _install() -> None:
+    try:
+        from casnap.integrations.transformers import install
+    except ModuleNotFoundError as e:
+        if e.name != "casnap":
+            raise
+        raise ImportError(
+            f"casnap run: {sys.executable} has no casnap: install it there, beside transformers"
+        ) from e
+    install(_tell)
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"casnap run: {text}\n")
+    if file := os.environ.get(_VARIABLE):
+        Path(file).unlink(missing_ok=True)
+
+
+def _watch() -> None:
+    """Say at the end of the command if no Trainer has trained."""
+    descriptor, file = tempfile.mkstemp(prefix="casnap-run-")
+    os.close(descriptor)
+    process, os.environ[_VARIABLE] = os.environ[_VARIABLE], file
+
+    def say() -> None:
+        with suppress(FileNotFoundError):
+            if str(os.getpid()) == process:
+                Path(file).unlink()
+                _tell("no Trainer of Transformers has trained, so nothing was saved by casnap")
+
+    atexit.register(say)
+
+
+def _run_hidden() -> None:
+    spec = PathFinder.find_spec(
+        __name__, [p for p in sys.path if Path(p).absolute() != Path(_HERE)]
+    )
+    if spec is not None and spec.loader is not None:
+        module = sys.modules[__name__] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+if os.environ.get(_VARIABLE) == str(os.getpid()):
+    _watch()
+sys.meta_path.insert(0, _Finder())
+_run_hidden()

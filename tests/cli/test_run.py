@@ -1,0 +1,68 @@
+"""``casnap run``: the command stays what it is, and each Python of it begins with casnap's part."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.support.cli_calls import COMMAND
+
+NOT_USED = "casnap run: no Trainer of Transformers has trained, so nothing was saved by casnap\n"
+
+
+def run(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    arguments = [*COMMAND, "run", *map(str, command)]
+    return subprocess.run(arguments, capture_output=True, text=True, check=False, **options)
+
+
+def test_status_and_signals_are_those_of_the_command() -> None:
+    done = run("--", "sh", "-c", 'echo "$1"; exit 7', "sh", "--help")
+    assert (done.returncode, done.stdout, done.stderr) == (7, "--help\n", "")
+    assert run("sh", "-c", "kill -TERM $$").returncode == -15
+
+
+def test_what_cannot_be_run(tmp_path: Path) -> None:
+    done = run("no-such-command", "-x")
+    assert done.returncode == 127
+    assert done.stderr == "casnap: 'no-such-command' cannot be run: No such file or directory\n"
+    (tmp_path / "script").write_text("echo")
+    assert run(tmp_path / "script").returncode == 126
+    done = run()
+    assert done.returncode == 2
+    assert "Missing argument 'COMMAND...'" in done.stderr
+
+
+def test_a_command_that_trains_nothing_is_told_at_its_end() -> None:
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1)']); exit(3)"
+    done = run(sys.executable, "-c", script)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "1\n", NOT_USED)
+    nested = run(*COMMAND, "run", sys.executable, "-c", "print(2)")
+    assert (nested.returncode, nested.stdout, nested.stderr) == (0, "2\n", NOT_USED)
+
+
+def test_a_sitecustomize_of_the_user_runs_too(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.mine = 5")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    for command in ([sys.executable], [*COMMAND, "run", sys.executable]):
+        done = run(
+            *command, "-c", "import sitecustomize as s; print(mine, s.__file__)",
+            env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        assert done.stdout == f"5 {tmp_path / 'sitecustomize.py'}\n", done.stderr
+
+
+def test_a_python_without_casnap_stops_where_it_imports_the_trainer(tmp_path: Path) -> None:
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers/__init__.py").write_text("")
+    (tmp_path / "transformers/trainer.py").write_text("")
+    script = (
+        "import os, sys; isdir, join = os.path.isdir, os.path.join\n"
+        "sys.path = [sys.argv[1]] + [p for p in sys.path if not isdir(join(p, 'casnap'))]\n"
+        "import transformers.trainer"
+    )
+    done = run(sys.executable, "-c", script, tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count(f"ImportError: casnap run: {sys.executable} has no casnap") == 1
