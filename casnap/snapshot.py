@@ -882,7 +882,8 @@ def _take(place: TakePlace, app_state: AppState, options: TakeOptions, pg: Any) 
     from casnap.take.capture import LiveState
 
     comm = join(pg, options.timeout, f"the take of {place.label!r}")
-    view, name = place.find(comm)
+    with options.attempt.finding_store():
+        view, name = place.find(comm)
     return take_from(view, comm, partial(LiveState, app_state), name, options, pg, place.store)
 
 
@@ -893,7 +894,8 @@ def _begin(
     from casnap.take.capture import LiveState
 
     comm = join(pg, options.timeout, f"the async_take of {place.label!r}")
-    view, name = place.find(comm)
+    with options.attempt.finding_store():
+        view, name = place.find(comm)
     return begin_take(view, comm, LiveState(app_state), name, options, pg, place.store)
 
 

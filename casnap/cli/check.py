@@ -29,6 +29,7 @@ from casnap.store import Store
 from casnap.view import repository_of
 
 MOST_DAMAGES = 20
+_ALL = "all snapshots of the newest root"
 _MOST_HURT = 5
 BEYOND_REPAIR = {"lost", "malformed"}
 """Kinds of damage that a repair cannot mend without a copy of the data."""
@@ -137,7 +138,7 @@ def _print(uri: str, report: CheckReport) -> None:
         return
     hurt = report.hurts
     names = {h.snapshot for h in hurt}
-    snapshots = "all snapshots" if ALL in hurt else amount(len(names), "snapshot")
+    snapshots = _ALL if ALL in hurt else amount(len(names), "snapshot")
     say(f"{amount(len(report.damages), 'damage')}; hurt: {snapshots}")
     if report.root >= 0:
         _print_advice(uri, report)
@@ -189,7 +190,7 @@ def print_damages(damages: list[Damage]) -> None:
         say(f"{damage.kind}: {position}: {damage.message}" if position else damage.message)
         hurts = list(damage.hurts)
         for hurt in hurts[:_MOST_HURT]:
-            name = "all snapshots" if hurt == ALL else f"{hurt.snapshot} {hurt.path}"
+            name = _ALL if hurt == ALL else f"{hurt.snapshot} {hurt.path}"
             say(f"  hurts {name}".rstrip())
         if len(hurts) > _MOST_HURT:
             say(f"  and {amount(len(hurts) - _MOST_HURT, 'entry')} more")

@@ -145,6 +145,8 @@ def check(
         seed=seed,
         warnings=[*_bucket_warnings(backend), *put_if_absent_warnings(backend)],
     )
+    if ALL in report.hurts:
+        report.warnings += _read_meanwhile(store)
     if report.ok:  # a damaged store could not tell what it holds
         report.warnings += lost_commits(store)
     _count_orphans(backend, survey, report)
@@ -207,6 +209,19 @@ def _bucket_warnings(backend: Backend) -> list[str]:
             "this user may not look at the rules of the bucket (expiration, versions, locks), so "
             "whether they hurt the store is unknown; docs/object-stores.md says which rules do"
         ]
+
+
+def _read_meanwhile(store: Repository) -> list[str]:
+    """Return, in words, as of which older root a store is read whose newest one is not whole."""
+    older = store.as_of_whole_root()
+    if older is None:
+        return []
+    root = older.newest()
+    count = len(older.table(root))
+    return [
+        f"until a repair, the store is read as of root {root.seq}, the newest whole one; its "
+        f"snapshots ({count:,}) are not hurt"
+    ]
 
 
 def _count_orphans(backend: Backend, survey: Survey, report: CheckReport) -> None:

@@ -269,14 +269,19 @@ class Mirror:
             except (BusyError, _StoppedError):
                 pass
             except BaseException as e:  # noqa: BLE001 - it must never reach a take
-                if not self._stopped:
-                    self._backoff.note_failure(e)
+                self._note_failure(e)
                 self._again = False
                 self._host.write(self._host_status())
             finally:
                 self._passes += 1
                 self._contacted.set()
                 self._tell_waiting()
+
+    def _note_failure(self, error: BaseException) -> None:
+        # After the first pass, start() raises that the mirror is the wrong store.
+        is_raised = self._misfit is not None and self._passes == 0
+        if not self._stopped and not is_raised:
+            self._backoff.note_failure(error)
 
     def _copy_all(self) -> None:
         """Copy all snapshots that the mirror lacks.

@@ -48,7 +48,7 @@ class MirrorOptions:
             neither stores nor shows them.
 
     Raises:
-        TypeError: ``retention`` is no :class:`casnap.Retention`.
+        TypeError: ``retention`` is no :class:`casnap.Retention`, or ``storage_options`` no dict.
         ValueError: The values of ``retention`` contradict each other.
         InvalidNameError: ``tag`` is not valid.
     """
@@ -57,7 +57,7 @@ class MirrorOptions:
     _: KW_ONLY
     tag: str | None = None
     retention: Retention | None = None
-    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.uri, Backend):
@@ -66,6 +66,8 @@ class MirrorOptions:
             Runs.check_retention(self.retention)
         if self.tag is not None:
             Tags.checked(self.tag)
+        if not isinstance(self.storage_options, Mapping | None):
+            raise TypeError("storage_options is a dict, such as {'endpoint_url': ...}")
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class FollowerOptions:
     tag: str | None = None
     match: str | None = None
     path: str = "model"
-    rename: Mapping[str, str] | Callable[[str], str | None] | None = None
+    rename: Mapping[str, str] | Callable[[str], str | None] | None = field(default=None, hash=False)
     strict: bool = True
     every: int = 1
     timeout: float | None = None

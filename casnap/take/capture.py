@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from casnap.errors import UnsupportedTypeError
+from casnap.errors import StateError, UnsupportedTypeError
 from casnap.format.entries import (
     INLINE_BYTES,
     MAX_PATH_CHARS,
@@ -37,6 +37,7 @@ from casnap.state.stateful import (
     with_states,
 )
 from casnap.state.tensors import Leaf, as_copyable, itemsize_of
+from casnap.take.options import OF_STORAGE
 from casnap.take.ranks.plan import RankPlan
 from casnap.take.staging import (
     HeldBox,
@@ -332,7 +333,7 @@ class LiveState:
                 for key in keys:
                     value = self.values[key]
                     start, component = len(leaves), component_of(key)
-                    state = value.state_dict()
+                    state = _state_of(key, value)
                     with without_torch_modes():
                         check_state(key, value, state)
                         leaves.extend(flatten(state, component, allow_pickle=allow_pickle))
@@ -345,6 +346,18 @@ class LiveState:
             for generator, before in zip(random, states, strict=True):
                 if not same_random_state(generator.state_dict(), before):
                     generator.load_state_dict(before)
+
+
+def _state_of(key: str, value: Stateful) -> dict[str, Any]:
+    """Return the state of a value.
+
+    Raises:
+        StateError: ``state_dict()`` raised an error of a storage, which is not that of the take.
+    """
+    try:
+        return value.state_dict()
+    except OF_STORAGE as e:
+        raise StateError(f"state_dict() of {key!r} raised {type(e).__name__}: {e}") from e
 
 
 class DividedLeaves:

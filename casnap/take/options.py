@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from casnap.errors import (
     PLACE_ERRORS,
+    BackendError,
     CasnapError,
     DamagedError,
     DeviceError,
     FencedError,
+    StorageFullError,
     UnclearCommitError,
     UnsupportedTypeError,
 )
@@ -35,7 +38,7 @@ U = TypeVar("U")
 # Faults that may be gone at the next take. A wrong state or name is not among them, nor a rank that
 # died. An error of one rank has the same type on all ranks, so all ranks go on, or none. After a
 # device has computed a wrong digest, the next take hashes on the host.
-_OF_STORAGE = (*PLACE_ERRORS, DamagedError, FencedError, DeviceError)
+OF_STORAGE = (*PLACE_ERRORS, DamagedError, FencedError, DeviceError)
 
 
 @dataclass
@@ -98,14 +101,14 @@ class Attempt:
         """
         try:
             return take()
-        except _OF_STORAGE as e:
+        except OF_STORAGE as e:
             if not self.tolerates(e):
                 raise
             return if_failed(e)
 
     def tolerates(self, error: BaseException) -> bool:
         """Return whether the run goes on after an error of the take; log it then."""
-        if not self.goes_on or not isinstance(error, _OF_STORAGE):
+        if not self.goes_on or not isinstance(error, OF_STORAGE):
             return False
         # A call and its part in the background may both fail, but only one is counted.
         if not self._is_noted:
@@ -119,6 +122,15 @@ class Attempt:
                 series.last_error,
             )
         return True
+
+    @contextmanager
+    def finding_store(self) -> Iterator[None]:
+        """Raise the error of a place where no store can be made: no later take can be stored."""
+        try:
+            yield
+        except BackendError as e:
+            self.goes_on &= isinstance(e, StorageFullError)
+            raise
 
     def note_stored(self, row: Row) -> None:
         """Note that the snapshot is stored; log how many takes of its run failed before it."""

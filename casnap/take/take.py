@@ -318,9 +318,10 @@ class _Steps:
             if steps._repository.config.store_id == store_id:
                 steps.end_reliance()
         # Wait until all ranks have deleted their packs, and have withdrawn their announcements.
-        comm.all_gather(b"")
+        mine = self.state.bytes_to_hash().to_bytes(8, "big")
+        nbytes = sum(int.from_bytes(each, "big") for each in comm.all_gather(mine))
         if comm.rank == 0:
-            self._options.hooks.on_full(error, self._count_bytes)
+            self._options.hooks.on_full(error, lambda: nbytes)
 
     def _start_over(self, start_over: Callable[[], bool]) -> bool:
         """Let all ranks start again, or none; return whether they do."""

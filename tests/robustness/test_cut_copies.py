@@ -345,3 +345,23 @@ def test_damage_of_another_kind_is_no_reason_to_go_back(source: Source, tmp_path
     with pytest.raises(DamagedError):
         Store(path).latest()
     assert Store(path).repair().restored_root is None
+
+
+def test_a_check_says_which_snapshots_are_read_meanwhile(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
+    take(store, 1)
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    take(store, 2)
+    shutil.copytree(
+        tmp_path / "store/casnap-store/roots",
+        tmp_path / "copy/casnap-store/roots",
+        dirs_exist_ok=True,
+    )
+    report = Store(tmp_path / "copy").check()
+    assert {hurt.snapshot for hurt in report.hurts} == {"*"}
+    read_as_of = (
+        "until a repair, the store is read as of root 1, the newest whole one; its snapshots"
+    )
+    assert any(text.startswith(read_as_of) for text in report.warnings)
+    shown = invoke("check", tmp_path / "copy", status=1).stdout
+    assert "hurts all snapshots of the newest root" in shown

@@ -129,6 +129,25 @@ def test_ranks(tmp_path: Path, world: Callable[[int], World]) -> None:
             assert store.check(data=True).ok
 
 
+def fill_on_rank_1(path: str) -> str:
+    rank = dist.get_rank()
+    mine = {"s": StateDict(w=dense(9) if rank else None)}
+    progress = Filling(Path(path).parent) if rank else None
+    with pytest.raises(StorageFullError) as caught:
+        Store(path).take(mine, "new", per_rank=["**"], progress=progress)
+    return str(caught.value)
+
+
+def test_the_error_counts_what_all_ranks_have(
+    tmp_path: Path, world: Callable[[int], World]
+) -> None:
+    with disk_with_garbage(tmp_path) as disk:
+        store = Store(disk / "store")
+        store.gc(grace=0)
+        for error in world(2).run(fill_on_rank_1, str(disk / "store")):
+            assert "up to 8.4 MB are needed" in error
+
+
 def copy_by_the_command(store: Store, tmp_path: Path, _: Filling) -> None:
     invoke("cp", tmp_path / "source/new", Path(store.uri, "new"))
 

@@ -15,13 +15,16 @@ import torch.distributed as dist
 
 from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.errors import (
+    BackendError,
     CasnapError,
     DamagedError,
     FencedError,
     InvalidNameError,
     RankError,
     SnapshotExistsError,
+    StateError,
     StorageFullError,
+    StoreError,
     UnavailableError,
     UnsupportedTypeError,
 )
@@ -228,3 +231,43 @@ def test_an_interrupt_on_one_rank_is_raised_on_all(tmp_path: Path, world: Worlds
     outcomes = world(2).run(interrupted_rank, str(tmp_path / "run"), expect_errors=True)
     assert [type(outcome) for outcome in outcomes] == [RankError, KeyboardInterrupt]
     assert "rank 1 failed: KeyboardInterrupt" in str(outcomes[0])
+
+
+@HOW
+def test_a_place_where_no_store_can_be_made_is_an_error(
+    tmp_path: Path, how: Callable[..., Any], warnings: Callable[[], list[str]]
+) -> None:
+    (tmp_path / "file").write_text("x")
+    for place in (tmp_path / "file/store", "/proc/store"):
+        with pytest.raises(StoreError):
+            how(Store(place), state(1), "step_1")
+    assert warnings() == []
+
+
+class Reading(StateDict):
+    """A state that reads from a storage of its own, which fails."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise BackendError("my own disk fails")
+
+
+@HOW
+def test_a_storage_of_the_users_own_is_not_that_of_the_take(
+    store: Store, how: Callable[..., Any]
+) -> None:
+    with pytest.raises(StateError, match=r"state_dict\(\) of 'mine' raised BackendError: my own"):
+        how(store, {**state(1), "mine": Reading()}, "step_1")
+
+
+def other_verb_on_rank_1(path: str) -> str:
+    store = Store(path)
+    begin: Any = store.async_take if dist.get_rank() else store.try_async_take
+    with pytest.raises((StateError, RankError)) as caught:
+        begin(state(1), "step_1").wait()
+    return str(caught.value)
+
+
+def test_ranks_that_call_other_verbs_are_told_which(tmp_path: Path, world: Worlds) -> None:
+    told = "the same on all ranks: try_take or try_async_take on rank 0, take or async_take on rank"
+    for error in world(2).run(other_verb_on_rank_1, str(tmp_path)):
+        assert told in error

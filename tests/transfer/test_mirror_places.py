@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from casnap import NewStore, Retention, Store
+from casnap import MirrorOptions, NewStore, Retention, Store
 from casnap.backends import MemoryBackend
 from casnap.errors import InvalidNameError, MirrorError, NotAStoreError, StoreError
 from tests.support.cli_calls import failure, invoke
@@ -59,7 +59,7 @@ def test_forgetting_a_mirror_frees_what_it_lacks(tmp_path: Path, there: FaultyBa
     assert store.settings == {"codec": "auto", "gc": "auto"}
 
 
-def test_places_that_cannot_be_a_mirror(tmp_path: Path) -> None:
+def test_places_that_cannot_be_a_mirror(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = Store(tmp_path / "here", create=NewStore(chunk_size=CHUNK)).make()
     take(store, 1)
     (tmp_path / "file").write_text("x")
@@ -78,6 +78,7 @@ def test_places_that_cannot_be_a_mirror(tmp_path: Path) -> None:
     for place, (kind, text) in bad.items():
         with pytest.raises(kind, match=text):
             mirrored(tmp_path / "here", place)
+    assert "tried again" not in caplog.text
     assert store.settings == {"codec": "auto", "gc": "auto"}
     with pytest.raises(MirrorError, match="is a view of"):
         mirrored(tmp_path / "here/run", tmp_path / "there")
@@ -85,6 +86,9 @@ def test_places_that_cannot_be_a_mirror(tmp_path: Path) -> None:
         mirrored(tmp_path / "here", tmp_path / "there", retention=3)
     with pytest.raises(ValueError, match="remote"):
         mirrored(tmp_path / "here", tmp_path / "there", storage_options={"key": "x"})
+    with pytest.raises(TypeError, match="storage_options is a dict"):
+        MirrorOptions("s3://bucket/run", storage_options=3)  # type: ignore[arg-type]
+    assert hash(MirrorOptions("s3://bucket/run", storage_options={"key": "x"}))
     # This is noticed without a server.
     with pytest.raises(StoreError, match="deadlin"):
         mirrored(tmp_path / "here", "s3://bucket/run", storage_options={"casnap": {"deadlin": 1}})

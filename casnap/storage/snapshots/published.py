@@ -155,9 +155,8 @@ class Tags:
         if not having:
             move = Tags.move_in(root, tag)
             advice = nearest(tag, (t for _, row in rows for t in row.tags))
-            was = (
-                "" if move is None else f"; it was on {move.name!r}, which was deleted or untagged"
-            )
+            # It was deleted or untagged, or its newer commits were lost with a damaged root.
+            was = "" if move is None else f"; it was on {move.name!r}, which does not have it now"
             raise SnapshotNotFoundError(f"{uri}: no snapshot has the tag {tag!r}{was or advice}")
         return having[0]
 

@@ -60,7 +60,7 @@ class Retention:
     keep_every: int | None = None
     keep_within: Duration | None = None
     keep_best: Best | Sequence[Best] = ()
-    thin: Mapping[str, int] | None = None
+    thin: Mapping[str, int] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         for rule in ("keep_last", "keep_every"):

@@ -75,7 +75,9 @@ def agree(
             "the option allow_pickle=": str(options.allow_pickle),
             "the option max_pending=": str(options.max_pending),
             "the option retention=": repr(options.retention),
-            "the verb": "try_take" if options.attempt.goes_on else "take",
+            "the verb": (
+                "try_take or try_async_take" if options.attempt.goes_on else "take or async_take"
+            ),
         },
         codec,
         seed=int.from_bytes(os.urandom(7), "big"),
