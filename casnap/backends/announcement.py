@@ -30,11 +30,11 @@ _NAME = re.compile("take-([0-9a-f]{12})-([0-9a-f]{10})-[0-9a-f]{12}")
 NOTE = re.compile("[a-z]+-[0-9a-f]{12}-[0-9a-f]{12}")
 """The names of notes: their kind, who puts them, and a number that grows with each note."""
 NOTE_LASTS = 86400.0
-"""A note that was put more seconds ago is deleted with other garbage."""
+"""A note that was put longer ago, in seconds, is deleted with other garbage."""
 # A take announces itself after _AFTER seconds, since that costs two requests; then again every
 # _AGAIN seconds.
 _AFTER, _AGAIN = 30.0, 600.0
-# An announcement that is older, in seconds, is a dead process's; or a clock is that wrong.
+# An announcement that is older, in seconds, is that of a dead process; or a clock is very wrong.
 _LASTS = 3600.0
 
 
@@ -119,7 +119,7 @@ def bases_announced_at(backend: BackendCore, max_age: float) -> list[int]:
 
     Args:
         backend: Where to look.
-        max_age: Notes that were put more seconds ago do not count.
+        max_age: Notes that were put longer ago, in seconds, do not count.
     """
     bases, dead = list[int](), list[str]()
     for name in backend.names("tmp"):

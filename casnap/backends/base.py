@@ -26,7 +26,7 @@ Target: TypeAlias = tuple[int, memoryview]
 
 
 class BackendCore(ABC):
-    """Objects by key, in folders, one level of names listed at a time: what each backend has.
+    """Objects by key, in folders that are listed one level at a time: the core of each backend.
 
     - Keys are relative, ``/``-separated, and never climb out.
     - An object is whole or absent: a reader never sees part of one that is being written.
@@ -173,7 +173,7 @@ class ReadHints(BackendCore):
     has_page_cache: bool = True
 
     def will_read(self, key: str, runs: Sequence[tuple[int, int]]) -> None:
-        """Note that runs of an object are read soon, where that helps. Errors are for the read.
+        """Note that runs of an object are read soon, where that helps. Only the read raises errors.
 
         Args:
             key: The object.
@@ -272,7 +272,7 @@ class Announcements(BackendCore):
         """Return the roots that takes of living processes are based on, as far as they are seen.
 
         Args:
-            max_age: Takes that were announced more seconds ago do not count.
+            max_age: Takes that were announced longer ago, in seconds, do not count.
         """
         return bases_announced_at(self, max_age)
 
@@ -286,7 +286,7 @@ class Announcements(BackendCore):
 
 
 class Markers:
-    """Files beside the objects that nothing relies on: for people, and copies of roots.
+    """Files beside the objects, on which nothing relies: files for people, and copies of roots.
 
     Attributes:
         keeps_copies: Whether copies of roots are worth it: not where objects are never half lost.

@@ -37,14 +37,14 @@ class Costs(NamedTuple):
             set otherwise. To do so it reads them, and a bucket charges that.
         has_grace: Whether condemned packs wait for a default grace where processes collect by
             themselves and the store sets none. Otherwise they wait for the next collection.
-        free_looks: Whether a look at one file costs nothing that counts. Otherwise callers leave
-            out looks that only make sure, and prefer one listing to many looks.
+        free_looks: Whether a look at one file costs next to nothing. Otherwise callers leave out
+            looks that only make sure, and prefer one listing to many looks.
         waiting: Whether a thread that reads or writes only waits for a server. Then as many run at
             once as calls are in flight, however few cores there are.
         writes_hints: Whether the last pack of nodes of a commit gets hints, so that a reader need
             not read the index.
-        keeps_counts: Whether a process goes on from the counts of its last collection. So another
-            one is short, and a process that ends waits for it.
+        keeps_counts: Whether a process goes on from the counts of its last collection. So the next
+            collection is short, and a process that ends waits for it.
     """
 
     gap: int

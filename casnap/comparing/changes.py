@@ -51,7 +51,7 @@ class Change:
 
     Attributes:
         path: ``<key>/<path>`` of a global entry, ``<rank>/<key>/<path>`` of one that a rank keeps
-            for itself. In a comparison with a live state no rank stands before it.
+            for itself. In a comparison with a live state it begins with no rank.
         kind: Whether it was added, removed or changed.
         old: The entry of the first snapshot; None if it was added.
         new: The entry of the second one, or of the live state; None if it was removed.

@@ -160,7 +160,7 @@ class Meeting:
     # --- what they find out ---
 
     def _seen_changes(self) -> Iterator[DoctorRow]:
-        """Change files that the other half has looked at; yield how late each sees changes."""
+        """Change files that the other half has looked at; yield how late each half sees changes."""
         mine, other = self.mine, self._other
         with ExitStack() as held:
             data = os.urandom(_DATA_BYTES)

@@ -63,7 +63,7 @@ def is_plain(entry: Entry) -> bool:
 
 
 def sparse_below(part: Part) -> tuple[str, ...]:
-    """Return the prefixes of the paths below sparse tensors: their indices and values."""
+    """Return the prefixes of the paths below sparse tensors, which lead to indices and values."""
     return tuple(
         f"{path}/"
         for path, entry in part.entries.items()
@@ -130,7 +130,7 @@ def equal_tensors(tensors: Mapping[str, StoredTensor], without: Collection[str])
 def without_tied(
     tensors: Mapping[str, StoredTensor], tied: Sequence[str], snapshot: str
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Leave out tensors that another name has too.
+    """Leave out the tensors of some names, whose bytes are stored under other names too.
 
     Args:
         tensors: The tensors by name.
@@ -138,10 +138,10 @@ def without_tied(
         snapshot: The label of the snapshot, for messages.
 
     Returns:
-        The other tensors; and by name that was left out, the name of the equal tensor.
+        The other tensors by name; and each name that was left out → the name of the equal tensor.
 
     Raises:
-        FileFormatError: There is no tensor of a tied name, or no other one has its bytes.
+        FileFormatError: There is no tensor of a tied name, or no other tensor has its bytes.
     """
     others = {name: tensor for name, tensor in tensors.items() if name not in tied}
     names = {_content(tensor.entry): name for name, tensor in others.items()}

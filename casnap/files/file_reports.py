@@ -136,8 +136,8 @@ class ExportReport:
         left_out: The paths of values that ``tensors_only`` left out, since the format cannot hold
             them. An export of the whole snapshot also lists here the keys that only ranks other
             than rank 0 have.
-        tied: By name that was left out, the name of the equal tensor that was written.
-        equal: By name, tensors with the bytes of an earlier one, and that one's name: perhaps tied
+        tied: Each name that was left out → the name of the equal tensor that was written.
+        equal: By name, tensors with the bytes of an earlier tensor, and its name: perhaps tied
             weights.
         seconds: How long the export took.
     """

@@ -128,8 +128,8 @@ class FileLayout(NamedTuple):
     Attributes:
         files: The files of tensors.
         others: The contents of the other files, by name.
-        tied: By name that is left out, the name of the equal tensor that stands for it.
-        equal: By name, tensors with the bytes of an earlier one, and that one's name.
+        tied: Each name that is left out → the name of the equal tensor that is written instead.
+        equal: By name, tensors with the bytes of an earlier tensor, and the name of that tensor.
         left_out: The paths of values that safetensors cannot hold.
     """
 
@@ -157,7 +157,7 @@ class FileLayout(NamedTuple):
             path: The path; None for the whole snapshot.
             rename: Returns the name that a tensor gets, from its keys joined by dots.
             dtype_of: Returns the dtype that a tensor gets, from its own.
-            tied: The new names of tensors to leave out, since another one has their bytes.
+            tied: The new names of tensors to leave out, since another tensor has their bytes.
             max_shard_size: The most bytes of tensors in a file, if a tensor fits; None: any number.
 
         Raises:

@@ -82,8 +82,8 @@ class Quantization(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     Attributes:
         scheme: ``per_tensor_affine``, ``per_channel_affine`` or
             ``per_channel_affine_float_qparams``.
-        scales: Little-endian float64 (float32 for float qparams), one a channel.
-        zero_points: Little-endian int64 (float32 for float qparams), one a channel.
+        scales: Little-endian float64 (float32 for float qparams), one for each channel.
+        zero_points: Little-endian int64 (float32 for float qparams), one for each channel.
         axis: The channel axis; 0 for ``per_tensor_affine``.
     """
 

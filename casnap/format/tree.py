@@ -204,14 +204,14 @@ class Tree(Generic[V]):
         load: Returns the verified bytes of a node.
         value_type: The type of the values.
         fanout: How many items, or children, its nodes have on average.
-        accepts: Whether the tree may have a key. The tree passes over items with other keys, and
-            leaves them out of a leaf that it writes anew.
+        accepts: Whether the tree may have a key. The tree skips items with other keys, and leaves
+            them out of a leaf that it writes anew.
         decode_one: Decodes one value. It is called if a leaf cannot be decoded as a whole, because
             a later version wrote it.
 
     Attributes:
         children: The nodes below the top; if the top is a leaf, the top itself.
-        rejected: The keys that were passed over so far. No more are added once they have 1 MiB of
+        rejected: The keys that were skipped so far. No more are added once they have 1 MiB of
             characters.
     """
 

@@ -28,7 +28,7 @@ def bad_records(
 ) -> Iterator[tuple[Record, Failure]]:
     """Read chunks and nodes; yield each that is not whole, and why.
 
-    Chunks of a codec that this version does not know are passed over.
+    Chunks of a codec that this version does not know are skipped.
 
     Args:
         store: The store.

@@ -368,7 +368,7 @@ class _Repair:
         )
 
     def _keep(self, digest: Digest, raw: memoryview) -> None:
-        """Write a verified chunk or node to a new pack, once."""
+        """Write a verified chunk or node to a new pack, unless that was done before."""
         if digest in self._copied:
             return
         self._copied.add(digest)

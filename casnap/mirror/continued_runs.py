@@ -87,7 +87,7 @@ class Succession:
         return Placement(notes, {name: copies[name] for name in replaced_names})
 
     def _life(self, copies: Mapping[str, Row], seq: int) -> Life:
-        """Return the life of the run that the copy belongs to: the last one, or a new one."""
+        """Return the life of the run that the copy belongs to: its last life, or a new one."""
         follows = follows_of(self.row, self.destination.config.store_id)
         self.predecessor = ""
         newest = max(copies.values(), key=lambda row: row.seq, default=None)

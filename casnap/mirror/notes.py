@@ -53,7 +53,7 @@ class MirrorPlace(NamedTuple):
 
     @property
     def setting(self) -> dict[str, Any]:
-        """The same, as the mirrored store keeps it in its settings."""
+        """This place in the form in which the mirrored store keeps it in its settings."""
         fields = self._asdict()
         return fields if self.tag else {key: fields[key] for key in ("store", "prefix", "uri")}
 
@@ -63,7 +63,7 @@ class Lag(NamedTuple):
 
     Attributes:
         rows: The snapshots that it lacks, by full name, in the order in which it is to get them.
-        published: The name of the one that the followed tag is published on; empty for none.
+        published: The name of the snapshot with the followed tag; empty for none.
         number: The number of that publish; 0 for none.
         moved: The number of the last publish that the mirror has.
     """
@@ -376,7 +376,7 @@ def _what_it_gets(tag: str) -> str:
 
 
 def wrong_mirror_error(store: Repository, attached: MirrorPlace, reason: str) -> MirrorError:
-    """Return the error for a place where another store, or no store, stands for the mirror."""
+    """Return the error for a place that holds another store than the mirror, or no store."""
     uri = store.backend.uri
     return MirrorError(
         f"the mirror of {uri} is the store {attached.store}{_folder_text(attached)}, which was at "

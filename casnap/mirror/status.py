@@ -82,7 +82,7 @@ class MirrorStatus:
         error: Why the last try failed, or that another store continues a run at the mirror; else
             None.
         since: When the tries began to fail, in seconds since the epoch; None if they do not.
-        refused: By name, why each snapshot cannot be mirrored that waits for the user to act.
+        refused: Each snapshot that waits for the user to act, by name → why it cannot be mirrored.
     """
 
     uri: str
@@ -101,7 +101,7 @@ class HostStatus(msgspec.Struct):
         pid: The process that copies.
         error: Why its last try failed; empty if it did not.
         since: When its tries began to fail, in seconds since the epoch.
-        refused: By name, why each snapshot cannot be mirrored that waits for the user to act.
+        refused: Each snapshot that waits for the user to act, by name → why it cannot be mirrored.
     """
 
     pid: int = 0

@@ -56,7 +56,7 @@ class Comm(ABC):
 
     @property
     def largest_team(self) -> int:
-        """The most ranks whose parts one rank passes on. Send that much less at once."""
+        """The most ranks whose parts one rank passes on. The more, the less to send at once."""
         return 1
 
     @property

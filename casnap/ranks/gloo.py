@@ -60,7 +60,7 @@ def value_in(store: Any, key: str) -> bytes | None:
 
 
 def first_in(store: Any, key: str, value: bytes) -> bytes:
-    """Set a key in a torch store unless it is set, and return its value then.
+    """Set a key in a torch store unless it is set; return the value that it has then.
 
     In a store that cannot compare and set, two ranks may both be the first.
     """

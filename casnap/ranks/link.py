@@ -114,7 +114,7 @@ class Link:
     Attributes:
         carrier: The connections; None before they are made, and once this rank knows that they
             broke.
-        shared: The memory that the ranks share, once they do; it goes with the group.
+        shared: The memory that the ranks share, once they do. It is freed with the group.
         memory: The part of it that this rank gives.
     """
 

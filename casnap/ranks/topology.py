@@ -95,7 +95,7 @@ class Carrier(ABC):
 
     Attributes:
         pg: The gloo group.
-        kept: An object that gloo uses without keeping it.
+        kept: An object that gloo uses, but does not keep alive.
         rank: This rank.
         size: The number of ranks.
         peers: The ranks that this rank is connected to.

@@ -36,7 +36,7 @@ def compare(
 ) -> KeyState:
     """Report how a module differs from the snapshot; return its key without what does not fit.
 
-    Names and values that a module may change while it loads are left to the module. Where it may
+    Names and values that a module may change while it loads are not compared. Where a module may
     allow other names, only shapes are compared.
     """
     rewritten = _paths_of_children(state, module, _rewrites)

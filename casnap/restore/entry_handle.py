@@ -82,8 +82,8 @@ class Handle:
         """Whether ranks held different parts of the tensor; None if the snapshot does not say.
 
         A snapshot has the same chunks however a tensor was sharded, so that it can be restored
-        under any sharding. So it only says where there can have been no shards: in a take of one
-        rank, and in a rank's own entry.
+        under any sharding. So the answer is known only where there can have been no shards: in a
+        take of one rank, and in a rank's own entry.
         """
         is_whole = not self.is_global or self._contents.row.world_size == 1
         return False if is_whole or not isinstance(self._entry, TensorEntry) else None

@@ -215,7 +215,7 @@ def _versions_of_stages(contents: Contents, state: KeyState, rank: int) -> dict[
 def _reached(
     contents: Contents, component: str, rank: int, entries: dict[str, Entry]
 ) -> dict[str, Entry]:
-    """Return the entries without global ones that only containers of other ranks hold."""
+    """Return the entries without the global entries that only containers of other ranks hold."""
     digest = contents.manifest.ranks.get(str(rank), {}).get(component)
     own_entries = {} if digest is None else dict(contents.tree(digest).items())
     loading = Loading(contents)

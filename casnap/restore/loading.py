@@ -330,7 +330,7 @@ def _target(
 
 
 def with_item_axis(entry: TensorEntry, carrier: torch.Tensor) -> torch.Tensor:
-    """Return a carrier in its entry's shape. numpy's gets one more axis: the bytes of an item."""
+    """Return a carrier in the shape of its entry; for numpy, with one more axis: the bytes."""
     if is_numpy(entry):
         return carrier.reshape(*entry.shape, itemsize_of(entry))
     return as_copyable(carrier)

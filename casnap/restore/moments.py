@@ -151,11 +151,11 @@ def _why_unfit(
     stored: tuple[int, ...] | None,
     taken: Taken | None,
 ) -> str:
-    """Return why a moment of another shape does not fit a parameter; empty if nobody can tell.
+    """Return why a moment of another shape does not fit a parameter; empty if that is not known.
 
-    It does not fit if a module in the snapshot has the parameter in another shape. It does not fit
-    either if its own shape is not the one that the optimizer's moment has here, or that torch gives
-    such a moment.
+    It does not fit if a module in the snapshot has the parameter in another shape. Nor does it if
+    its own shape is not the shape that the optimizer's moment has here, or that torch gives to such
+    a moment.
 
     Args:
         optimizer: The optimizer.

@@ -71,8 +71,8 @@ class _Held(NamedTuple):
     Attributes:
         entry: The entry.
         digests: The digests of its chunks.
-        value: The tensor. If another tensor replaces it, nobody knows what that one holds.
-        memory: Its memory. If anybody else writes there, nobody knows what the tensor holds.
+        value: The tensor. If another tensor replaces it, it is not known what the other one holds.
+        memory: Its memory. If anybody else writes there, it is not known what the tensor holds.
     """
 
     entry: TensorEntry
@@ -339,7 +339,7 @@ def _note_bases(
 
 
 def _load(contents: Contents, loading: Loading, bases: _Bases) -> None:
-    """Read all chunks; where the store has deltas upon chunks that the tensors hold, by these."""
+    """Read all chunks; use deltas of chunks that the tensors hold, where the store has some."""
 
     def fill(digest: Digest, memory: memoryview) -> bool:
         tensor, part = bases[digest]

@@ -107,7 +107,7 @@ def _digest(part: torch.Tensor) -> Digest:
 
 
 def _by_device(device: torch.device, parts: Sequence[torch.Tensor]) -> list[Digest | None]:
-    """Return the digest of each part; None if the device does not compute it: then it is read."""
+    """Return the digest of each part; None if the device cannot hash it, so that it is read."""
     from casnap.state.device_hash import CellRun, hasher_of  # which needs numpy
 
     digests: list[Digest | None] = [None] * len(parts)

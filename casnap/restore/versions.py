@@ -102,7 +102,7 @@ def _by_live_names(stored: Mapping[Any, Any], live: Mapping[Any, Any]) -> Mappin
     for plain_name, names in _by_plain_name(current, live).items():
         if plain_name not in stored_names:
             continue
-        # The last name is the module's own. The names before it are wrappers', of either side.
+        # The last name is the module's own. The names before it are those of wrappers.
         sources = [None] * len(names) + stored_names[plain_name]
         for name, source in zip(reversed(names), reversed(sources), strict=False):
             by_live_name[name] = current[name] if source is None else taken[source]

@@ -92,7 +92,7 @@ class Pool:
         """Return a slot.
 
         Args:
-            wait: Whether to wait for a slot if all are in use. Else the answer is None then.
+            wait: Whether to wait for a slot if all are in use. If not, None is returned then.
         """
         with self._changed:
             while not self._free:

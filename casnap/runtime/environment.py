@@ -87,7 +87,7 @@ def cache_folder() -> Path | None:
     """Return the folder for host-local caches; None if there is none.
 
     The candidates are ``CASNAP_CACHE_DIR``, or if it is not set ``$XDG_CACHE_HOME/casnap``
-    (``~/.cache/casnap``), then a private folder in the temp folder. A candidate is passed over if
+    (``~/.cache/casnap``), then a private folder in the temp folder. A candidate is skipped if
     this process cannot write there, if it is another user's, or if it is on a network file system
     or one of an unknown type, where LMDB may not work.
     """

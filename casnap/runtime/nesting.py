@@ -20,7 +20,7 @@ _HOLD_NOTHING = {("casnap.pending", "wait"), ("casnap.serving.follower", "__exit
 
 
 def refuse_nested_take(advice: str = "") -> None:
-    """Check that casnap has not called the caller's caller, however indirectly.
+    """Check, in a function of casnap, that casnap itself has not called it, however indirectly.
 
     The stack of the thread shows it. The stack of a thread that casnap started begins in casnap.
 
@@ -28,7 +28,7 @@ def refuse_nested_take(advice: str = "") -> None:
         advice: More advice for the message.
 
     Raises:
-        CasnapError: Casnap has called it.
+        CasnapError: Another call of casnap has led to this one.
     """
     if _is_within_call(sys._getframe(1).f_back):
         raise CasnapError(
@@ -40,7 +40,7 @@ def refuse_nested_take(advice: str = "") -> None:
 
 
 def is_within_call() -> bool:
-    """Whether casnap has called the caller's caller, however indirectly."""
+    """Whether another call of casnap has led to the function that asks, however indirectly."""
     return _is_within_call(sys._getframe(1).f_back)
 
 

@@ -150,7 +150,7 @@ class Crew:
             keeps to this limit; work that only waits need not.
 
     Attributes:
-        limit: The same.
+        limit: The most threads for one piece of work; None for no bound.
         error: The first error; None if no thread failed.
     """
 

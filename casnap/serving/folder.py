@@ -57,7 +57,7 @@ class ServedFolder:
         out: The folder. Its parent must be there.
 
     Raises:
-        FileFormatError: ``out`` is a URI, or something stands there that no pull made.
+        FileFormatError: ``out`` is a URI, or something lies there that no pull made.
         FileNotFoundError: The parent does not exist.
         PlaceError: The system cannot look at ``out``.
     """
@@ -139,7 +139,7 @@ class ServedFolder:
 
         Raises:
             CasnapError: Another process has locked it.
-            FileFormatError: Something that no pull of this user made stands in its place, or other
+            FileFormatError: Something that no pull of this user made lies in its place, or other
                 users may write there.
             PlaceError: The folder cannot be made, locked or looked at.
             FileNotFoundError: The parent of the folder is gone.
@@ -285,7 +285,7 @@ class ServedFolder:
         return None
 
     def new_name(self, snapshot: str, commit: str) -> Path:
-        """Return the path of a folder for a new version, at which nothing stands yet."""
+        """Return the path of a folder for a new version, at which nothing lies yet."""
         name = folder_name(snapshot, commit)
         number, path = 1, self.versions / name
         while is_taken(path):

@@ -47,7 +47,7 @@ _visits: ContextVar[frozenset[_Visit]] = ContextVar("casnap_visits", default=fro
 
 
 class Gate:
-    """Lets many in at once, or one alone. Nobody else gets in before one who waits to be alone.
+    """Lets many in at once, or one alone. Who waits to be alone gets in before all who come later.
 
     Attributes:
         is_stopped: Whether :meth:`stop` was called.
@@ -85,7 +85,7 @@ class Gate:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Be in, with others. Code that is inside already does not wait for a copy."""
+        """Be inside, with others. Code that is inside already does not wait for a copy."""
         visit = _Visit(self)
         try:
             with self._lock:
@@ -125,7 +125,7 @@ class Gate:
     def alone(
         self, timeout: float | None = None, *, unless_stopped: bool = False
     ) -> Iterator[None]:
-        """Be in alone: wait until all have left, while nobody else gets in.
+        """Be inside alone: wait until all have left, while nobody else gets in.
 
         Args:
             timeout: How many seconds to wait for others to leave; None: as long as it takes.

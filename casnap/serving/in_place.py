@@ -124,12 +124,12 @@ class FolderInPlace(ServedFolder):
 
     @property
     def is_there(self) -> bool:
-        """Whether something stands at the folder's path."""
+        """Whether something lies at the folder's path."""
         return is_taken(self.link)
 
     @override
     def of(self, store_id: str, commit: str, mapping: object) -> Version | None:
-        """Return the first version if a crash has kept it from its name; delete all others."""
+        """Return the first version if a crash came before it got its name; delete all others."""
         if self.is_there:
             return None
         found = super().of(store_id, commit, mapping)

@@ -162,7 +162,7 @@ class PullReport:
             which is smaller for deltas, nodes of trees, and parts of the index. Reads of other
             threads in this store count too.
         left_out: The paths of values that safetensors cannot hold.
-        equal: By name, tensors with the bytes of an earlier one, and that one's name: perhaps tied
+        equal: By name, tensors with the bytes of an earlier tensor, and its name: perhaps tied
             weights.
         seconds: How long the pull took.
         written_bytes: The bytes of tensors that were written: copied or fetched, and not in place.

@@ -66,7 +66,7 @@ class StagedPatches(NamedTuple):
 
     @staticmethod
     def between(base: Path, folder: Path) -> StagedPatches | None:
-        """Return the patches from one version to another: a pull's, or else by comparing both.
+        """Return the patches from one version to another: from a pull, or else by comparing both.
 
         A comparison writes its patches beside the newer version; the next pull deletes them.
 
@@ -203,7 +203,7 @@ class Differences:
     Args:
         old: The older version.
         new: The tensors of the newer version, by name.
-        sizes: By tensor that has changed, the lengths of its chunks in bytes.
+        sizes: Each tensor that has changed → the lengths of its chunks in bytes.
     """
 
     def __init__(

@@ -133,7 +133,7 @@ class VersionRecord(Struct):
         mapping: The options of the pull that change the content: :meth:`PullOptions.mapping`.
         exact: Whether all tensors are those of the snapshot, bit for bit.
         chunk_bytes: The size of the largest chunks.
-        tied: By tensor that is left out, the name of the equal one that stands for it.
+        tied: Each tensor that is left out → the equal tensor that is written instead.
         left_out: The paths of values that safetensors cannot hold.
         tensors: The tensors by name.
         files: The files by name.
@@ -251,7 +251,7 @@ class Version:
 
     @staticmethod
     def name_of(folder: Path) -> str:
-        """Return the name of a version: its folder's, or what the record of one in place says."""
+        """Return the name of a version: that of its folder, or for one in place, of its record."""
         record = read_record(folder / RECORD) if Version.is_in_place(folder) else None
         return folder.name if record is None else folder_name(record.snapshot, record.commit)
 

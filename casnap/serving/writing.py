@@ -317,7 +317,7 @@ class Writer:
     def _note(
         self, chunk: ChunkToWrite, raw: memoryview, stored_form: memoryview | None = None
     ) -> None:
-        """Note how a chunk differs from the old version's, if patches are wanted."""
+        """Note how a chunk differs from that of the old version, if patches are wanted."""
         if self._differences is not None:
             self._differences.note(chunk.name, chunk.number, raw, stored_form)
 

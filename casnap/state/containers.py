@@ -131,7 +131,7 @@ def _first_twice(components: list[str]) -> str | None:
 class Opened(NamedTuple):
     """A container opened: its kind, its elements with their path components, and its spec.
 
-    The spec is made when it is called, since a restore does not need it.
+    ``spec`` is a function that makes the spec, since a restore does not need it.
     """
 
     kind: str
@@ -211,7 +211,7 @@ def _named_as_keys(metadata: dict[str, Any], keys: Mapping[Any, Any]) -> dict[st
     """Return the metadata of a state dict, also under the names that its keys use for submodules.
 
     DDP and ``torch.compile`` add parts to names. ``get_state_dict`` removes these from the keys,
-    but not from the metadata, and who loads the state looks for either name. DDP's part is always
+    but not from the metadata, and a loader looks for either name. DDP's part is always
     dropped: a world of one rank has no DDP, and the same weights have the same tree on all worlds.
     """
     levels = _ddp_levels(metadata, keys)

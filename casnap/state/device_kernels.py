@@ -3,7 +3,7 @@
 A *leaf* is what BLAKE3 calls a chunk: up to 1,024 bytes of a cell. A *node* is the chaining value
 of a leaf or of two nodes. A lane, one element of a block of Triton's, makes one node at a time.
 
-Nodes stand in *slots*. The first words of all slots come first, then all second words, and so on,
+Nodes lie in *slots*. The first words of all slots come first, then all second words, and so on,
 so that neighbouring lanes read and write neighbouring words. On level k, node p of the batch's
 cell c has the slot ``(base >> k) + c + p``, where ``base`` counts the leaves of the cells before c.
 So slots of cells never overlap, on any level, and a lane finds its cell by a search among the

@@ -27,7 +27,7 @@ class Shards(NamedTuple):
     Attributes:
         shape: The global shape.
         boxes: Where in the global tensor the shards lie; none of a sharded tensor is empty.
-        tensors: The shards, one a box: views of the live memory.
+        tensors: The shards, one for each box: views of the live memory.
         value: The tensor itself.
     """
 
@@ -84,7 +84,7 @@ def shards_of(path: str, value: object) -> Shards | None:
 
 
 def sharded_like(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a new tensor that is sharded as another one is; its values may be any.
+    """Return a new tensor that is sharded as another one is. Its values are arbitrary.
 
     Args:
         value: A DTensor or ShardedTensor.
@@ -125,7 +125,7 @@ def shard_again(module: torch.nn.Module) -> None:
 
 
 def without_torch_function() -> AbstractContextManager[object]:
-    """Bypass ``__torch_function__``: ShardedTensor's warns that the class is deprecated."""
+    """Bypass ``__torch_function__``: that of ShardedTensor warns that the class is deprecated."""
     return torch._C.DisableTorchFunctionSubclass()
 
 

@@ -83,8 +83,8 @@ class RNGState:
     """The global random states of torch (CPU, and the accelerator in use), Python and numpy.
 
     The state of numpy's legacy functions (``numpy.random.*``) is included if numpy is imported. A
-    state from TorchSnapshot has torch's alone. Loading it leaves the states of Python and numpy as
-    they are, and logs a warning.
+    state from TorchSnapshot has torch's alone. Loading such a state leaves the states of Python and
+    numpy as they are, and logs a warning.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def is_generator(value: object) -> bool:
 
 
 def is_random_state(stateful: Stateful) -> bool:
-    """Whether a value of an app state, as :func:`with_states` returns it, is of generators."""
+    """Whether a value of an app state, as :func:`with_states` returns it, is a random state."""
     return isinstance(stateful, RNGState | _Generator)
 
 
@@ -247,7 +247,7 @@ def _set_numpy_state(state: dict[str, Any]) -> None:
 
 
 def random_states_first(app_state: Mapping[str, Stateful]) -> list[str]:
-    """Return the keys of an app state, the random state's first.
+    """Return the keys of an app state, the key of the random state first.
 
     To read the state of another value may draw random numbers.
 

@@ -175,11 +175,11 @@ class CapturedState:
         self.leaves = [Leaf(path, entry, b"") for path, entry, _ in self.leaves]
 
     def pieces(self, share: float = 0.0) -> Iterator[Piece]:
-        """Yield the bytes that this rank hashes or sends, each memory once; parts of cells first.
+        """Yield the bytes that this rank hashes or sends, shared memory once; parts of cells first.
 
         Args:
             share: Where to begin with the leaves that this rank hashes as a whole, from 0 to 1.
-                Ranks that hold equal leaves begin at different ones, and so write different ones.
+                Ranks that hold equal leaves begin at different leaves, and so write different ones.
         """
         for i, plan in self.plans.items():
             for part in plan.sends:
@@ -306,7 +306,7 @@ class LiveState:
         self.values = with_states(values)
 
     def keys(self) -> list[str]:
-        """Return the keys; a random state's comes first.
+        """Return the keys, the key of a random state first.
 
         Raises:
             UnsupportedTypeError: A value lacks one of the two methods.

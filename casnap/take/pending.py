@@ -268,7 +268,7 @@ def _raise_unseen(store_id: str, last_count: int, so: str) -> None:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Raise no error of an earlier take within a ``with``: the take in it may be the last one."""
+    """Raise no error of an earlier take within a ``with`` block: its take may be the last one."""
     global _held_back
     _held_back = True
     try:

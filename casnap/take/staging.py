@@ -187,7 +187,7 @@ def _runs_in_boxes(
 
 
 def _as_one_box(box: Region, following: Region) -> Region | None:
-    """Return two boxes joined, if the bytes of the second follow the first's in the joined box."""
+    """Return two boxes joined, if the bytes of the second then follow those of the first."""
     for axis, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         if following.offsets[axis] != start:
             sizes = (*box.sizes[:axis], size + following.sizes[axis], *box.sizes[axis + 1 :])
@@ -325,7 +325,7 @@ class StagedCopies:
 
     Args:
         max_bytes: The most memory to use, at least four blocks of 64 MiB; None for no bound.
-        threads: The most threads that copy; None for one a core.
+        threads: The most threads that copy; None for one on each core.
     """
 
     def __init__(self, max_bytes: int | None, threads: int | None = None) -> None:

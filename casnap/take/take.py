@@ -181,7 +181,7 @@ class _Steps:
         return lambda nbytes: batched(self.unknown_pieces(), nbytes)
 
     def begin_asking(self) -> None:
-        """Begin to ask the store in the call, if a device can hash: known chunks stay there."""
+        """If a device can hash, begin to ask the store within the call: known chunks stay there."""
         if not self.state.devices:
             return
         store = self._repository
@@ -264,7 +264,7 @@ class _Steps:
         return self._comm.background(self._seed) if self._options.max_pending > 1 else self._comm
 
     def tell_ranks_later(self, error: BaseException) -> None:
-        """When its turn comes, tell the other ranks that this take failed before it stood in line.
+        """Once it is the turn of this take, tell the other ranks that it failed before it began.
 
         Other ranks may still store earlier takes, and would count the error as an error of these.
         """

@@ -82,7 +82,7 @@ class ContinuousCopier:
 
     @property
     def refused(self) -> dict[str, str]:
-        """By name, why each snapshot cannot be copied that waits for the user to act."""
+        """Each snapshot that waits for the user to act, by name → why it cannot be copied."""
         # A copy of the dict: another thread may be changing it.
         return {name: refusal.reason for name, refusal in dict(self._refused).items()}
 

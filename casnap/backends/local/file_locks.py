@@ -97,7 +97,7 @@ def bases_announced_in(folder: int, max_age: float) -> list[int]:
 
     Args:
         folder: The open folder ``tmp/``.
-        max_age: Takes that were announced more seconds ago do not count.
+        max_age: Takes that were announced longer ago, in seconds, do not count.
     """
     bases: list[int] = []
     for name in os.listdir(folder):

@@ -180,7 +180,7 @@ class StoreFolder:
         check()
         # The check read the record at the path, which may be another one than in the open folder.
         # Their bytes are compared: equal inodes and times say that a record has not changed, but
-        # other ones do not say that it is another record.
+        # different ones do not say that it is another record.
         with folder_at(self.objects) as fd:
             if self._record_at(base) != self._record_at(OpenFolder(fd, self.objects)):
                 raise BackendError(f"{self.uri} was moved just now; try again")

@@ -20,7 +20,7 @@ class TransientError(Exception):
     Attributes:
         reached: Whether the server was reached at all.
         busy: Whether the server asks for fewer requests.
-        hopeless: Whether this does not pass if the server has never answered.
+        hopeless: Whether the failure is lasting if the server has never answered.
     """
 
     def __init__(

@@ -86,7 +86,7 @@ class Scatter(Sink):
         return targets[0][1][begin - targets[0][0] : stop - targets[0][0]] or None
 
     def _pass(self) -> int:
-        """Pass over the targets that have all their bytes; return where the next piece begins."""
+        """Skip the targets that have all their bytes; return where the next piece begins."""
         begin = self.start + self.nbytes
         while (
             self._first < len(self._targets)

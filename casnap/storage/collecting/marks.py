@@ -64,7 +64,7 @@ class Marks(Protocol):
         """Return which of some digests are needed, and whether each is a node."""
 
     def advance(self, root: Root) -> set[bytes]:
-        """Move on to a newer root; return the digests that are needed since.
+        """Move on to a newer root; return the digests that it needs and the root before did not.
 
         Digests that are no longer needed stay marked. That is safe: the next collection finds them.
 

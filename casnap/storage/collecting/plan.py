@@ -74,7 +74,7 @@ class Plan:
             root that condemned it.
         fence: The fence of the next root.
         spared_from: Files of this base or a later one are not deleted now: the fence has not passed
-            them, or takes under way may move theirs.
+            them, or takes that are under way may move them.
         lost: Digests that the next root lists as lost.
         rewritten: Segments that are written anew, without the freed packs.
         orphans: Keys and ids of files that no root names, to be deleted.
@@ -186,7 +186,7 @@ def plan_collection(
 
 
 def _fence_after(waiting: Waiting, view: IndexView, unnamed: Iterable[bytes]) -> int:
-    """Return the highest number that the fence may be raised to, as far as the grace goes."""
+    """Return the highest number that the grace lets the fence be raised to."""
     root = view.root
     if waiting.condemned_until is not None:
         return min(waiting.condemned_until, root.seq)
@@ -202,6 +202,6 @@ def _fence_after(waiting: Waiting, view: IndexView, unnamed: Iterable[bytes]) ->
 def _freed_by(
     fence: int, condemned: Mapping[bytes, int], unnamed: Mapping[str, bytes]
 ) -> tuple[frozenset[PackId], dict[str, bytes]]:
-    """Return what a fence frees: condemned packs, and orphans by key."""
+    """Return the files that a fence at this number frees: condemned packs, and orphans by key."""
     freed = frozenset(PackId(pack) for pack, seq in condemned.items() if seq <= fence)
     return freed, {key: ident for key, ident in unnamed.items() if base_of(ident) < fence}

@@ -138,7 +138,7 @@ class RecentMarks:
         return {d: self._counts.names_node(d) for d in self._counts.needed_of(digests)}
 
     def advance(self, root: Root) -> set[bytes]:
-        """Move on to a newer root; return the digests that are needed since.
+        """Move on to a newer root; return the digests that it needs and the root before did not.
 
         Raises:
             DamagedError: A tree node is missing or damaged. The counts are cleared then.

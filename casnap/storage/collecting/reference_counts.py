@@ -77,7 +77,7 @@ class ReferenceCounts:
         self.is_known = True
 
     def advance(self, store: Repository, root: Root, progress: Progress) -> set[bytes]:
-        """Count for a newer root; return the digests that it refers to more often.
+        """Bring the counts up to a newer root; return the digests whose counts have grown.
 
         Args:
             store: The store.
@@ -100,7 +100,7 @@ class ReferenceCounts:
         return new
 
     def needed_of(self, digests: Collection[bytes]) -> set[bytes]:
-        """Return the digests that have references, their own or a digest's that begins alike."""
+        """Return the digests with a count above 0; two digests that begin alike share a count."""
         counts = self._tally.change(digests)
         return {digest for digest, count in zip(digests, counts, strict=True) if count}
 

@@ -107,8 +107,8 @@ def _proven_elsewhere(
 def _can_stand_on(session: Session, digest: Digest, base: Digest) -> bool:
     """Rely on the base of a delta, and return whether the delta can be kept with that base.
 
-    A chunk may have several deltas. The one that was read may be another than the delta whose chain
-    another collector has followed to its end.
+    A chunk may be stored as several deltas. The delta that was read may be another than the one
+    whose chain another collector has followed to its end.
     """
     find = partial(session.store.index.find_newest, session.base)
     if not can_carry(chains_below([base], find)[base], digest):

@@ -28,14 +28,14 @@ class StoredFiles:
 
     Args:
         store: The store.
-        root: A root of it, which says how large it is.
+        root: A root of the store, which says how large the store is.
         lists_packs: Whether to list the packs, which takes long where there are many. If not, only
             packs that are added later are known.
 
     Attributes:
         packs: The ids of the packs.
         segments: The ids of the segments.
-        others: The keys of other objects among them.
+        others: The keys of other objects in the folders of packs and segments.
     """
 
     def __init__(self, store: Repository, root: Root, *, lists_packs: bool = True) -> None:
@@ -77,7 +77,7 @@ class StoredFiles:
         return self._sizes.get(ident, 0)
 
     def add(self, packs: Iterable[PackId]) -> None:
-        """Add packs, if they were not listed, before a root no longer names them."""
+        """Add packs that were not listed. Call this before a root that no longer names them."""
         if self._knows_all:
             return
         new = set(packs) - self.packs
@@ -118,8 +118,8 @@ class StoredFiles:
         """Return the age of a root in seconds: this host's time less the time in the root.
 
         Args:
-            seq: Its number. If that root cannot be read, the next one counts instead. The age is
-                then too low, so the collector only waits longer.
+            seq: The number of the root. If that root cannot be read, the next root counts instead.
+                The age is then too low, so the collector only waits longer.
             newest: The newest root.
         """
         for number in range(seq, newest.seq):

@@ -117,7 +117,7 @@ class WholeMarks:
         self._sweep(use_counts, part)
 
     def _of_forgotten(self) -> set[bytes]:
-        """Return the references that only snapshots have that count as deleted."""
+        """Return the references that only the snapshots have which count as deleted."""
         rows: dict[bool, set[bytes]] = {True: set(), False: set()}
         if self._deleted:
             rows[False].update(tops_of(self.root))
@@ -229,7 +229,7 @@ class WholeMarks:
         return {d: d in nodes for d in chunks | ((nodes | self._needed_bases) & digests)}
 
     def advance(self, root: Root) -> set[bytes]:
-        """Move on to a newer root; return the digests that are needed since.
+        """Move on to a newer root; return the digests that it needs and the root before did not.
 
         Digests that are no longer needed stay marked. That is safe: the next collection finds them.
         The bases of all new deltas count as needed, whether or not a snapshot needs the deltas.

@@ -152,7 +152,7 @@ def put_if_absent_warnings(backend: Backend) -> list[str]:
 def honours_put_if_absent(backend: Backend) -> bool:
     """Whether a place honours put-if-absent. A host probes each endpoint once a month.
 
-    A verdict holds as long as the bucket keeps versions, or does not, as it did then.
+    A verdict holds until the bucket begins, or ceases, to keep versions.
 
     Raises:
         PlaceError: The place cannot be written to.

@@ -156,7 +156,7 @@ def _stands(backend: Backend, root: Root) -> bool:
 
 
 def _rolled_back(backend: Backend, root: Root) -> Root | None:
-    """Return the copy of a lost root that came after ``root``, the last one there; else None.
+    """Return the copy of a lost root after ``root``, which is the last there; None if none is lost.
 
     If a store was copied while others wrote to it, the result may have a copy of a root, but not
     the files that the root names. Such a copy does not count.
@@ -311,7 +311,7 @@ def release_reserve(backend: Backend) -> None:
 
 
 def with_advice(error: StorageFullError, root: Root) -> StorageFullError:
-    """Return the error of a disk so full that not even letting snapshots go has room."""
+    """Add advice to the error of a disk so full that even a commit that deletes has no room."""
     # The index may have to be written anew, with some 50 bytes for each chunk.
     nbytes = (1 << 20) + 64 * sum(ref.weight for ref in root.segments)
     return StorageFullError(
@@ -432,7 +432,7 @@ def _put_content(backend: Backend, root: Root, content: bytes) -> bool:
             "that `casnap check` says are hurt, or collect garbage with --grace 0"
         )
     if root.seq % 1000 == 0:
-        # The root before lies in another folder. A crash must not lose that one and keep this one.
+        # The root before lies in another folder. A crash must not lose it and keep the new root.
         backend.sync(root_key(root.seq - 1))
     is_ours = _now_stands(backend, root, key, content)
     if is_ours:

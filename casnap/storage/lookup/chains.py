@@ -96,7 +96,7 @@ class ShortestChains:
     """Measures chains if each chunk is read at the place that makes them shortest.
 
     A check asks for each chunk of a store alone, and for many chunks again, while it finds places
-    that do not count. So lengths are remembered where one question answers others.
+    that do not count. So a length is remembered if it can answer later questions.
 
     Args:
         places: Returns all places of a chunk that count.
@@ -151,7 +151,7 @@ class ShortestChains:
 
 
 class DeltaBases:
-    """The bases of all deltas in some segments, at any of their places.
+    """The bases of all deltas in some segments, whichever place a chunk is read at.
 
     The length of a chain does not count here: a collector must not delete a base because readers
     refuse its chain.

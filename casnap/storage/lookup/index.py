@@ -115,7 +115,7 @@ class PackSet:
         return {pack for pack in packs if pack not in self}
 
     def without(self, packs: Collection[PackId | bytes]) -> PackSet:
-        """Return a set that lacks some packs besides."""
+        """Return this set without some more packs."""
         return PackSet(self._parts, self._without.union(packs))
 
 
@@ -170,7 +170,7 @@ class Index:
         return cache
 
     def _look_where_it_is(self) -> None:
-        """Drop the cache if another place lies at this URI now."""
+        """Drop the cache if the URI leads to another place now."""
         place = digest_of(os.fsencode(self._backend.identity)).hex()[:32]
         name = f"{self._store_id}-{place}"
         if name != self._name:

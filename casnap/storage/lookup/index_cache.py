@@ -209,7 +209,7 @@ class MemoryCache(IndexCache):
 class LmdbCache(IndexCache):
     """A cache in an LMDB environment.
 
-    Every record has a checksum and every node is verified, since a take believes the cache. LMDB's
+    Every record has a checksum and every node is verified, since a take trusts the cache. LMDB's
     commits are not synced, so after a reboot, which the boot id shows, the cache is made anew. It
     is also made anew if a process died while it wrote: LMDB aborts a process that finds the pages
     in disorder.

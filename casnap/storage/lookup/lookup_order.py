@@ -5,8 +5,8 @@ A fetch goes down the ladder until it has read everything. On a disk:
 1. **The hint** that a root or a row has for a node; chunks have none.
 2. **The index** of this host, as a recent root sees it.
 3. **Other places** that this index has, for chunks that were not whole at the first one.
-4. **Newer roots**, as long as there are any: a collector may have moved what was not found. It is
-   looked for in their index, then at its other places there.
+4. **Newer roots**, as long as there are any: a collector may have moved the chunks that were not
+   found. They are looked for in the index of such a root, then at their other places there.
 5. **The index made anew** from the store, since the cache of it may be wrong. A pack that this host
    may not see yet is waited for before that.
 
@@ -78,7 +78,7 @@ class Left:
         hints: Where some of the chunks may lie.
 
     Attributes:
-        hints: The same.
+        hints: Where some of the chunks may lie.
         wants: The wants for each chunk: equal chunks are read once.
         attempts: The failed reads of each chunk at the places that the index has.
         lost: The chunks that no rung has found.
@@ -130,7 +130,8 @@ class Bases(NamedTuple):
     """Finds the bases of deltas for one read, all by the same root.
 
     Attributes:
-        find: Returns a place, or None, for each digest. A place of no delta is preferred.
+        find: Returns a place, or None, for each digest. It prefers a place where the chunk is no
+            delta.
         find_all: Returns all places of a digest.
     """
 

@@ -1,7 +1,7 @@
 """Fewer requests for nodes of a remote store: reading whole packs of nodes, with their hints.
 
 A hint says where a node or chunk may lie. The cache of this host keeps the hints that were read, so
-that a later process finds them beside the nodes. No take believes a hint.
+that a later process finds them beside the nodes. No take trusts a hint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from casnap.storage.packs.chunk_reads import is_possible
 MOST_HINTED_BYTES = 1 << 20
 """The most bytes of nodes in a pack with hints. A larger pack is not read whole."""
 _MOST_BYTES = 4 << 20
-# The least bytes to read: one request brings them as soon as fewer.
+# The fewest bytes to read: a request for fewer takes as long.
 _LEAST_BYTES = 1 << 20
 # The bytes of a pack to expect behind a hinted node: the later nodes of its commit.
 _BEHIND = 64 << 10

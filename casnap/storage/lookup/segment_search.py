@@ -114,7 +114,8 @@ def search(
     """Return the places that segments give for digests, as far as this search finds them.
 
     The chunks of a tensor mostly lie in one segment. So one digest is looked for in all segments,
-    and the others only where that one was found. The digests that were not found there begin again.
+    and the others only where the first was found. The search begins again for the digests that were
+    not found there.
 
     Args:
         backend: The backend of the store.

@@ -63,7 +63,7 @@ _LATEST = "latest"
 
 
 def form_of(path: Path) -> CheckpointForm | None:
-    """Return the form of another library's checkpoint, judged by names; None if it is none."""
+    """Return the form of another library's checkpoint at a path, judged by names; None if none."""
     try:
         if is_file(path):
             return next((form for form in _FILES if _matches(form, path.name)), None)
@@ -159,7 +159,7 @@ class ForeignCheckpoints:
 
 
 def _folder_form(folder: Path, forms: Sequence[CheckpointForm]) -> CheckpointForm | None:
-    """Return the first form that a folder matches, or its last checkpoint of DeepSpeed does."""
+    """Return the first form that a folder, or the last checkpoint of DeepSpeed in it, matches."""
     folders = [folder]
     if is_file(latest := folder / _LATEST):
         with translated(str(latest)), latest.open(errors="replace") as file:

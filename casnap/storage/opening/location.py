@@ -263,7 +263,7 @@ class _Marker(msgspec.Struct):
 
 
 class _Use(NamedTuple):
-    """The use that a store is looked for.
+    """What a store is looked for: to read from it, or to write to it.
 
     Reading needs no trust in a store. But a store that a stranger has put above the path must not
     capture snapshots that are taken.
@@ -350,8 +350,8 @@ def has_object(backend: Backend, key: str) -> bool:
 def _find_store(folder: Path, use: _Use) -> tuple[Path, str] | None:
     """Return the nearest store at or above a folder, and the path from the store to the folder.
 
-    It looks above the folder as it is written first, since below a store a link is a name like any
-    other; then above the place that the folder resolves to. It stays on one mount.
+    The search goes up from the folder as it is written, since below a store a link is a name like
+    any other; then up from the place that the folder resolves to. It stays on one mount.
 
     Raises:
         DamagedError: A store of this user lacks its ``casnap.json``.
@@ -492,7 +492,7 @@ def _is_usable(place: Path, way: Path, use: _Use) -> bool:
 
 
 def _is_passed_over(place: Path) -> bool:
-    """Whether to skip an unusable store: all users may write there, and it is another's."""
+    """Whether to skip an unusable store: all users may write there, and another user owns it."""
     if not _is_open_to_all(place):
         return False
     try:

@@ -152,7 +152,7 @@ def _no_name_error(backend: Backend) -> NotAStoreError | None:
         if folder is None or not exists(folder.parent / STORE_FOLDER / CONFIG_KEY):
             return None
     except PLACE_ERRORS:
-        # The store above was passed over, since every user may write there.
+        # The store above was skipped, since every user may write there.
         return None
     return NotAStoreError(
         f"{folder} is not a casnap store, and the store {folder.parent} has no snapshot "

@@ -294,8 +294,8 @@ class PackFiller:
     """Fills one pack after the other, from one thread.
 
     It first copies a chunk into the pack, and hashes the copy, which no other thread can change. So
-    every chunk has the digest that it is stored under. A chunk that the store has gives its room
-    back.
+    every chunk has the digest that it is stored under. If the store has a chunk already, the room
+    of its copy is used again.
     """
 
     def __init__(self, writer: PackWriter) -> None:

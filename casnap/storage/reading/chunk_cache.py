@@ -95,7 +95,7 @@ class ChunkCache:
         folder: The folder of the cached chunks of all stores.
         nbytes: The most bytes that the files of all stores may take up.
         store_id: The id of the store. Copies of the store share the cache: each chunk is verified.
-        uri: The URI of the store, for people.
+        uri: The URI of the store, to be shown to people.
     """
 
     def __init__(self, folder: Path, nbytes: int, store_id: str, uri: str) -> None:
@@ -229,7 +229,8 @@ class ChunkCache:
     def _make_room(self, nbytes: int) -> int:
         """Make room by deleting the least recently used packs; return how many bytes are in use.
 
-        If there is none, this frees a sixteenth of the bound, so that not each run counts files.
+        If there is no room, this frees a sixteenth of the bound, so that the files need not be
+        counted for each run.
         """
         packs = sorted(cached_packs(self._all))
         total = sum(pack.nbytes for pack in packs)

@@ -165,8 +165,8 @@ class Repository:
     def recent(self) -> Root:
         """Return the newest root, or on a remote store one that was the newest a moment ago.
 
-        It is good enough to begin a change, and to read: a read that fails by it looks in newer
-        roots.
+        Such a root is recent enough to begin a change, and to read: if a read fails with it, newer
+        roots are tried.
         """
         return self.lookup.newest.recent()
 
@@ -179,7 +179,7 @@ class Repository:
         self.lookup.newest.observe(root)
 
     def has_taken(self, row: Row) -> bool:
-        """Whether a snapshot was taken in this store: a copy has the commit id of its origin."""
+        """Whether a snapshot was taken in this store; False for a copy of another snapshot."""
         return not row.origin[0] and self._has_committed(row.seq, row)
 
     def has_taken_origin_of(self, row: Row) -> bool:
@@ -252,10 +252,10 @@ class Repository:
         return self.read_at_newest(read)
 
     def as_of_whole_root(self) -> Repository | None:
-        """Return the store as its newest whole root has it, for reading, if a newer root is not.
+        """If the newest root is not whole, return the store as its newest whole root has it.
 
-        A root is whole if all files that it names exist. An older root without snapshots does not
-        count: by an empty store a run would begin anew.
+        That store is for reading. A root is whole if all files that it names exist. An older root
+        without snapshots does not count: a run that sees an empty store would begin anew.
 
         Returns:
             The store; None if the newest root is whole, or no older root with snapshots is.

@@ -21,8 +21,9 @@ class Table(Tree[Row]):
         """Return snapshots in the order of their commits.
 
         A store may get the copy of an old snapshot late, because it was damaged, or its name was
-        taken. So copies from one store, if a note says their origin, are ordered among themselves:
-        they fill the places that they have together in the order of their commits in that store.
+        taken. So the copies from one store, if notes tell their origins, are ordered among
+        themselves by their commits in that store. Together they keep the positions that they have
+        among all snapshots.
         """
         ordered = sorted(rows, key=lambda item: (item[1].seq, item[0]))
         places: dict[str, list[int]] = {}

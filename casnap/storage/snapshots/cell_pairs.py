@@ -43,14 +43,14 @@ def snapshot_before(
     """Return an earlier snapshot whose chunks may be bases for the chunks of another; None if none.
 
     It is the snapshot before in the same folder. The first snapshot of a folder may be a fine-tune
-    of a snapshot in another folder. So for that one, this looks at the newest snapshots of other
-    folders, and returns the one that shares most bytes by path, dtype and shape.
+    of a snapshot in another folder. So for the first snapshot, this looks at the newest snapshots
+    of other folders, and returns the one that shares most bytes by path, dtype and shape.
 
     Args:
         contents: The snapshot to find bases for.
         snapshots: The snapshots of its store.
         is_there: Whether the destination of the chunks has a snapshot. Snapshots that it lacks are
-            passed over.
+            skipped.
         last_there: Returns the last earlier snapshot that the destination has. It counts if the
             destination has no earlier snapshot of the folder that the store still has.
     """
@@ -119,7 +119,7 @@ def _alike_bytes(contents: Contents, other: Contents) -> int:
 
 
 def cell_pairs(contents: Contents, before: Contents | None) -> Iterator[CellPair]:
-    """Yield the pairs of a snapshot, each chunk once, except in subtrees that both share."""
+    """Yield the pairs of a snapshot, each chunk once, without the subtrees that both share."""
     visited: set[Digest] = set()
     for key, digest, digest_before in _subtrees(contents, before):
         if digest == digest_before:

@@ -70,7 +70,7 @@ class Node(NamedTuple):
     """A node of the tree of a snapshot, with its references.
 
     Attributes:
-        key: Its kind and its digest: two nodes of different kinds may have the same bytes.
+        key: The kind and the digest of the node: nodes of two kinds may have the same bytes.
         digest: The digest of the node.
         below: The keys of the nodes that it names.
         chunks: The digests of the chunks that it names.
@@ -161,7 +161,7 @@ class Contents:
         return MANIFEST + self.row.manifest.digest
 
     def nodes(self, visited: set[bytes]) -> Iterator[Node]:
-        """Yield each node of the tree that was not visited before, and before the nodes below it.
+        """Yield the nodes of the tree that were not visited, each before the nodes below it.
 
         Args:
             visited: The keys of visited nodes. The keys of the yielded nodes are added.
@@ -372,8 +372,7 @@ class Contents:
 
         Args:
             path: The path.
-            only_leaves: Whether it does not matter that several ranks have containers of their own
-                there.
+            only_leaves: Whether several ranks may have containers of their own there.
 
         Raises:
             EntryNotFoundError: There is no entry of this path. Or several ranks have entries of
@@ -568,7 +567,7 @@ class Contents:
         return digests
 
     def named_chunks(self, payload: Payload) -> dict[Digest, None]:
-        """Return the digests of the chunks that a payload names, each once. Any entry will do.
+        """Return the digests of the chunks that a payload names, each once.
 
         Raises:
             DamagedError: The lists of digests are malformed.

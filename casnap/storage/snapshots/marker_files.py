@@ -133,8 +133,8 @@ class Markers:
         Args:
             name: The name of the new snapshot.
             row: Its row.
-            removed_rows: The rows of the removed snapshots, by name. A row of this very name was
-                replaced.
+            removed_rows: The rows of the removed snapshots, by name. If a row has the name of the
+                new snapshot, the new one has replaced it.
         """
         mark(self._store, name, row)
         deleted = {
@@ -200,7 +200,7 @@ def unknown_markers(store: Repository) -> dict[str, bytes]:
     commit, its root was lost, or a user has copied the folder from elsewhere.
 
     This looks at the folders of all runs that have a snapshot, and at the folders right in the
-    store's folder. It passes over links, and folders with very many names.
+    store's folder. It skips links, and folders with very many names.
 
     Returns:
         The name of each marked folder → the commit in its marker.

@@ -1,4 +1,4 @@
-"""Letting snapshots go: by a retention, or by name."""
+"""Removing snapshots: by a retention, or by name."""
 
 from __future__ import annotations
 

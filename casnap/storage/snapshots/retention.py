@@ -33,7 +33,7 @@ class Retention:
     The rules apply to each *run* on its own: the snapshots of one folder, in the order of their
     commits. Tagged snapshots are always kept, and so are snapshots that wait for their copy in
     another store. Snapshots that a rewind has moved aside (see :meth:`Store.rewind`) count as the
-    oldest of their run for ``keep_last``; ``keep_every`` and ``keep_best`` pass them over.
+    oldest of their run for ``keep_last``; ``keep_every`` and ``keep_best`` skip them.
 
     Args:
         keep_last: How many of the newest snapshots to keep.
@@ -156,7 +156,7 @@ def _best(
 
 
 def unknown_metrics(retention: Retention, rows: Iterable[Row]) -> list[str]:
-    """Return the metrics of ``keep_best`` that no row has as a number. They keep all rows."""
+    """Return the metrics of ``keep_best`` that no row has as a number: these keep all rows."""
     metadata = [row.metadata for row in rows]
     metrics = (metric for metric, *_ in _best_rules(retention.keep_best))
     return [m for m in metrics if all(_number(each.get(m)) is None for each in metadata)]

@@ -128,7 +128,7 @@ class Runs:
         return thinned
 
     def forget(self, name: str, commit_id: str) -> None:
-        """Remove a snapshot, whatever holds it.
+        """Remove a snapshot, even if a tag or something else holds it.
 
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name and commit id.

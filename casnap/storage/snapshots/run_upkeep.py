@@ -23,7 +23,7 @@ class Upkeep(NamedTuple):
     """The changes that a commit makes to the earlier snapshots of a run.
 
     Attributes:
-        pruned: The rows of the snapshots that go, by name.
+        pruned: The rows of the snapshots that are removed, by name.
         thinned: The new rows of the snapshots that lose keys, by name.
     """
 
@@ -51,7 +51,7 @@ class Upkeep(NamedTuple):
             added: Name and row of the new snapshot, which stays as it is.
             retention: The rules; None keeps all snapshots.
             session: The session that commits. It stores the new manifests.
-            replaced: Names of snapshots that go in any case.
+            replaced: Names of snapshots that are removed in any case.
             counts: Whether the rules judge and count a snapshot at all.
         """
         if retention is None:

@@ -44,7 +44,7 @@ class Thinned:
     """A snapshot that was thinned.
 
     Attributes:
-        before: The row of the snapshot before that.
+        before: The row that the snapshot had before.
         keys: The keys that it lost.
     """
 

@@ -14,8 +14,9 @@ from casnap.storage.lookup.chains import can_carry, chains_below
 from casnap.storage.lookup.index import Index, IndexView
 from casnap.storage.writing.new_packs import NewPacks
 
-# The more of a chunk a delta changes, the longer a reader takes to apply it, up to the time of a
-# dense one. So a chain has at most 32 deltas of up to 1/56 of the chunk each, or 4 of 1/7 or more.
+# The more of a chunk a delta changes, the longer a reader takes to apply it, up to the time that a
+# dense delta takes. So a chain has at most 32 deltas of up to 1/56 of the chunk each, or 4 of 1/7
+# or more.
 _WEIGHT, _MOST_WEIGHT = 56.0, 8.0
 # If a delta takes a greater share of its chunk, planes may take less: try both.
 _LARGE_SHARE = 0.5

@@ -34,9 +34,9 @@ class Handover(Struct, array_like=True):
         relied_on: The ids of the packs that the rank relies on, one behind the other.
         base_seq: The root number that the ids of its own packs begin with.
         new_bytes: The stored bytes of chunks and nodes that it added.
-        records: Their records, as a sealed segment that is not written yet. Empty if there are no
-            records, or too many for the segment of the committing rank.
-        weight: How many records, bases and packs must go into another segment.
+        records: The records of these chunks and nodes, as a sealed segment that is not written yet.
+            Empty if there are no records, or too many for the segment of the committing rank.
+        weight: If there are too many: how many records, bases and packs need another segment.
         segments: The segments that the rank wrote, for itself and other ranks.
         sample: The id of one of its packs; empty if it wrote none.
         place: Bytes that are equal for ranks which write to the same place.
@@ -163,7 +163,7 @@ class OtherRanks:
             self._take_over(root.seq)
 
     def _is_kept(self, store: Repository) -> bool:
-        """Whether collectors may not delete the ranks' packs: no fence has passed them."""
+        """Whether no collector may delete the ranks' packs: no fence has passed them."""
         return store.newest().fence <= self.base_seq
 
     def check_written(self, store: Repository) -> None:

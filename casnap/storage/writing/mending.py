@@ -75,13 +75,13 @@ class Mending:
 
         Args:
             root: The root that was surveyed.
-            places: The places in damaged packs. The new packs use the best codec among theirs.
+            places: The places in damaged packs. The new packs use the best codec of these places.
         """
         codec = codec_among(place.codec for place in places)
         self._saved = NewPacks(self._store, root.seq, self._crew, codec)
 
     def save(self, digest: Digest, raw: memoryview, *, is_node: bool) -> None:
-        """Write a verified chunk or node to a new pack, once."""
+        """Write a verified chunk or node to a new pack, unless that was done before."""
         assert self._saved is not None
         self._saved.copy(digest, raw, is_node=is_node)
 

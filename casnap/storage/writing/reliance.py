@@ -28,7 +28,9 @@ _DELTA = int(Codec.DELTA)
 
 
 class Reliance:
-    """The chunks and nodes that a change relies on, with their packs. Collectors see it to its end.
+    """The chunks and nodes that a change relies on, with their packs.
+
+    Collectors see the reliance until it ends.
 
     Each session has one. A caller that asks what the store holds before its session begins makes
     another one, which the session later adopts.
@@ -148,7 +150,7 @@ class Reliance:
         return {pack for pack, end in ends.items() if self._lengths[pack] < end}
 
     def confirm(self, latest: IndexView) -> None:
-        """Check the reliance by a newer root: for each pack that is not live, look for live ones.
+        """Check the reliance by a newer root, and replace packs that are not live any more.
 
         If live packs have all digests that a pack is needed for, the change relies on them instead.
         Else a condemned pack stays relied on, so that the commit rescues it.

@@ -254,8 +254,8 @@ class Session:
         Args:
             digests: The chunks.
             raws: The verified bytes of the chunks, and of the bases that could be read.
-            bases: The digest of a chunk → the digest of another one, which it may resemble. The
-                session must rely on that one.
+            bases: The digest of a chunk → the digest of another chunk, which it may resemble. The
+                session must rely on the other chunk.
         """
         chains = self._forms.chains_below(self.base, raws.keys() & bases.values())
         for digest in digests:

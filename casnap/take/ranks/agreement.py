@@ -16,7 +16,7 @@ from casnap.take.options import TakeOptions, unclear_commits
 
 
 class Agreement(msgspec.Struct, array_like=True):
-    """The message in which a rank says what it asks of a take; all ranks go by rank 0's.
+    """The message in which a rank says what it asks of a take; all ranks follow that of rank 0.
 
     Attributes:
         store_id: The id of the store.
@@ -24,7 +24,7 @@ class Agreement(msgspec.Struct, array_like=True):
         keys: The keys of the app state, as components: a key need not be Unicode.
         options: Other things that must be the same on all ranks, by their names in errors.
         codec: How chunks are stored. Only rank 0 looks how the store is set.
-        seed: A random number. Rank 0's chooses which bytes of replicas are compared.
+        seed: A random number. That of rank 0 chooses which bytes of replicas are compared.
         root: The newest root, which rank 0 reads for all ranks where each look is a request.
         lists: Whether rank 0 lists the packs for all ranks before they rely on some.
     """

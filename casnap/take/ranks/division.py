@@ -290,8 +290,8 @@ def _take_in(
 ) -> tuple[dict[int, RankPlan], list[int]]:
     """Take in the answers of the owners.
 
-    A leaf that is not equal on all ranks counts as not declared, as TorchSnapshot does it: its
-    scope becomes UNDECIDED.
+    A leaf that is not equal on all ranks counts as not declared, as in TorchSnapshot: its scope
+    becomes UNDECIDED.
 
     Returns:
         Leaf → plan, for sharded leaves; and the leaves whose replicas have different bytes.
