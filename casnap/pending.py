@@ -70,7 +70,7 @@ class PendingSnapshot:
         return self._stored(self._take.wait())
 
     def _tried(self) -> casnap.Snapshot | None:
-        """Wait for the end; return the snapshot, or None after a fault that ``try_`` tolerates."""
+        """Wait for the end; return the snapshot, or None after a fault that the run tolerates."""
         self._take.wait_for_end()
         return None if self._take.tolerated else self._stored(self._take.wait_for_result())
 

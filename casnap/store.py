@@ -827,7 +827,7 @@ class Store:
 
         Raises:
             SnapshotNotFoundError: There is no such snapshot; or it was deleted meanwhile.
-            FileFormatError: Something else stands at the folder, it belongs to another user, or the
+            FileFormatError: Something else lies at the folder, it belongs to another user, or the
                 snapshot holds no tensors.
             StorageFullError: The disk is full. The folder stays at the version before; or the error
                 says that a pull in place has left it mixed.

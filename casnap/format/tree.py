@@ -52,8 +52,8 @@ class Branch(Struct, frozen=True, array_like=True, tag="b"):
 ENTRY_FANOUT, TABLE_FANOUT = 256, 8
 """The fanouts of the trees: how many items, or children, a node has on average.
 
-A take changes many entries at once, so their trees have few large nodes. A change of the table of
-snapshots rewrites one row, so its nodes are small.
+A take changes many entries at once, so the trees of entries have few, but large nodes. A change of
+the table of snapshots rewrites one row, so its nodes are small.
 """
 MAX_LEVELS = DIGEST_SIZE - 1
 """The most levels of lists. Byte n of a key's hash decides whether a node of level n ends."""

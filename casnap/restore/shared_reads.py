@@ -64,8 +64,8 @@ class _Copy(NamedTuple):
     Attributes:
         target: The memory of the chunk.
         position: Where this memory begins in the memory that the other ranks get.
-        entries: The entries that get the position once the chunk is there: each a table, and a
-            number in it.
+        entries: Where to write the position once the chunk is there: tables, each with the number
+            of an entry in it.
     """
 
     target: memoryview

@@ -448,7 +448,7 @@ class Contents:
     def matching(self, pattern: str) -> list[Listed]:
         """Return the tensors and values whose path a glob matches; ``*`` crosses ``/``.
 
-        If entries have this very path, it means them alone.
+        If entries have the pattern itself as their path, only these are returned.
 
         Raises:
             TypeError: The pattern is no str.
