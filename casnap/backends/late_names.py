@@ -24,9 +24,9 @@ _LEFT_OPEN = (".fuse_hidden", ".nfs")
 
 
 def is_left_open(name: str) -> bool:
-    """Whether a client keeps a file that was deleted while it was open.
+    """Whether a name is that of a deleted file, which a client keeps while a process has it open.
 
-    Nobody needs that file. The client deletes it once no process has it open.
+    Nobody else needs that file.
     """
     return name.startswith(_LEFT_OPEN)
 

@@ -80,7 +80,7 @@ def options_for(uri: str) -> dict[str, Any] | None:
 
 
 def options_of(uri: str) -> dict[str, Any] | None:
-    """Return as :func:`options_for`, but None for a local path: ``cp`` may have one of each."""
+    """Do as :func:`options_for`, but return None for a local path: ``cp`` may have one of each."""
     return None if store_uri(uri) is None else options_for(uri)
 
 
@@ -114,7 +114,7 @@ def _open_place(
 
     Args:
         uri: The URI.
-        backends: This adds the backend that it uses, so that the caller can count its requests.
+        backends: A list that gets the backend in use, so that the caller can count its requests.
         is_destination: Whether snapshots go there. Then this completes a store whose making was cut
             off.
     """
@@ -128,7 +128,7 @@ def _open_place(
 def open_or_above(
     uri: str, backends: list[Backend], *, is_destination: bool = False
 ) -> tuple[Store, str | None]:
-    """Return as :func:`_open_place`; for the URI of a remote snapshot, try the store above too.
+    """Do as :func:`_open_place`; for the URI of a remote snapshot, try the store above too.
 
     Raises:
         NotAStoreError: There is no store at either place.

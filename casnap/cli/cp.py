@@ -182,7 +182,7 @@ def _destination(
 
     Args:
         uri: The destination.
-        backends: This adds the backends that it uses, so that the caller can count their requests.
+        backends: A list that gets the backends in use, so that the caller can count their requests.
         name: The snapshot, if only one is copied; else None.
         chunk_size: The chunk size of a store that is made.
     """

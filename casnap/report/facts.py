@@ -197,7 +197,7 @@ def _run(
 
 
 def _modules_of(path: str) -> ModulePath:
-    """Return the modules that lead to an entry; the entries of all ranks count as one rank's."""
+    """Return the modules that lead to an entry; all ranks' entries count as those of one rank."""
     head, slash, tail = path.partition("/")
     if slash and _NUMBER.fullmatch(head):
         path = f"ranks/{tail}"

@@ -88,7 +88,7 @@ def pin(slot: Slot, device: torch.device) -> bool:
     """Register a slot as pinned memory, so that the driver copies directly from and to it.
 
     Only CUDA and ROCm can register memory that is there already. The drivers of other devices copy
-    through memory of their own; so does CUDA's if the memory cannot be pinned.
+    through memory of their own; so does the driver of CUDA if the memory cannot be pinned.
 
     Args:
         slot: The slot.

@@ -248,7 +248,7 @@ class SnapshotCopy:
         return self._candidates
 
     def _commit_part(self, session: Session, sizes: list[tuple[Digest, int]]) -> bool:
-        """Commit the sent chunks, so that no collector deletes them; return as :meth:`_commit`."""
+        """Commit the sent chunks as :meth:`_commit` does, so that no collector deletes them."""
         parts = unfinished.put_part(session, sizes)
 
         def update_root(root: Root) -> Root:

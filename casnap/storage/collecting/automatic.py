@@ -38,12 +38,13 @@ from casnap.storage.commit_log.roots import read_root
 from casnap.storage.reading.repository import Repository
 
 _log = logging.getLogger("casnap")
-# A collection begins once snapshots with 1/_PARTS of the kept bytes were deleted, ...
+# A collection begins once snapshots with 1/_PARTS of the kept bytes were deleted, as long as
+# collections have taken no more than their SHARE.
 _PARTS = 8
 SHARE = 0.04
-"""... if earlier ones took at most this share of the processor time of this process; or else ..."""
+"""The share of this process's processor time up to which collections begin early."""
 MOST = 512 << 20
-"""... once snapshots with this many bytes were deleted."""
+"""Beyond that share, a collection begins once snapshots with this many bytes were deleted."""
 # To look at a snapshot costs less than 1 % of a take of this many bytes.
 _A_SNAPSHOT = 64 << 20
 # A pack is copied if no more than about half of it is needed: one of two equal tensors.
