@@ -41,7 +41,7 @@ BY_SIZE = (Codec.RAW, Codec.PLANES)
 
 
 def codec_among(codecs: Iterable[int]) -> Codec:
-    """Return the codec that makes chunks smallest, raw if there is none; deltas do not count."""
+    """Return which of some codecs makes chunks smallest, deltas aside; raw if there is none."""
     given = set(codecs)
     return [Codec.RAW, *(codec for codec in BY_SIZE if codec in given)][-1]
 

@@ -26,7 +26,7 @@ def holds_parts(value: object) -> bool:
 
 
 def said_of_parts(value: Any) -> tuple[tuple[int, ...], set[Region]]:
-    """Return the larger tensor's shape, and the boxes of it that a tensor says it holds."""
+    """Return the shape of the larger tensor, and its boxes that this tensor says it holds."""
     boxes = zip(value.global_offsets, value.local_sizes, strict=True)
     shape = tuple(value.global_shape)
     return shape, {Region(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes}

@@ -114,7 +114,7 @@ class NewestRoot:
 
 
 class RememberedRoot(NewestRoot):
-    """The newest root of a remote store, which looks at the store no more often than needed."""
+    """The newest root of a remote store, at which this looks no more often than needed."""
 
     def __init__(self, backend: Backend, config: StoreConfig) -> None:
         super().__init__(backend, config)

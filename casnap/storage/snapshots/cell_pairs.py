@@ -51,8 +51,8 @@ def snapshot_before(
         snapshots: The snapshots of its store.
         is_there: Whether the destination of the chunks has a snapshot. Snapshots that it lacks are
             skipped.
-        last_there: Returns the last earlier snapshot that the destination has. It counts if the
-            destination has no earlier snapshot of the folder that the store still has.
+        last_there: Returns the last earlier snapshot of the folder at the destination, even if its
+            store has deleted it. It is used if no earlier snapshot of the folder is in both stores.
     """
     earlier: dict[str, list[Contents]] = {}
     for name, row in sorted(snapshots, key=lambda each: -each[1].seq):

@@ -210,12 +210,12 @@ def _divided(segment: Segment) -> list[Segment]:
 
 
 def weight_of(segment: Segment) -> int:
-    """Return how many records, bases and packs a segment has."""
+    """Return the number of records, bases and packs of a segment, added up."""
     return _weight(segment.records) + len(segment.packs)
 
 
 def _weight(records: list[Record]) -> int:
-    """Return how many records and bases these records are."""
+    """Return the number of records and of their bases, added up."""
     return len(records) + count_deltas(records)
 
 
