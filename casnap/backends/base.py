@@ -197,7 +197,7 @@ class ReadHints(BackendCore):
                 use(number)
 
     def _read_each(self, key: str, targets: Sequence[Target]) -> Iterable[int]:
-        """Do as :meth:`read_into`; a backend may read each buffer when its length is asked for."""
+        """Do as :meth:`read_into`; a backend may yield each length once it has read the run."""
         return self.read_into(key, targets)
 
 

@@ -115,7 +115,7 @@ def follows_of(row: Row, mirror_id: str) -> int:
 
 
 def copy_notes(row: Row, store_id: str, life: Life) -> dict[str, Any]:
-    """Return the notes of a snapshot's copy at a mirror: origin, life, and those of any copy."""
+    """Return the notes of a snapshot's copy at a mirror: its origin, its life, and kept notes."""
     return {ORIGIN: [store_id, row.seq], _LIFE: list(life), **row.copied_notes}
 
 

@@ -129,7 +129,11 @@ class FolderInPlace(ServedFolder):
 
     @override
     def of(self, store_id: str, commit: str, mapping: object) -> Version | None:
-        """Return the first version if a crash came before it got its name; delete all others."""
+        """Return the first version, written whole but not renamed yet, if it is the wanted one.
+
+        All other versions that were not renamed are deleted. None: there is none, or the folder
+        exists already.
+        """
         if self.is_there:
             return None
         found = super().of(store_id, commit, mapping)

@@ -189,7 +189,7 @@ class _StepCheck:
 
 
 def _is_text(kinds: tuple[str, ...], args: list[Any]) -> bool:
-    """Whether these are the arguments that torch.save gives ``bytearray``: never a length."""
+    """Whether ``bytearray`` is called as torch.save calls it: with a text, never with a length."""
     return kinds in ((), ("str", "str")) or (kinds == ("call",) and args[0].name == _ENCODE)
 
 

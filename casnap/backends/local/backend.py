@@ -147,7 +147,7 @@ class LocalBackend(Backend):
     @override
     @property
     def endpoint(self) -> str:
-        """The mounted file system, for as long as this host runs."""
+        """A name for the mounted file system, which it has until this host is booted again."""
         with translated(self.uri):
             return f"{boot_id()} {os.stat(self.uri).st_dev}"
 

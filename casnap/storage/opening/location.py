@@ -62,8 +62,8 @@ class Location(NamedTuple):
     Attributes:
         backend: The backend of the store, whether or not the store exists.
         name: A name or prefix in the store; "" for the store itself.
-        exists: Whether there is a store. None for a remote store, which was not asked since opening
-            costs no more; and for a backend that did not answer.
+        exists: Whether there is a store. None if that is not known: a remote store is not asked
+            before it is opened, which costs no more; or the backend did not answer.
     """
 
     backend: Backend
