@@ -7,9 +7,9 @@
     save_checkpoint(engine, "/ckpts/run1", client_state={"epoch": 3})
     path, client_state = load_checkpoint(engine, "/ckpts/run1")
 
-Each rank of ZeRO holds runs of the elements of parameters. Here such a run is a few boxes of a
-named tensor, as the shards of a DTensor are. So what is stored depends neither on the stage nor on
-the number of ranks.
+Each rank of ZeRO holds runs of consecutive elements of parameters. casnap stores a run as a few
+boxes of a named tensor, like the shards of a DTensor. So a snapshot depends neither on the stage
+nor on the number of ranks.
 """
 
 from __future__ import annotations
@@ -81,18 +81,18 @@ def save_checkpoint(
 
     Args:
         engine: The engine, of ZeRO-1, 2 or 3.
-        save_dir: The folder of the snapshot, which is or becomes the store unless there is one
-            above it; a bucket works too.
-        tag: The name of the snapshot there; ``global_step<n>`` by default. One of that name is
-            replaced when the new one is whole.
-        client_state: Values of rank 0 that :func:`load_checkpoint` gives back.
+        save_dir: The folder of the snapshot. It is or becomes the store, unless there is a store
+            above it. A bucket works too.
+        tag: The name of the snapshot in the folder; ``global_step<n>`` by default. A snapshot of
+            that name is replaced once the new one is whole.
+        client_state: Values of rank 0 that :func:`load_checkpoint` returns.
         exclude_frozen_parameters: Leave out the parameters that are not trained.
         allow_pickle: Store values that have no safe encoding by pickle.
         retention: Afterwards, delete the snapshots of ``save_dir`` that these rules do not keep.
         timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
     Raises:
-        StateError: The engine splits the model in a way that this does not support.
+        StateError: The engine splits the model in a way that casnap does not support.
         CasnapError: This rank or another one failed; nothing was committed.
     """
     check_supported(engine)
@@ -118,10 +118,10 @@ def async_save_checkpoint(
     retention: Retention | None = None,
     timeout: float | None = None,
 ) -> PendingSnapshot:
-    """Copy what :func:`save_checkpoint` saves, return, and store it in the background.
+    """Do as :func:`save_checkpoint`, but return once the state is copied; store in the background.
 
-    The arguments and errors are the same. ``wait()`` of what this returns, or the next save, raises
-    what went wrong in the background.
+    The arguments and errors are the same. ``wait()`` of the returned object, or the next save,
+    raises an error that occurred in the background.
     """
     check_supported(engine)
     save = Save(
@@ -148,26 +148,27 @@ def load_checkpoint(
 ) -> tuple[str | None, dict[str, Any]]:
     """Load a snapshot into an engine, in place and verified. All ranks call it.
 
-    Their number and the stage of ZeRO may differ from those of the save.
+    The number of ranks and the stage of ZeRO may differ from those of the save.
 
     Args:
         engine: The engine, of ZeRO-1, 2 or 3.
         load_dir: The folder of the snapshot.
-        tag: Its name; the newest one by default.
-        load_optimizer_states: Load master weights and states of the optimizer. Otherwise the master
-            weights are made from those of the module.
+        tag: The name of the snapshot; the newest one by default.
+        load_optimizer_states: Load the master weights and the states of the optimizer. If False,
+            the master weights are made from the weights of the module.
         load_lr_scheduler_states: Load the scheduler.
-        load_module_only: Load the module alone.
+        load_module_only: Load only the module.
         allow_pickle: Unpickle values that were stored by pickle.
         timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
     Returns:
-        The path of the snapshot, and the client state; None and nothing where there is no snapshot
-        and no tag was given. If there are checkpoints of another form, a warning says so.
+        The path of the snapshot, and the client state. If there is no snapshot and no tag was
+        given: None, and an empty dict. If the folder has checkpoints of another form, a warning
+        says so.
 
     Raises:
         SnapshotNotFoundError: There is no snapshot of this tag.
-        StateError: The folder is itself a snapshot, and no tag was given.
+        StateError: No tag was given, and the folder itself is a snapshot.
         MismatchError: The engine does not fit the snapshot; nothing was loaded.
         DamagedError: Stored bytes are missing or damaged.
     """
@@ -225,9 +226,9 @@ def take_with(
     :func:`load_checkpoint` loads the engine's part.
 
     Args:
-        engine: The engine, which :func:`check_supported` has seen.
+        engine: The engine, which :func:`check_supported` has accepted.
         save: The save.
-        others: Key → a value; none of the keys is one of the engine's.
+        others: The other values by key. No key may be a key of the engine.
         allow_pickle: Store values that have no safe encoding by pickle.
     """
     with _Partitioned(engine):
@@ -267,10 +268,10 @@ def _newest(load_dir: StrPath) -> str | None:
 
 
 def check_supported(engine: Any) -> None:
-    """Check that the ranks divide nothing but the states of ZeRO.
+    """Check that the ranks divide only the states of ZeRO.
 
     Raises:
-        StateError: They divide something else.
+        StateError: The ranks divide the model in another way, such as tensor parallelism.
     """
     problems = {
         "ZeRO-0": engine.optimizer is None or not engine.zero_optimization(),
@@ -288,7 +289,7 @@ def check_supported(engine: Any) -> None:
 
 
 class _Partitioned:
-    """A context in which each rank holds its own parts alone; ZeRO-3 keeps small tensors whole."""
+    """A context in which each rank holds its own parts alone: ZeRO-3 keeps small tensors whole."""
 
     def __init__(self, engine: Any) -> None:
         self._optimizer = engine.optimizer
@@ -297,7 +298,7 @@ class _Partitioned:
         getattr(self._optimizer, "checkpoint_event_prologue", _do_nothing)()
 
     def __exit__(self, *error: object) -> None:
-        if error[0] is None:  # it is a collective
+        if error[0] is None:  # a collective, so only if no rank fails
             getattr(self._optimizer, "checkpoint_event_epilogue", _do_nothing)()
 
 
@@ -308,8 +309,8 @@ def _do_nothing() -> None:
 # --- the parts of this rank -------------------------------------------------------------------
 
 
-class _Run(NamedTuple):
-    """Consecutive elements of a tensor that this rank holds.
+class _HeldElements(NamedTuple):
+    """A run: consecutive elements of a tensor that this rank holds.
 
     Attributes:
         shape: The shape of the whole tensor.
@@ -321,7 +322,7 @@ class _Run(NamedTuple):
     start: int
     memory: torch.Tensor
 
-    def parts(self) -> Iterator[tuple[Region, torch.Tensor]]:
+    def boxes(self) -> Iterator[tuple[Region, torch.Tensor]]:
         """Yield the boxes that the elements fill, each with its memory."""
         position = 0
         for box in boxes_of_run(self.shape, self.start, self.start + self.memory.numel()):
@@ -329,8 +330,8 @@ class _Run(NamedTuple):
             position += box.numel
 
 
-def _module_run(parameter: Any) -> _Run:
-    """Return what this rank stores of a parameter, as the module has it."""
+def _module_run(parameter: Any) -> _HeldElements:
+    """Return the elements of a parameter that this rank stores, as the module has them."""
     if hasattr(parameter, "ds_tensor"):
         return _run_of_stage_3(parameter, parameter.ds_tensor)
     memory = parameter.detach().flatten()
@@ -339,35 +340,35 @@ def _module_run(parameter: Any) -> _Run:
         start, count = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
     elif parameter.requires_grad:
         start, count = 0, 0
-    else:  # all ranks have the same
+    else:  # all ranks have the same values
         rank, size, numel = dist.get_rank(), dist.get_world_size(), memory.numel()
         start = numel * rank // size
         count = numel * (rank + 1) // size - start
-    return _Run(tuple(parameter.shape), start, memory[start : start + count])
+    return _HeldElements(tuple(parameter.shape), start, memory[start : start + count])
 
 
-def _state_run(optimizer: Any, parameter: Any, key: str) -> _Run:
-    """Return what this rank has of a state of a parameter; ``fp32`` for the master weights."""
+def _state_run(optimizer: Any, parameter: Any, key: str) -> _HeldElements:
+    """Return this rank's elements of a parameter's state; the key ``fp32``: the master weights."""
     if hasattr(parameter, "ds_tensor"):
         state_key = None if key == "fp32" else key
         held, _ = optimizer._get_fp32_opt_state_partition(parameter, True, state_key)
         return _run_of_stage_3(parameter, held)
     mapping = parameter._hp_mapping
     if mapping is None:
-        return _Run(tuple(parameter.shape), 0, parameter.new_empty(0))
+        return _HeldElements(tuple(parameter.shape), 0, parameter.new_empty(0))
     _, flat = _flat_groups(optimizer)[mapping.param_group_index]
     memory, place = flat.detach(), mapping.hp_fragment_address
     if key != "fp32":
         memory = optimizer.optimizer.state[flat][key]
     held = memory.narrow(0, place.start, place.numel)
-    return _Run(tuple(parameter.shape), mapping.lp_fragment_address.start, held)
+    return _HeldElements(tuple(parameter.shape), mapping.lp_fragment_address.start, held)
 
 
-def _run_of_stage_3(parameter: Any, held: torch.Tensor) -> _Run:
-    """Return the part of a rank without its padding: all ranks hold parts of equal length."""
+def _run_of_stage_3(parameter: Any, held: torch.Tensor) -> _HeldElements:
+    """Return this rank's part without padding; ZeRO-3 pads parts to equal lengths."""
     start = dist.get_rank(parameter.ds_process_group) * held.numel()
     count = min(held.numel(), parameter.ds_numel - start)
-    return _Run(tuple(parameter.ds_shape), start, held.detach()[: max(count, 0)])
+    return _HeldElements(tuple(parameter.ds_shape), start, held.detach()[: max(count, 0)])
 
 
 def _flat_groups(optimizer: Any) -> list[tuple[int, torch.Tensor]]:
@@ -394,7 +395,7 @@ def _state_of(
     without_frozen: bool,
     allow_pickle: bool,
 ) -> DividedLeaves:
-    """Return what this rank stores."""
+    """Return the state that this rank stores, as leaves."""
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))
     module_state = engine.module.state_dict()
     names = [
@@ -429,12 +430,12 @@ def _state_of(
     return DividedLeaves(leaves)
 
 
-def _leaves(path: str, run: _Run) -> Iterator[Leaf]:
-    if 0 in run.shape:  # one rank stores it
+def _leaves(path: str, run: _HeldElements) -> Iterator[Leaf]:
+    if 0 in run.shape:  # only one rank stores a tensor without elements
         if dist.get_rank() == 0:
             yield describe(path, run.memory.new_empty(run.shape))
     else:
-        yield from leaf_of_parts(path, run.shape, run.parts())
+        yield from leaf_of_parts(path, run.shape, run.boxes())
 
 
 def _flat_states(optimizer: Any) -> list[str]:
@@ -446,7 +447,7 @@ def _flat_states(optimizer: Any) -> list[str]:
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the settings of each group of parameters, and the states that it has but once."""
+    """Return, for each group of parameters, its settings, and its states that no tensor has."""
     groups = [
         {"settings": {k: v for k, v in group.items() if k != "params"}, "state": {}}
         for group in optimizer.param_groups
@@ -480,11 +481,11 @@ _SCALER = ("dynamic_loss_scale", "overflow")
 
 
 class _Stored(NamedTuple):
-    """What a snapshot has besides tensors.
+    """The values of a snapshot besides tensors.
 
     Attributes:
         snapshot: The snapshot.
-        kept: Its key ``engine``.
+        kept: The value of its key ``engine``.
         groups: The settings of the groups of the optimizer, if states are loaded.
         states: The states of the optimizer that are loaded; ``fp32`` for the master weights.
     """
@@ -508,10 +509,10 @@ def _read(path: str, *, with_states: bool, allow_pickle: bool) -> _Stored:
 
 
 def _check(engine: Any, stored: _Stored, comm: Comm, *, with_scheduler: bool) -> None:
-    """Check that an engine fits a snapshot. Nothing is changed.
+    """Check that an engine fits a snapshot; change nothing.
 
     Raises:
-        MismatchError: It does not.
+        MismatchError: The engine does not fit.
     """
     states = stored.states
     problems = _problems_of_groups(engine.optimizer, stored) if states else []
@@ -533,7 +534,7 @@ def _problems_of_groups(optimizer: Any, stored: _Stored) -> list[str]:
             f"it has {len(stored.groups)} groups of parameters, and this optimizer {len(groups)}"
         ]
     there, here = set(stored.states) - {"fp32"}, set(_flat_states(optimizer))
-    # Before its first step, an optimizer has no states. But its settings tell what it is.
+    # Before its first step an optimizer has no states. Then its settings tell its kind.
     if not (there and here) and groups:
         there, here = _numbers_of(stored.groups[0]["settings"]), _numbers_of(groups[0])
         if not (there - here and here - there):
@@ -547,7 +548,7 @@ def _problems_of_groups(optimizer: Any, stored: _Stored) -> list[str]:
 
 
 def _numbers_of(settings: Mapping[str, Any]) -> set[str]:
-    """Return the names of the settings of a group that are numbers, which kinds differ in."""
+    """Return the names of a group's settings that are numbers: optimizers of other kinds differ."""
     return {
         name
         for name, value in settings.items()
@@ -560,20 +561,21 @@ def _numbers_of(settings: Mapping[str, Any]) -> set[str]:
 def _targets(
     engine: Any, states: list[str], with_frozen: bool, *, look: bool = False
 ) -> Iterator[Target]:
-    """Yield path, shape and boxes of what this rank fills.
+    """Yield the tensors that this rank fills, with their boxes.
 
     Args:
         engine: The engine.
-        states: The states of the optimizer.
-        with_frozen: Whether frozen parameters are filled too.
-        look: Only to look: master weights stand for states that the optimizer has not yet.
+        states: The states of the optimizer to fill.
+        with_frozen: Whether to fill frozen parameters too.
+        look: Whether the targets are only compared. Then master weights stand for states that the
+            optimizer does not have yet.
     """
     module, optimizer = engine.module, engine.optimizer
     kept_names = module.state_dict().keys()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if hasattr(tensor, "ds_tensor"):
             run = _module_run(tensor)
-            shape, parts = run.shape, list(run.parts())
+            shape, parts = run.shape, list(run.boxes())
         else:
             shape = tuple(tensor.shape)
             parts = [(Region.whole(shape), tensor.detach())]
@@ -584,14 +586,14 @@ def _targets(
     for key, name in product(states, trained):
         run = _state_run(optimizer, trained[name], "fp32" if look else key)
         if run.memory.numel():
-            yield Target(("optimizer", key, name), run.shape, list(run.parts()))
+            yield Target(("optimizer", key, name), run.shape, list(run.boxes()))
 
 
 def _make_room(optimizer: Any, states: list[str]) -> None:
-    """Give each parameter the states that are to be filled; before its first step it has none."""
+    """Allocate the states of each parameter: before its first step, an optimizer has none."""
     for _, flat in _flat_groups(optimizer):
         state = optimizer.optimizer.state[flat]
-        if states == ["fp32"]:  # of before the first step
+        if states == ["fp32"]:  # the snapshot is of before the first step
             state.clear()
         for key in states:
             if key != "fp32" and key not in state:
@@ -601,7 +603,7 @@ def _make_room(optimizer: Any, states: list[str]) -> None:
 
 
 def _load_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
-    """Set the settings of groups, and the states that each has but once."""
+    """Set the settings of groups, and the states that each group has only once."""
     for group, stored in zip(optimizer.param_groups, groups, strict=True):
         group.update(stored["settings"])
     for number, flat in _flat_groups(optimizer):

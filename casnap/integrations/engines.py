@@ -1,8 +1,9 @@
 """Reloading the weights of inference engines from a folder that a pull has made.
 
-Each function returns a callback for :meth:`casnap.Store.follow`. It calls what the engine documents
-for that, with the folder of the very version, and raises if the engine does not say that it has
-loaded it: then the follower calls again. ``docs/compatibility.md`` says what was tried.
+Each function returns a callback for :meth:`casnap.Store.follow`. The callback makes the calls that
+the engine documents for a reload, with the folder of the version. It raises an error unless the
+engine confirms the load; then the follower calls it again. ``docs/compatibility.md`` says what was
+tried.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from casnap.extending import StagedPatches, Version, override
 _log = logging.getLogger("casnap")
 OnVersion = Callable[[Path, list[str]], None]
 PauseMode = Literal["wait", "keep"]
-"""What becomes of the requests that run when a version is loaded.
+"""What the engine does with running requests while it loads a version.
 
-``wait``: they end first, so each answer is of one version. Others wait meanwhile. ``keep``: they
-stand still, and go on with the new weights from the token where they were.
+``wait``: running requests end first, so that each answer comes from one version; new requests wait.
+``keep``: running requests pause, and go on with the new weights from the token where they were.
 """
 _MOST_ANSWER = 1 << 20
-# Seconds after which a host that answers nothing at all counts as gone.
+# The seconds after which a host that sends no packet at all counts as gone.
 _MOST_SILENCE = 120
 
 
@@ -47,20 +48,20 @@ def reload_sglang(
     headers: Mapping[str, str] | None = None,
     timeout: float = 600.0,
 ) -> OnVersion:
-    """Return a callback that has a server of SGLang load each version.
+    """Return a callback that makes a server of SGLang load each version.
 
     It posts to ``/update_weights_from_disk``. The server flushes its cache of prefixes, and gets
     the name of the version as its ``weight_version``. The server must see the folder under
     the same path.
 
     Args:
-        url: Of the server, such as ``http://localhost:30000``.
-        abort_all_requests: Whether it aborts the requests that are under way, in a pause; new ones
-            wait until it has loaded the folder. Otherwise it waits for those that are under way.
+        url: The URL of the server, such as ``http://localhost:30000``.
+        abort_all_requests: Whether the server pauses and aborts running requests; new requests wait
+            until it has loaded the folder. If False, the server waits for running requests to end.
         headers: Further headers, such as ``{"Authorization": "Bearer ..."}``.
-        timeout: Seconds to wait for the answer, which comes after that of the longest request. A
-            folder that pulls change in place must not change before, so then it waits as long as
-            the host of the server is there.
+        timeout: Seconds to wait for the answer, which comes after the longest running request. A
+            folder that pulls change in place must not change before the answer, so for such a
+            folder the callback waits as long as the host of the server is alive.
 
     Raises:
         ValueError: The URL is none of HTTP.
@@ -77,7 +78,8 @@ def reload_sglang(
         if not abort_all_requests:
             server.tell(path, asked, in_time=in_time)
             return
-        # Its own abort_all_requests loads while requests still end, and keeps the prefixes then.
+        # Not by the server's own abort_all_requests: that loads while requests still end, and then
+        # keeps their prefixes.
         server.ask("/pause_generation", {"mode": "abort"})
         try:
             server.tell(path, asked, in_time=in_time)
@@ -88,25 +90,24 @@ def reload_sglang(
 
 
 def reload_vllm(llm: Any, *, patches: bool = False, timeout: float | None = None) -> OnVersion:
-    """Return a callback that has a ``vllm.LLM`` of this process load each version.
+    """Return a callback that makes a ``vllm.LLM`` of this process load each version.
 
-    It calls ``reload_weights`` on each worker with the folder as ``weights_path``, then forgets the
-    prefixes that the old weights have computed. Let no request run meanwhile: vLLM loads layer
-    by layer.
+    It calls ``reload_weights`` on each worker with the folder as ``weights_path``, then drops the
+    cached prefixes of the old weights. Let no request run meanwhile: vLLM loads layer by layer.
 
-    If a folder cannot be loaded, vLLM has given up the weights before it by then. So they are
-    loaded again, before the callback raises.
+    If a folder cannot be loaded, vLLM has dropped the old weights already. So the callback loads
+    the old folder again before it raises.
 
     Args:
         llm: The engine.
         patches: Whether the engine has the backend ``casnap`` for its weights
-            (``weight_transfer_config={"backend": "casnap"}``). Then only what has changed is
-            written in the pause, if it knows the version before.
-        timeout: Seconds to wait for the workers; None for as long as it takes, as for a folder that
-            pulls change in place.
+            (``weight_transfer_config={"backend": "casnap"}``). If its workers hold the version
+            before, only changed elements are then written.
+        timeout: Seconds to wait for the workers; None: as long as it takes. A folder that pulls
+            change in place is always waited for.
 
     Raises:
-        TypeError: It is something else, such as an ``AsyncLLM``, a URL, or an actor of Ray.
+        TypeError: ``llm`` is something else, such as an ``AsyncLLM``, a URL, or an actor of Ray.
     """
     _check_engine(llm, is_async=False)
     return _reload(_VllmHere(llm, timeout), patches=patches)
@@ -120,27 +121,27 @@ def reload_vllm_async(
     loop: asyncio.AbstractEventLoop | None = None,
     timeout: float = 600.0,
 ) -> OnVersion:
-    """Return a callback that has a ``vllm.AsyncLLM`` of this process load each version.
+    """Return a callback that makes a ``vllm.AsyncLLM`` of this process load each version.
 
-    It pauses the engine, loads the folder, forgets the prefixes that the old weights have computed,
-    says the name of the version as that of the weights, and resumes the engine, also if a step
-    fails. The weights before are loaded again then, as by :func:`reload_vllm`.
+    It pauses the engine, loads the folder, drops the cached prefixes of the old weights, tells the
+    engine the name of the version, and resumes the engine. If a step fails, it loads the old
+    weights again, as :func:`reload_vllm` does, and still resumes the engine.
 
-    The callback blocks, so follow in another thread than that of the event loop, for instance by
+    The callback blocks. So follow in another thread than the event loop's, for example by
     ``asyncio.to_thread``.
 
     Args:
         engine: The engine.
         mode: ``"wait"`` or ``"keep"``: see :data:`PauseMode`.
         patches: Whether the engine has the backend ``casnap`` for its weights
-            (``weight_transfer_config={"backend": "casnap"}``). Then only what has changed is
-            written in the pause, if it knows the version before.
-        loop: The event loop of the engine; by default that which runs now.
-        timeout: Seconds to wait for each step, but for the load of a folder that pulls change in
+            (``weight_transfer_config={"backend": "casnap"}``). If its workers hold the version
+            before, only changed elements are then written in the pause.
+        loop: The event loop of the engine; by default the one that runs now.
+        timeout: Seconds to wait for each step, except the load of a folder that pulls change in
             place. With ``wait``, the pause takes as long as the longest request.
 
     Raises:
-        TypeError: It is something else, such as a ``vllm.LLM``; or no event loop runs.
+        TypeError: ``engine`` is something else, such as a ``vllm.LLM``; or no event loop runs.
         ValueError: There is no such mode.
     """
     _check_mode(mode)
@@ -162,21 +163,21 @@ def reload_vllm_server(
     headers: Mapping[str, str] | None = None,
     timeout: float = 600.0,
 ) -> OnVersion:
-    """Return a callback that has a server of vLLM load each version.
+    """Return a callback that makes a server of vLLM load each version.
 
-    It does by HTTP what :func:`reload_vllm_async` does. The server must have been started with
-    ``VLLM_SERVER_DEV_MODE=1``, since it has no such calls otherwise; let nobody else reach them. It
-    must see the folder under the same path.
+    It does by HTTP what :func:`reload_vllm_async` does. Start the server with
+    ``VLLM_SERVER_DEV_MODE=1``: it has no such calls otherwise. Let nobody else reach these calls.
+    The server must see the folder under the same path.
 
     Args:
-        url: Of the server, such as ``http://localhost:8000``.
+        url: The URL of the server, such as ``http://localhost:8000``.
         mode: ``"wait"`` or ``"keep"``: see :data:`PauseMode`.
         patches: Whether the engine has the backend ``casnap`` for its weights
-            (``weight_transfer_config={"backend": "casnap"}``). Then only what has changed is
-            written in the pause, if it knows the version before.
+            (``weight_transfer_config={"backend": "casnap"}``). If its workers hold the version
+            before, only changed elements are then written in the pause.
         headers: Further headers, such as ``{"Authorization": "Bearer ..."}``.
-        timeout: Seconds to wait for each answer, but for the load of a folder that pulls change in
-            place. With ``wait``, the pause takes as long as the longest request.
+        timeout: Seconds to wait for each answer, except that to the load of a folder that pulls
+            change in place. With ``wait``, the pause takes as long as the longest request.
 
     Raises:
         ValueError: The URL is none of HTTP, or there is no such mode.
@@ -186,10 +187,10 @@ def reload_vllm_server(
 
 
 def _stays(folder: Path) -> bool:
-    """Whether a folder stays as it is, so that a load of it may be given up after a timeout.
+    """Whether no pull changes a folder, so that the callback may stop waiting for its load.
 
-    An engine that nobody waits for any more loads it later. So who pulls into a folder in place
-    must not go on before.
+    After a timeout the engine may still load the folder later. So a pull in place must not change
+    the folder before the engine has answered.
     """
     return not Version.is_in_place(folder)
 
@@ -199,45 +200,45 @@ class _Engine(ABC):
 
     @abstractmethod
     def pause(self) -> None:
-        """Have no request run, and drop what the old weights have computed."""
+        """Pause the engine so that no request runs, and drop the cached prefixes."""
 
     @abstractmethod
     def is_paused(self) -> bool:
-        """Whether no request may run, since somebody has paused it."""
+        """Whether somebody has paused the engine."""
 
     @abstractmethod
     def call(self, method: str, *, in_time: bool = True, **options: Any) -> None:
-        """Have all workers call a method.
+        """Make all workers call a method.
 
         Args:
             method: The method.
-            in_time: Whether to give up after the timeout. The workers go on by themselves then.
+            in_time: Whether to stop waiting after the timeout. The workers then go on unobserved.
             options: The arguments of the method.
         """
 
     @abstractmethod
     def forget_prefixes(self) -> None:
-        """Drop what the old weights have computed, once more: see :meth:`pause`."""
+        """Drop the cached prefixes of the old weights."""
 
     @abstractmethod
     def name_version(self, name: str) -> None:
-        """Say which version the weights are."""
+        """Tell the engine the name of the version that it has loaded."""
 
     @abstractmethod
     def resume(self) -> None:
-        """Let requests run."""
+        """Resume the engine: requests run again."""
 
     @abstractmethod
     def started_with(self) -> str:
-        """Return where the first weights are from."""
+        """Return the folder from which the engine loaded its first weights."""
 
     @abstractmethod
     def version(self) -> str:
-        """Return which version the weights are, as somebody has said."""
+        """Return the name of the version that the engine was told last."""
 
 
 class _Reload:
-    """A callback: it has an engine load a version, while no request runs."""
+    """A callback that makes an engine load a version while no request runs."""
 
     def __init__(self, engine: _Engine) -> None:
         self._engine = engine
@@ -250,13 +251,14 @@ class _Reload:
             try:
                 self._engine.forget_prefixes()
             finally:
-                # It goes on, whatever fails, and its answers are of this version: the pause has
-                # dropped the prefixes, and no request has run since.
+                # Named before the last steps, since the engine resumes even if one of them fails.
+                # Its answers come from this version: the pause has dropped the prefixes, and no
+                # request has run since.
                 self._engine.name_version(Version.name_of(folder))
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """Pause the engine, and resume it, whatever fails, unless it would answer wrongly."""
+        """Pause the engine for the block, then resume it, unless its weights may be a mix."""
         try:
             self._engine.pause()
             yield
@@ -271,16 +273,16 @@ class _Reload:
         self._engine.resume()
 
     def _load(self, folder: str) -> None:
-        """Load a folder, or else again what the engine has.
+        """Load a folder; if that fails, load the old folder again.
 
-        A load that fails has given up the old weights: the next request would end the engine.
+        A failed load has dropped the old weights already: the next request would crash the engine.
         """
         before = self._before()
         try:
             self._have_loaded(folder)
         except _OtherEngineError:
             raise
-        except BaseException as e:  # also Ctrl-C: else the engine would stay paused
+        except BaseException as e:  # Ctrl-C too: otherwise the engine would stay paused
             try:
                 self._have_loaded(before)
             except Exception as again:  # noqa: BLE001 - whatever vLLM raises, the error says it
@@ -289,13 +291,14 @@ class _Reload:
                 ) from e
             if not isinstance(e, Exception):
                 raise
-            # A folder that is changed in place, or a link, is this version by now. So it is loaded.
+            # If the old path is a link, or a folder that is changed in place, it has this version
+            # by now. So the version is loaded after all.
             if os.path.realpath(before) != folder:
                 raise CasnapError(f"vLLM did not load {folder}, and still has {before}: {e}") from e
         self._loaded = folder
 
     def _before(self) -> str:
-        """Return the folder that the engine has loaded."""
+        """Return the folder that the engine has loaded last."""
         return self._loaded or self._engine.started_with()
 
     def _have_loaded(self, folder: str) -> None:
@@ -306,7 +309,7 @@ class _Reload:
 
 
 class _PatchedReload(_Reload):
-    """A callback: by the backend ``casnap``, only what has changed is written in the pause."""
+    """A callback that uses the backend ``casnap``: the pause writes only changed elements."""
 
     def __init__(self, engine: _Engine) -> None:
         super().__init__(engine)
@@ -320,10 +323,10 @@ class _PatchedReload(_Reload):
                 f"{folder}: leave out patches=True here, or --inplace (in_place=) there"
             )
         if not self._loaded:
-            # Of a callback before this one, perhaps.
+            # The first call: an earlier callback may have loaded the version that the engine names.
             named = folder.parent / self._engine.version()
             self._loaded = str(named) if Version.at(named) else ""
-            # That one may have left it paused, since its workers have weights of two versions.
+            # A paused engine must stay paused: an earlier callback may have left a mix in it.
             self._may_resume = not self._engine.is_paused()
         self._staged = self._stage(folder)
         try:
@@ -334,7 +337,7 @@ class _PatchedReload(_Reload):
                 self._staged.remove()
 
     def _prepare(self, folder: str) -> None:
-        """Have the workers find what they must write, while requests still run."""
+        """Make the workers find the elements that they must write, while requests still run."""
         info = {"update": self._update_of(folder)}
         try:
             self._engine.call("init_weight_transfer_engine", init_info=info)
@@ -354,7 +357,7 @@ class _PatchedReload(_Reload):
             return None
 
     def _update_of(self, folder: str) -> dict[str, Any]:
-        """Return what the workers are told of a version."""
+        """Return the fields of the update message to the workers."""
         version, staged = Version.at(Path(folder)), self._staged
         asked: dict[str, Any] = {"folder": folder, "content": version.content if version else ""}
         if staged is not None and staged.content == asked["content"]:
@@ -366,12 +369,12 @@ class _PatchedReload(_Reload):
     def _have_loaded(self, folder: str) -> None:
         asked = self._update_of(folder)
         self._engine.call("start_weight_update")
-        # Until all workers have it, some may have another one.
+        # Until all workers have the version, the engine may hold a mix.
         self._may_resume = False
         try:
             self._engine.call("update_weights", update_info=asked)
         except BaseException:
-            # Of several workers, some are still within the update.
+            # Some workers may still be inside the update.
             with suppress(Exception):
                 self._engine.call("finish_weight_update")
             raise
@@ -391,7 +394,7 @@ def _reload(engine: _Engine, *, patches: bool) -> OnVersion:
 
 
 class _VllmHere(_Engine):
-    """A ``vllm.LLM``. It runs no request while its caller is here."""
+    """A ``vllm.LLM``. Its own thread calls the callback, so that no request runs meanwhile."""
 
     def __init__(self, llm: Any, timeout: float | None) -> None:
         self._llm = llm
@@ -399,7 +402,7 @@ class _VllmHere(_Engine):
 
     @override
     def pause(self) -> None:
-        # There is none here: what vLLM does in one.
+        # A ``vllm.LLM`` has no pause; drop the prefixes, as vLLM does in a pause.
         self.forget_prefixes()
 
     @override
@@ -485,7 +488,7 @@ class _VllmAsync(_Engine):
         in_time: bool = True,
         **options: Any,
     ) -> Any:
-        """Make a call of the engine in its event loop, and return what it does."""
+        """Make a call of the engine in its event loop; return the result."""
         if _running_loop() is self._loop:
             raise CasnapError(
                 "the callback would wait for the event loop that it is called in. Follow in "
@@ -528,7 +531,7 @@ class _VllmServer(_Engine):
         return self._asked("/is_paused").get("is_paused") is not False
 
     def _asked(self, path: str) -> dict[str, Any]:
-        """Return what a call answers that only a server for development has."""
+        """Return the answer to a call that only a server in development mode has."""
         try:
             return self._server.ask(path)
         except _NotFoundError as e:
@@ -563,7 +566,7 @@ class _VllmServer(_Engine):
 
 
 class _Watched(HTTPConnection):
-    """A connection that breaks if the other host is silent, however long its server works."""
+    """A connection that breaks if the other host is gone, but not if its server works long."""
 
     @override
     def connect(self) -> None:
@@ -578,7 +581,7 @@ class _Watched(HTTPConnection):
 
 
 class _WatchedSafely(HTTPSConnection, _Watched):
-    """The same by HTTPS."""
+    """As :class:`_Watched`, by HTTPS."""
 
 
 class _ToHost(HTTPHandler):
@@ -594,18 +597,18 @@ class _ToSafeHost(HTTPSHandler):
 
 
 class _OtherEngineError(TypeError):
-    """An object looks like an engine of vLLM, and answers otherwise."""
+    """An object looks like an engine of vLLM, but answers differently."""
 
 
 class _NotFoundError(CasnapError):
-    """A server has no such call."""
+    """The server does not have the call."""
 
 
 class _Server:
-    """A server that answers with objects of JSON.
+    """A server that answers with JSON objects.
 
     Args:
-        url: Where it is.
+        url: Its URL.
         headers: Further headers.
         timeout: Seconds to wait for an answer.
 
@@ -626,13 +629,13 @@ class _Server:
         """Post an object, or get a path; return the answer.
 
         Args:
-            path: Of the call.
-            asked: The object; None to get.
-            in_time: Whether it gives up after the timeout. The server goes on by itself then. A
-                host that is gone is given up anyhow.
+            path: The path of the call.
+            asked: The object to post; None to get.
+            in_time: Whether to stop waiting after the timeout; the server then goes on unobserved.
+                If False, this waits until the host is gone.
 
         Raises:
-            CasnapError: It cannot be reached, or answers with another status than 200.
+            CasnapError: The server cannot be reached, or answers with another status than 200.
         """
         place = f"{self.url}{path}"
         content = None if asked is None else json.dumps(asked).encode()
@@ -658,7 +661,7 @@ class _Server:
         """Post an object to SGLang.
 
         Raises:
-            CasnapError: As for :meth:`ask`; or it does not say that it has done it.
+            CasnapError: As for :meth:`ask`; or the server does not report success.
         """
         answer = self.ask(path, asked, in_time=in_time)
         if answer.get("success") is not True:
@@ -678,16 +681,16 @@ def _check_mode(mode: object) -> None:
 
 
 def _check_engine(engine: Any, *, is_async: bool) -> None:
-    """Check that an object has the calls of an engine, and makes them as is expected.
+    """Check that an object has the calls of an engine, of the right kind: plain or async.
 
     Raises:
-        TypeError: It has not, or does not.
+        TypeError: A call is missing, or of another kind.
     """
     calls = [getattr(engine, name, None) for name in ("collective_rpc", "reset_prefix_cache")]
     kind = type(engine).__name__
     if isinstance(engine, str):
         raise TypeError("for a server there is reload_vllm_server(url)")
-    # Ray's actors give each method to `remote`, and return references.
+    # Methods of Ray's actors have `remote`, and return references.
     if any(hasattr(call, "remote") for call in calls):
         raise TypeError(
             f"{kind} is the handle of an engine in another process, whose calls return before they "
@@ -701,10 +704,10 @@ def _check_engine(engine: Any, *, is_async: bool) -> None:
 
 
 def _check_answer(answer: object) -> None:
-    """Check that the workers have done what they were asked.
+    """Check that a call has returned the answers of workers.
 
     Raises:
-        _OtherEngineError: The call has returned something else than their answers.
+        _OtherEngineError: The call has returned something else.
     """
     if isinstance(answer, list):
         return

@@ -8,9 +8,9 @@
     dist_checkpointing.save(sharded_state, "/ckpts/run1/iter_0000100", ("casnap", 1))
     state = dist_checkpointing.load(sharded_state, "/ckpts/run1/iter_0000100")
 
-The import makes the strategies known to Megatron by the name of their backend. Megatron itself
-writes two small files into the folder of each checkpoint: ``common.pt``, what is not sharded, of
-which the snapshot keeps a copy; and at the end ``metadata.json``, without which it loads nothing.
+The import registers the strategies with Megatron, by the name of their backend. Megatron itself
+writes two small files into the folder of each checkpoint. ``common.pt`` has the state that is not
+sharded; the snapshot keeps a copy. ``metadata.json`` comes last; without it Megatron loads nothing.
 """
 
 from __future__ import annotations
@@ -95,20 +95,20 @@ _NOTICE = (
 
 
 class CasnapSaveStrategy(AsyncSaveShardedStrategy):
-    """Saves a sharded state dict as a snapshot, of the name of its folder.
+    """Saves a sharded state dict as a snapshot, called as its folder.
 
     The keys are ``tensors`` (each ShardedTensor as a whole, by its key), ``objects`` (each
-    ShardedObject, by its key and shard) and ``common`` (the bytes of ``common.pt``). The
-    metadata has the ``step`` that the common state counts under this name, ``global_step`` or
-    ``iteration``. A checkpoint of the same folder is replaced when the new one is whole, and one
-    whose folder was deleted is deleted by the next save beside it.
+    ShardedObject, by its key and shard) and ``common`` (the bytes of ``common.pt``). The metadata
+    have a ``step`` if the common state counts ``step``, ``global_step`` or ``iteration``. A
+    snapshot of the same folder is replaced once the new one is whole. If the folder of a snapshot
+    is deleted, the next save beside it deletes the snapshot.
 
     Args:
         allow_pickle: Store objects that have no safe encoding by pickle.
         timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
     Attributes:
-        snapshot: The snapshot that this process has saved last with this object.
+        snapshot: The last snapshot that this process has saved with this object.
     """
 
     can_handle_sharded_objects = True
@@ -131,12 +131,12 @@ class CasnapSaveStrategy(AsyncSaveShardedStrategy):
     def async_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path
     ) -> AsyncRequest:
-        """Copy the state, and store it in the background, from now on. All ranks call it.
+        """Copy the state, and begin to store it in the background. All ranks call it.
 
-        The process that Megatron starts for the request only waits for that.
+        The process that Megatron starts for the request only waits for the end of the save.
 
         Returns:
-            The request. Its finalization raises what went wrong in the background.
+            The request. Its finalization raises an error that occurred in the background.
         """
         save, divided = self._begin(sharded_state_dict, checkpoint_dir)
         pending = save.begin(divided)
@@ -164,10 +164,10 @@ class CasnapSaveStrategy(AsyncSaveShardedStrategy):
     def _begin(
         self, state: Mapping[str, Any], folder: str | Path
     ) -> tuple[Save, Callable[[], DividedLeaves]]:
-        """Begin a save of this folder, and return it with what gives the state of this rank."""
+        """Begin a save into a folder; return it, and a function that gives this rank's state."""
         leads, metadata = own_rank() == 0, dict[str, Any]()
         if leads:
-            # What cannot be read safely, or at all, tells no step; the name of the folder may.
+            # If the common state cannot be read safely, its step is unknown.
             with suppress(OSError, CasnapError):
                 metadata |= step_in(decode_value("common", "object", _common_of(folder)))
         options = TakeOptions(
@@ -182,22 +182,22 @@ class CasnapSaveStrategy(AsyncSaveShardedStrategy):
 
 
 def _wait_for_end(reader: Connection, writer: Connection, saver: int) -> None:
-    """Wait, in a process of Megatron's, until the process that saves says that it has ended."""
+    """Wait, in a process of Megatron, until the saving process reports the end of the save."""
     if os.getpid() != saver:
-        writer.close()  # else this would go on if that process is killed
+        writer.close()  # otherwise a kill of the saving process would not end this wait
     with suppress(EOFError):
         reader.recv_bytes()
 
 
 def _common_of(checkpoint_dir: str | Path) -> bytes:
-    """Return the file of what is not sharded, which Megatron has written."""
+    """Return the bytes of ``common.pt``, which Megatron has written."""
     return Path(checkpoint_dir, COMMON_STATE_FNAME).read_bytes()
 
 
 def _divided(
     state: Mapping[str, Any], checkpoint_dir: str | Path, comm: Comm, *, allow_pickle: bool
 ) -> DividedLeaves:
-    """Return what this rank stores: what it has the main replica of."""
+    """Return the state that this rank stores: shards of which it has the main replica."""
     shards: dict[ObjectPath, list[Any]] = {}
     for shard in nested_values(state):
         if is_main_replica(shard.replica_id):
@@ -225,7 +225,7 @@ def _leaves_of(path: str, shards: list[Any], *, allow_pickle: bool) -> list[Leaf
         return list(flatten(first.data, path, allow_pickle=allow_pickle))
     shape = tuple(first.global_shape)
     if 0 in shape:
-        # One rank stores it.
+        # Only one rank stores a tensor without elements.
         is_first = not any(first.global_offset)
         return [describe(path, first.data.detach().new_empty(shape))] if is_first else []
     return list(leaf_of_parts(path, shape, [_part(path, shard) for shard in shards]))
@@ -239,7 +239,7 @@ def _path_of(shard: Any) -> ObjectPath:
 
 
 def _part(path: str, tensor: Any) -> tuple[Region, torch.Tensor]:
-    """Return where a ShardedTensor lies in the global tensor, and its memory in that shape."""
+    """Return the box of a ShardedTensor in the global tensor, and its memory in the box's shape."""
     if tensor.data is None:
         raise StateError(f"{path} has no data")
     memory = tensor.data.detach()[(None,) * tensor.prepend_axis_num]
@@ -247,11 +247,11 @@ def _part(path: str, tensor: Any) -> tuple[Region, torch.Tensor]:
 
 
 class CasnapLoadStrategy(LoadShardedStrategy, LoadCommonStrategy):
-    """Loads what :class:`CasnapSaveStrategy` has saved, in place and verified, in any sharding.
+    """Loads snapshots of :class:`CasnapSaveStrategy`, in place and verified, in any sharding.
 
-    ``dist_checkpointing.load`` finds one by itself. Given as ``sharded_strategy=`` and as
-    ``common_strategy=``, one reads the common state from the snapshot: ``common.pt`` may be
-    damaged.
+    ``dist_checkpointing.load`` finds this strategy by itself. If ``common.pt`` is damaged, pass an
+    object of this class as both ``sharded_strategy=`` and ``common_strategy=``: it reads the common
+    state from the snapshot.
 
     Args:
         allow_pickle: Unpickle objects that were stored by pickle.
@@ -264,7 +264,7 @@ class CasnapLoadStrategy(LoadShardedStrategy, LoadCommonStrategy):
         super().__init__()
         self._allow_pickle = allow_pickle
         self._timeout = timeout
-        self._has_common = False  # whether the load that is under way has read it
+        self._has_common = False  # whether the present load has read the common state
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> Any:
         """Load the sharded part of a state. All ranks call it.
@@ -322,7 +322,7 @@ class CasnapLoadStrategy(LoadShardedStrategy, LoadCommonStrategy):
             }
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Return what is known without data of each tensor and object, by its key."""
+        """Return each tensor and object by its key, without data."""
         contents = _snapshot_of(checkpoint_dir).contents
         with contents.reading():
             paths = [path.split("/") for path, _ in contents.trees(own_rank())["objects"].items()]
@@ -343,10 +343,10 @@ class CasnapLoadStrategy(LoadShardedStrategy, LoadCommonStrategy):
         )
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Check that a folder is one of this backend, or that its common part is Megatron's.
+        """Check that this backend has saved a folder, or that Megatron reads its common part.
 
         Raises:
-            StateError: It is not.
+            StateError: Another backend has saved the folder.
         """
         if loaded_backend not in (_BACKEND, "torch"):
             raise StateError(
@@ -355,11 +355,11 @@ class CasnapLoadStrategy(LoadShardedStrategy, LoadCommonStrategy):
             )
 
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """Do nothing: a snapshot says itself what can read it."""
+        """Do nothing: a snapshot itself tells which casnap can read it."""
 
 
 def _described(key: str, shard: str) -> Any:
-    # Megatron cannot take a unique key apart whose key has a slash.
+    # By a stand-in for the key: Megatron cannot parse a unique key whose key has a slash.
     return replace(ShardedObject.empty_from_unique_key(f"key/{shard}"), key=key)
 
 
@@ -372,7 +372,7 @@ def _snapshot_of(checkpoint_dir: str | Path) -> Snapshot:
 
 
 def _check_common(snapshot: Snapshot, folder: Path) -> None:
-    """Check the file that Megatron has read the common state from."""
+    """Check that the ``common.pt`` that Megatron has read is the one of the snapshot."""
     file = folder / COMMON_STATE_FNAME
     if exists(file) and file.read_bytes() != snapshot.read_object("common"):
         raise DamagedError(

@@ -62,13 +62,13 @@ __all__ = ["CasnapCheckpointManager"]
 class CasnapCheckpointManager(CheckpointManager):
     """torch_checkpointing's CheckpointManager, which saves each checkpoint as a snapshot.
 
-    The parent folder of a checkpoint is the store, unless there is one above it; a path in an
-    object store works too. Items are loaded on any number of ranks, in any sharding, whether
-    or not their spec has a resharder. Checkpoints that torch_checkpointing has written are still
-    loaded. On many ranks, all save and load together.
+    The parent folder of a checkpoint is the store, unless there is a store above it; a path in an
+    object store works too. Items are loaded on any number of ranks, in any sharding, whether or not
+    their spec has a resharder. Checkpoints that torch_checkpointing has written are still loaded.
+    All ranks save and load together.
 
     Raises:
-        StateError: The configuration has something that a snapshot has no place for.
+        StateError: The configuration has an option that snapshots do not support.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -101,23 +101,23 @@ class CasnapCheckpointManager(CheckpointManager):
         self._closed = False
 
     def save(self, checkpoint_id: str, checkpoint: Mapping[str, Any]) -> Future[Any] | None:
-        """Save items as a snapshot. It replaces one of its name, unless that has a tag.
+        """Save items as a snapshot. It replaces a snapshot of its name, unless that has a tag.
 
-        An item ``step``, ``global_step`` or ``iteration`` is the ``step`` of its metadata.
+        An item ``step``, ``global_step`` or ``iteration`` becomes the ``step`` of the metadata.
 
         Args:
             checkpoint_id: The path of the snapshot.
             checkpoint: The items. They may change as soon as this returns.
 
         Returns:
-            Without async saves None: the snapshot is durable. Otherwise what waits for that,
-            and gives the snapshot.
+            Without async saves, None: the snapshot is durable. With async saves, a future of the
+            durable snapshot.
 
         Raises:
             CasnapError: This save, or the one before it, failed; nothing was committed.
-            SnapshotExistsError: There is a checkpoint of torch_checkpointing's, or one that has a
-                tag.
-            KeyError: An item that is required is missing, or has no spec.
+            SnapshotExistsError: torch_checkpointing itself has written a checkpoint there, or the
+                snapshot there has a tag.
+            KeyError: A required item is missing, or has no spec.
         """
         self._check_open("save")
         self._wait()
@@ -150,23 +150,23 @@ class CasnapCheckpointManager(CheckpointManager):
         """Load items, verified; tensors are filled in place.
 
         Args:
-            checkpoint_id: The path of a snapshot, or of a checkpoint of torch_checkpointing's.
-            into: The items to load, with the values to fill; None loads all of an item. By default
-                all items that the configuration names.
-            map_location: The device of the items that are loaded into None; the CPU by default.
-            strict: Raise if the snapshot lacks a part of ``into``, or has more of a dict that is
-                empty there, as the state of a fresh optimizer is.
-            metadata_format: The format of a checkpoint of torch_checkpointing's.
+            checkpoint_id: The path of a snapshot, or of a checkpoint of torch_checkpointing.
+            into: The items to load, by name, each with the value to fill, or None to load all of
+                the item. By default, all items that the configuration names.
+            map_location: The device of the items whose value is None; the CPU by default.
+            strict: Raise if the snapshot lacks a part of ``into``, or has values in a dict that is
+                empty in ``into``, as the state of a fresh optimizer is.
+            metadata_format: The format of a checkpoint of torch_checkpointing.
 
         Returns:
             The items.
 
         Raises:
-            FileNotFoundError: There is no checkpoint, or it lacks an item.
-            MismatchError: A tensor of ``into`` has another shape there, or is none; nothing was
-                loaded.
-            RuntimeError: With ``strict``, it lacks a part of an item, or has more; or a plain value
-                is of another type there.
+            FileNotFoundError: There is no checkpoint, or the checkpoint lacks an item.
+            MismatchError: A tensor of ``into`` has another shape in the snapshot, or is no tensor
+                there; nothing was loaded.
+            RuntimeError: With ``strict``, the snapshot lacks a part of an item, or has more; or a
+                plain value has another type in it.
             DamagedError: Stored bytes are missing or damaged.
         """
         self._check_open("load")
@@ -204,18 +204,18 @@ class CasnapCheckpointManager(CheckpointManager):
         return {key: item.value for key, item in items.items()}
 
     def prewarm_staging(self, checkpoint: Mapping[str, Any]) -> None:
-        """Do nothing: casnap keeps the memory of its copies from the first save on."""
+        """Do nothing: the first save allocates the memory of the copies, and casnap keeps it."""
         self._check_open("prewarm staging")
 
     def lock(self) -> AbstractContextManager[None]:
-        """Return an empty context: a save has copied everything when it returns."""
+        """Return an empty context: once a save has returned, the state may change."""
         return nullcontext()
 
     def close(self) -> None:
-        """Wait for the save that is under way.
+        """Wait for the save in the background.
 
         Raises:
-            CasnapError: It failed.
+            CasnapError: The save failed.
         """
         if self._closed:
             return
@@ -239,7 +239,7 @@ class CasnapCheckpointManager(CheckpointManager):
     def _files(self) -> CheckpointManager:
         """Return what loads checkpoints of torch_checkpointing's."""
         if self._of_files is None:
-            # A saver in the background would start a process.
+            # With a synchronous saver: one in the background would start a process.
             config = replace(self._config, save=SyncCheckpointSaverConfig())
             self._of_files = CheckpointManager(config)
         return self._of_files
@@ -249,9 +249,9 @@ class _Item:
     """One item to load: a state that a restore fills in place.
 
     Attributes:
-        template: The value to fill; None loads all.
-        value: What was loaded.
-        is_loaded: Whether the snapshot has it.
+        template: The value to fill; None to load all of the item.
+        value: The loaded value.
+        is_loaded: Whether the snapshot has the item.
         missing: The parts of the template that the snapshot lacks.
     """
 
@@ -267,8 +267,8 @@ class _Item:
     def load_state_dict(self, state: Any) -> None:
         self.is_loaded, self.value = True, state
         if self.template is None:
-            return  # a walk would make plain dicts of all, without the versions of modules
-        # What the restore has filled already is the same tensor on both sides.
+            return  # a walk would make plain dicts, without the versions of modules
+        # Tensors that the restore has filled are the same objects on both sides.
         with torch.no_grad():
             self.value, self.missing = walk_checkpoint_structure(
                 item_key=self._key, source=state, target=self.template
@@ -293,7 +293,7 @@ def _check_supported(config: CheckpointManager.Config) -> None:
 
 
 def _check_fits(snapshot: Snapshot, items: Mapping[str, _Item], *, strict: bool) -> None:
-    """Check what is to be filled before any of it is."""
+    """Check that the snapshot fits all values to fill, before any of them is filled."""
     with snapshot.contents.reading():
         stored = dict(snapshot.contents.entries(own_rank()))
     wanted = [(item.template, component_of(key)) for key, item in items.items()]
@@ -307,13 +307,13 @@ def _check_fits(snapshot: Snapshot, items: Mapping[str, _Item], *, strict: bool)
 
 
 def _unfit_parts(wanted: Any, path: str, stored: Mapping[str, Entry]) -> Iterator[str]:
-    """Yield what of a value to fill does not fit what is stored.
+    """Yield a text for each part of a value to fill that does not fit the snapshot.
 
-    What is not stored is left out, as is what None stands for.
+    Parts that the snapshot lacks, and parts that are None, count as fitting.
 
     Args:
-        wanted: Tensors, plain values, and dicts, lists and tuples of those.
-        path: Its path.
+        wanted: The value: tensors, plain values, and dicts, lists and tuples of those.
+        path: The path of the value.
         stored: The entries of the snapshot, by path.
     """
     entry = stored.get(path)
@@ -321,7 +321,7 @@ def _unfit_parts(wanted: Any, path: str, stored: Mapping[str, Entry]) -> Iterato
         return
     is_sequence = isinstance(wanted, list | tuple)
     if isinstance(wanted, torch.Tensor):
-        # A tensor that consists of others is a container there.
+        # A tensor that consists of other tensors is a container in the snapshot.
         if not isinstance(entry, ContainerEntry) and (
             reason := why_unfit(entry, tuple(wanted.shape), wanted)
         ):
@@ -336,7 +336,7 @@ def _unfit_parts(wanted: Any, path: str, stored: Mapping[str, Entry]) -> Iterato
 
 
 def _empty_here(wanted: Any, path: str, stored: Mapping[str, Entry]) -> Iterator[str]:
-    """Yield the paths of dicts of a value to fill that are empty, but not in the snapshot."""
+    """Yield the paths of dicts that are empty in a value to fill, but not in the snapshot."""
     entry = stored.get(path)
     if not isinstance(entry, ContainerEntry) or not isinstance(wanted, Mapping | list | tuple):
         return

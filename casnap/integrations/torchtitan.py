@@ -45,9 +45,9 @@ _PREFIX = "step-"
 class CasnapCheckpointManager(CheckpointManager):
     """torchtitan's CheckpointManager, which saves ``step-<n>`` as a snapshot.
 
-    ``checkpoint.folder`` is the store, unless there is one above it. All settings mean what they
-    mean there. Checkpoints that torchtitan has written, and those in Hugging Face's format, are
-    still loaded, written and purged.
+    ``checkpoint.folder`` is the store, unless there is a store above it. All settings mean the same
+    as in torchtitan. Checkpoints that torchtitan itself has written are still loaded and purged,
+    and checkpoints in Hugging Face's format are loaded, written and purged as before.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class CasnapCheckpointManager(CheckpointManager):
 
     @property
     def folder(self) -> str:
-        """The folder of the checkpoints. ``~`` is the home folder, also where steps are found."""
+        """The folder of the checkpoints, with ``~`` expanded, also for the search of steps."""
         return self._folder
 
     @folder.setter
@@ -77,12 +77,13 @@ class CasnapCheckpointManager(CheckpointManager):
         Args:
             state_dict: The state.
             checkpoint_id: The path of the snapshot.
-            async_mode: Whether to wait for the save, and where the state is copied meanwhile.
+            async_mode: Whether to save in the background, and where the state is copied for that.
             enable_garbage_collection: Run Python's garbage collection afterwards.
-            to_hf: Write safetensors in Hugging Face's format instead, by torchtitan.
+            to_hf: Have torchtitan write safetensors in Hugging Face's format instead.
 
         Returns:
-            None, or what waits for the save, or for the copy as well, by the mode.
+            By the mode: None, a future of the save, or an object with futures of the copy and of
+            the save.
         """
         if to_hf:
             return super().dcp_save(
@@ -112,13 +113,13 @@ class CasnapCheckpointManager(CheckpointManager):
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Load a snapshot, on any number of ranks; or a checkpoint of torchtitan's.
+        """Load a snapshot, on any number of ranks; or a checkpoint of torchtitan itself.
 
         Args:
             state_dict: The state, which is filled in place.
             checkpoint_id: The path of the snapshot.
-            from_hf: Load a checkpoint in Hugging Face's format, by torchtitan.
-            from_quantized: Whether that one is quantized.
+            from_hf: Have torchtitan load a checkpoint in Hugging Face's format.
+            from_quantized: Whether the checkpoint in that format is quantized.
         """
         if from_hf or snapshot_at(checkpoint_id) is None:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
@@ -134,7 +135,7 @@ class CasnapCheckpointManager(CheckpointManager):
             own_step: int = super()._find_load_step(folder)
             return own_step
         checkpoints = Checkpoints(folder, _PREFIX, _is_own)
-        # torchtitan calls this only on ranks that see the folder, so they cannot agree here.
+        # No agreement of ranks: torchtitan calls this only on ranks that see the folder.
         last = checkpoints.find_last()
         if last is None and (advice := ForeignCheckpoints(Path(folder)).advice_within()):
             _log.warning("%s", advice)
@@ -153,7 +154,7 @@ class CasnapCheckpointManager(CheckpointManager):
 
 
 def _is_own(path: Path) -> bool:
-    """Whether torchtitan itself has written a whole checkpoint, as it tells that."""
+    """Whether torchtitan itself has written a whole checkpoint, by the test that it uses."""
     metadata = path / ".metadata"
     is_of_dcp = is_file(metadata) and not is_notice(metadata)
     return is_of_dcp or is_file(path / "model.safetensors.index.json")

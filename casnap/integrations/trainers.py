@@ -1,9 +1,9 @@
-"""What all trainers do with checkpoints: save, find the last one, let old ones go, load, refuse.
+"""The common part of all trainers: save, find the last checkpoint, delete old ones, load, refuse.
 
-An adapter says how its framework calls a checkpoint, and what of a state is whose. The rest is
-here: a :class:`Save` takes the snapshot, and has the process know its folder
-(``folders/rotation.py``); :class:`Checkpoints` finds and prunes those that are numbered; and the
-errors have one form.
+An adapter knows how its framework names checkpoints, and which rank owns which part of a state. The
+rest is here. A :class:`Save` takes the snapshot, and remembers its folder
+(``folders/rotation.py``). :class:`Checkpoints` finds and prunes numbered checkpoints. All adapters
+raise the same errors.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _log = logging.getLogger("casnap")
 
 
 class Value(NamedTuple):
-    """A value of an app state that is a state itself, of any type.
+    """Wraps a plain value of any type, so that an app state can have it under a key.
 
     Attributes:
         value: The value.
@@ -67,11 +67,11 @@ class Value(NamedTuple):
 
 
 class Notices(NamedTuple):
-    """Files of another library's names, which this rank puts beside a snapshot.
+    """Files with another library's names, which this rank puts beside a snapshot.
 
     Attributes:
-        subject: What they say, as for :func:`casnap.integrations.notices.notice`.
-        names: Their names.
+        subject: Their message, as for :func:`casnap.integrations.notices.notice`.
+        names: The names of the files.
     """
 
     subject: str
@@ -79,20 +79,21 @@ class Notices(NamedTuple):
 
 
 class Save:
-    """One save of a checkpoint, by all ranks that make it together.
+    """One save of a checkpoint, which all ranks make together.
 
-    Snapshots beside it whose folders this process saw go are forgotten first.
+    First, this deletes snapshots in the same folder whose own folders are gone, if this process
+    knew them.
 
     Args:
         path: The path of the snapshot, or its name in ``store``.
         options: How to take it.
-        notices: What this rank puts beside the snapshot, once that is durable.
-        comm: The ranks; by default the whole world.
-        store: The :class:`casnap.Store`, if one was given.
+        notices: Files that this rank puts beside the snapshot once that is durable.
+        comm: Returns the ranks; by default the whole world.
+        store: The :class:`casnap.Store` for the snapshot; None: the store of ``path``.
         storage_options: How to reach a remote store.
         root: A folder of this machine that the user has named for checkpoints. It becomes the store
-            of a path deeper in it, if there is none above that path yet.
-        advice: What a caller is told who saves within another call of casnap.
+            for a path deeper in it, if there is no store above that path yet.
+        advice: Advice for the error if the caller is inside another call of casnap.
     """
 
     def __init__(
@@ -126,17 +127,17 @@ class Save:
         return self._take.comm
 
     def take(self, source: Callable[[], StateSource]) -> Snapshot:
-        """Take the snapshot of what ``source`` returns; it is durable when this returns."""
+        """Take a snapshot of the state that ``source`` returns; return once it is durable."""
         snapshot = self._take.take(source)
         self._note(snapshot)
         return snapshot
 
     def begin(self, source: Callable[[], StateSource]) -> PendingSnapshot:
-        """Copy what ``source`` returns, and take the snapshot in the background."""
+        """Copy the state that ``source`` returns, and take the snapshot in the background."""
         return self._take.begin(source, on_stored=self._note)
 
     def _note(self, snapshot: Snapshot) -> None:
-        """See to the folder of the snapshot, which is durable."""
+        """Put the notices of a durable snapshot, and remember its folder."""
         if self._notices is not None:
             put_notices(snapshot, self._notices.subject, *self._notices.names)
         if self.comm.rank == 0:
@@ -153,10 +154,10 @@ def plain_model(accelerator: Any, model: Any) -> Any:
 
 
 def step_in(state: object) -> dict[str, int]:
-    """Return the metadata that says the step of a training, as rules of retention read it.
+    """Return the step of a training as metadata, under the name that rules of retention read.
 
     Args:
-        state: What a trainer saves; without a count at its top there is no such metadata.
+        state: The state that a trainer saves. If it has no count at its top, this returns {}.
     """
     values = state if isinstance(state, Mapping) else {}
     for name in ("step", "global_step", "iteration"):
@@ -165,7 +166,7 @@ def step_in(state: object) -> dict[str, int]:
     return {}
 
 
-# --- which checkpoints there are --------------------------------------------------------------
+# --- finding checkpoints ----------------------------------------------------------------------
 
 
 def snapshot_at(path: StrPath, storage_options: Mapping[str, Any] | None = None) -> Snapshot | None:
@@ -185,8 +186,8 @@ class Checkpoints:
 
     Args:
         folder: The folder.
-        prefix: How their names begin.
-        is_own: Whether the trainer itself has written a whole checkpoint, as files.
+        prefix: The prefix of their names.
+        is_own: Returns whether the trainer itself has written a whole checkpoint at a path.
     """
 
     def __init__(self, folder: StrPath, prefix: str, is_own: Callable[[Path], bool]) -> None:
@@ -195,7 +196,7 @@ class Checkpoints:
         self._is_own = is_own
 
     def paths(self) -> list[Path]:
-        """Return the folders that are called so, whole or not, by their numbers."""
+        """Return the folders with such names, whole or not, sorted by number."""
         numbered = [path for path in paths_in(self._folder) if self.number(path) is not None]
         return sorted(filter(is_folder, numbered), key=lambda path: self.number(path) or 0)
 
@@ -205,14 +206,14 @@ class Checkpoints:
         return None if match is None else int(match[1])
 
     def last(self, comm: Comm) -> str | None:
-        """Return the last one that a run can go on with, as rank 0 sees it; None if there is none.
+        """Return the last checkpoint from which a run can resume, by rank 0; None if there is none.
 
-        One whose save was cut off, whose snapshot is gone or was thinned is passed over.
+        This skips checkpoints whose save was cut off, and those whose snapshot is gone or thinned.
         """
         return agreed(comm, self.find_last)
 
     def find_last(self) -> str | None:
-        """Return the last one as this rank sees it."""
+        """Return the last checkpoint from which a run can resume, as this rank sees it."""
         for path in reversed(self.paths()):
             snapshot = snapshot_at(path)
             if self._is_own(path) or (snapshot is not None and not snapshot.thinned):
@@ -224,9 +225,10 @@ class Checkpoints:
         return None
 
     def forget_oldest(self, keep: int) -> None:
-        """Forget the oldest snapshots beyond a number, and remove what hooks put in their folders.
+        """Delete the oldest snapshots beyond a number, and the files of hooks in their folders.
 
-        What the trainer has written stays. An error with a folder is a warning only.
+        Checkpoints that the trainer itself has written stay. If a folder cannot be deleted, a
+        warning says so.
         """
         checkpoints = [
             (path, s) for path in self.paths() if not self._is_own(path) if (s := snapshot_at(path))
@@ -244,17 +246,17 @@ class _Path(msgspec.Struct, array_like=True):
 
 
 def agreed(comm: Comm, find: Callable[[], str | None]) -> str | None:
-    """Return what rank 0 finds: on a network's file system, ranks may see other folders."""
+    """Return rank 0's result of ``find``: on a network file system, ranks may see other folders."""
     found = find() if comm.rank == 0 else None
     return comm.broadcast_message(_Path(found), _Path).path
 
 
 def not_found_error(path: StrPath, others: str = "") -> SnapshotNotFoundError:
-    """Return the error for a place with no checkpoint; it says what of another form is there.
+    """Return the error for a place without a checkpoint; it names checkpoints of another form.
 
     Args:
         path: The path of a checkpoint, or of a folder of checkpoints.
-        others: What else than a snapshot a checkpoint could be here.
+        others: What else than a snapshot a checkpoint could be here, in words.
     """
     text, advice = os.fspath(path), ""
     if "://" not in text:
@@ -272,12 +274,12 @@ def not_found_error(path: StrPath, others: str = "") -> SnapshotNotFoundError:
 
 
 def both_there_error(path: StrPath, whose: str, mend: str) -> StateError:
-    """Return the error for a place with a snapshot, and a checkpoint that a trainer wrote later.
+    """Return the error for a place with a snapshot and a checkpoint that a trainer wrote later.
 
     Args:
         path: The path of both.
-        whose: Who has written the other one: "the Trainer itself".
-        mend: How that one is removed.
+        whose: Who has written that checkpoint, such as "the Trainer itself".
+        mend: How to remove that checkpoint.
     """
     return StateError(
         f"{os.fspath(path)} holds a snapshot of casnap, and a checkpoint that {whose} has written "
@@ -290,11 +292,11 @@ def both_there_error(path: StrPath, whose: str, mend: str) -> StateError:
 
 
 def check_saved_by(snapshot: Snapshot, module: str, keys: Collection[str]) -> None:
-    """Check that a snapshot is one of an integration, and has not lost a key.
+    """Check that an integration has saved a snapshot, and that the snapshot has all its keys.
 
     Raises:
-        StateError: It has not the keys that this integration saves.
-        EntryNotFoundError: It was thinned, and lacks one.
+        StateError: The snapshot does not have the keys that this integration saves.
+        EntryNotFoundError: The snapshot was thinned, and lacks a key.
     """
     for key in keys:
         check_whole(snapshot, key)
@@ -306,17 +308,17 @@ def check_whole(snapshot: Snapshot, key: str) -> None:
     """Check that a snapshot has not lost a key, without which a trainer would begin anew.
 
     Raises:
-        EntryNotFoundError: It has.
+        EntryNotFoundError: The snapshot was thinned, and has lost the key.
     """
     if key in snapshot.thinned:
         snapshot.contents.entry(component_of(key))
 
 
 def load_own(snapshot: Snapshot, key: str, into: Stateful, *, allow_pickle: bool = False) -> bool:
-    """Load what this rank, or all ranks together, took under a key.
+    """Load the value of a key: this rank's own, or the one that all ranks took together.
 
     Returns:
-        Whether there was any: a rank beyond the world of the take has none of its own.
+        Whether there was one: a rank that the take did not have has no value of its own.
     """
     rank = own_rank()
     check_whole(snapshot, key)

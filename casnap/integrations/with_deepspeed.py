@@ -1,6 +1,6 @@
-"""Trainers that may have an engine of DeepSpeed: what is the engine's is saved and loaded with it.
+"""For trainers that may have an engine of DeepSpeed: save and load its part together with theirs.
 
-This module is imported without DeepSpeed too; ``deepspeed.py`` is not.
+This module can be imported without DeepSpeed; ``deepspeed.py`` cannot.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from casnap.extending import LiveState, TakeOptions
 from casnap.integrations.trainers import Notices, Save, StrPath
 
 KEYS = ("model", "optimizer", "engine")
-"""The keys of what an engine has."""
+"""The keys of an engine's part."""
 
 
 def take(
@@ -27,7 +27,7 @@ def take(
     """Take a snapshot of a state, and of an engine if there is one. All ranks call it.
 
     Raises:
-        StateError: The engine splits the model in a way that is not supported.
+        StateError: The engine splits the model in a way that casnap does not support.
     """
     if engine is None:
         return Save(path, options, notices, root=root).take(lambda: LiveState(state))
@@ -42,7 +42,7 @@ def check(engine: Any, snapshot: Snapshot, *, allow_pickle: bool = False) -> Non
     """Check that a snapshot fits an engine, if there is one, before other values are loaded.
 
     Raises:
-        MismatchError: It does not.
+        MismatchError: The snapshot does not fit.
     """
     if engine is not None:
         from casnap.integrations.deepspeed import check_with
@@ -53,7 +53,7 @@ def check(engine: Any, snapshot: Snapshot, *, allow_pickle: bool = False) -> Non
 def load(
     engine: Any, snapshot: Snapshot, *, allow_pickle: bool = False
 ) -> tuple[str | None, dict[str, Any]]:
-    """Load the engine's part of a snapshot, and return what DeepSpeed returns of a load."""
+    """Load the engine's part of a snapshot; return the same as DeepSpeed's ``load_checkpoint``."""
     from casnap.integrations.deepspeed import load_checkpoint
 
     folder, _, name = snapshot.path.rpartition("/")
@@ -61,7 +61,7 @@ def load(
 
 
 def not_of_engine(engine: Any, schedulers: Iterable[Any]) -> list[Any]:
-    """Return the schedulers that an engine does not keep itself; all, if there is none."""
+    """Return the schedulers that an engine does not keep itself; all if there is no engine."""
     if engine is None:
         return list(schedulers)
     from accelerate.utils import DeepSpeedSchedulerWrapper  # there only beside DeepSpeed

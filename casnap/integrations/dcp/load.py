@@ -1,4 +1,4 @@
-"""Reading the items of the plan of a load."""
+"""Reading the items of a load plan of DCP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from casnap.storage import Contents
 
 
 class _TensorRead(NamedTuple):
-    """A part of a tensor to load: the tensor in the snapshot, its box, and what to fill."""
+    """A part of a tensor to load: DCP's item, the tensor in the snapshot, the box, the target."""
 
     item: ReadItem
     value: Stored
@@ -39,10 +39,10 @@ class PlanLoad:
 
     Args:
         contents: The snapshot.
-        values: What it holds, by the names in DCP.
-        planner: Gets what is read.
+        values: The values of the snapshot, by their names in DCP.
+        planner: The planner, which gets the values.
         allow_pickle: Whether to unpickle pickled values.
-        reuse: Whether to read only what the tensors do not hold.
+        reuse: Whether to read only chunks that the tensors do not hold already.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class PlanLoad:
     @torch.no_grad()
     @without_torch_modes()
     def run(self, plan: LoadPlan, fetch: Fetch | None) -> None:
-        """Read everything, verified, and give it to the planner.
+        """Read and verify all items of a plan, and give them to the planner.
 
         Args:
-            plan: What to read.
-            fetch: How to read; by default from the store, for this rank alone.
+            plan: The plan.
+            fetch: Reads chunks together with other ranks; None: this rank reads for itself.
 
         Raises:
-            MismatchError: Tensors share memory here, but are not the same in the snapshot.
-            DamagedError: Something is damaged.
+            MismatchError: Tensors share memory here, but have different values in the snapshot.
+            DamagedError: Stored bytes are missing or damaged.
         """
         loading, planner = Loading(self._contents), self._planner
         parts = [self._part(i) for i in plan.items if i.type is LoadItemType.TENSOR]
@@ -103,10 +103,13 @@ class PlanLoad:
             _give(planner, item, value, true_keys)
 
     def _ties(self, parts: list[_TensorRead]) -> dict[int, torch.Tensor]:
-        """Read, into new memory, the parts whose memory others are to fill as well.
+        """Read into new memory the parts that share their memory with other parts.
+
+        Returns:
+            The tensors that were read, by the number of the part.
 
         Raises:
-            MismatchError: They have several values in the snapshot.
+            MismatchError: Parts that share memory have different values in the snapshot.
         """
         groups, loading = _overlapping(parts), Loading(self._contents)
         fresh = {i: torch.empty_like(parts[i].target) for group in groups for i in group}
@@ -127,7 +130,7 @@ class PlanLoad:
         assert isinstance(value.entry, TensorEntry)
         box = Region(tuple(item.storage_offsets), tuple(item.lengths))
         state = getattr(self._planner, "state_dict", {})
-        # A snapshot has each tensor as one chunk, so this is all that the rank holds in one box.
+        # DCP sees each tensor of a snapshot as one chunk, so this is the whole box of this rank.
         check_boxes(value.path, state.get(item.dest_index.fqn), value.entry.shape, [box])
         target = self._planner.resolve_tensor(item).detach()
         if tuple(target.shape) != box.sizes:
@@ -141,7 +144,7 @@ class PlanLoad:
 
 
 def _overlapping(parts: list[_TensorRead]) -> list[list[int]]:
-    """Return the groups of parts whose memory others are to fill as well, perhaps otherwise."""
+    """Return groups of parts that overlap in memory, and may have different values."""
 
     def content(name: tuple[str, int]) -> object:
         _, value, box, _ = parts[name[1]]
@@ -153,7 +156,7 @@ def _overlapping(parts: list[_TensorRead]) -> list[list[int]]:
 
 
 def _give(planner: LoadPlanner, item: ReadItem, value: object, true_keys: TrueKeys) -> None:
-    """Give a value to the planner, without the bytes of a pickle where it takes it so."""
+    """Give a value to the planner: directly if the planner allows, else as bytes of a pickle."""
     if (
         isinstance(planner, DefaultLoadPlanner)
         and type(planner).load_bytes is DefaultLoadPlanner.load_bytes
@@ -163,14 +166,14 @@ def _give(planner: LoadPlanner, item: ReadItem, value: object, true_keys: TrueKe
             state, path = planner.original_state_dict, planner.mappings[name]
             container = true_keys.container(state, path[:-1])
             if isinstance(container, MutableMapping):
-                # DCP would put it beside a value whose key is no str.
+                # By the original key: DCP would add a second entry for a key that is no str.
                 container[true_keys.key(container, path[-1])] = value
             else:
                 set_element(state, path, value)
         else:
             planner.state_dict[name] = value
         return
-    # The bytes are made here, from a value that was decoded safely.
+    # Safe: these bytes are made here, from a value that was decoded safely.
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)

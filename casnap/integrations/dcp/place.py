@@ -1,4 +1,4 @@
-"""Where a checkpoint of DCP lies, and which ranks save or load it together."""
+"""The path of a checkpoint of DCP, and the ranks that save or load it together."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class SnapshotPath(NamedTuple):
     """The path of a snapshot, or its name in a store.
 
     Attributes:
-        path: The path; or the name, if there is a store.
-        store: The store, if one was given.
+        path: The path; with ``store``, the name.
+        store: The store, if the user has given one.
         storage_options: How to reach a remote store.
-        root: The path that was given first: of the checkpoint, or of a folder above those that
-            ``checkpoint_id=`` names.
+        root: The path that the writer or reader was made with: of the checkpoint, or of a folder
+            above the paths that ``checkpoint_id=`` names.
     """
 
     path: str | None
@@ -39,17 +39,17 @@ class SnapshotPath(NamedTuple):
     def of(
         cls, where: CheckpointId | Store | None, options: Mapping[str, Any] | None
     ) -> SnapshotPath:
-        """Return the place that a writer or a reader is made with."""
+        """Return the place for the arguments of a writer or a reader."""
         if isinstance(where, Store):
             return cls(None, where, options)
         path = None if where is None else given_path(where)
         return cls(path, None, options, path)
 
     def at(self, checkpoint_id: CheckpointId | None) -> SnapshotPath:
-        """Return the place that ``checkpoint_id=`` names; this one if that is empty.
+        """Return the place that ``checkpoint_id`` names; this place if it is empty.
 
         Raises:
-            StateError: It is a path outside the store.
+            StateError: ``checkpoint_id`` is a path outside of the store.
         """
         if not checkpoint_id:
             return self
@@ -68,10 +68,10 @@ class SnapshotPath(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The place as messages name it.
+        """The place as a text, for messages.
 
         Raises:
-            StateError: There is no path.
+            StateError: The user has given no path.
         """
         if self.path is None:
             lack = "no path" if self.store is None else f"no name of a snapshot in {self.store.uri}"
@@ -94,7 +94,7 @@ def name_below(store: Store, path: str) -> str | None:
     if "://" in local:
         return None
     root = os.path.realpath(root)
-    # Links are followed, as DCP does. One that leads out of the store is a name in it.
+    # Links are followed, as DCP does. A link that leads out of the store counts as a name in it.
     for way in (Path(os.path.realpath(local)), as_written(Path(local))):
         for folder in (way, *way.parents):
             if os.path.realpath(folder) == root:
@@ -103,14 +103,14 @@ def name_below(store: Store, path: str) -> str | None:
 
 
 def ranks_of(answers: Sequence[object]) -> tuple[int, ...]:
-    """Return the ranks that work together, as the coordinator hears of them.
+    """Return the ranks that save or load together, on the coordinator.
 
     Args:
-        answers: For each, in order, its rank in the world; or anything else, where its planner has
-            not passed that on. Then the ranks are known only if they are the whole world.
+        answers: For each rank, in order, its rank in the world; or any other object, if its planner
+            has dropped that number. Then the ranks are known only if they are the whole world.
 
     Raises:
-        StateError: They are not known.
+        StateError: The ranks are unknown.
     """
     ranks = tuple(rank for rank in answers if isinstance(rank, int))
     if len(ranks) == len(answers):
@@ -129,11 +129,11 @@ def checked_ranks(answer: object, count: int | None = None) -> tuple[int, ...]:
     """Return the ranks that a plan names.
 
     Args:
-        answer: What the coordinator has put into the plan.
-        count: How many ranks there are, if this is the coordinator.
+        answer: The object that the coordinator has put into the plan.
+        count: On the coordinator, how many ranks there are.
 
     Raises:
-        StateError: The plan does not name them, or is a plan of other ranks.
+        StateError: The plan names no ranks, or is a plan of other ranks.
     """
     if not isinstance(answer, tuple):
         raise StateError(

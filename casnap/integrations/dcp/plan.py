@@ -1,7 +1,7 @@
 """The plan of a save as leaves of a take.
 
-DCP has divided the state before: each item of a plan is a whole value or a box of a tensor, and one
-rank alone has it. So every leaf is global, and no rank needs to be asked for replicas.
+DCP has divided the state already: each item of a plan is a whole value or a box of a tensor, and
+only one rank has the item. So each leaf is global, and the ranks need not compare replicas.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _set_up_planner = DefaultSavePlanner.set_up_planner
 
 @functools.wraps(_set_up_planner)
 def _keep_state(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> None:
-    """Keep the state too: flattened, it has a str in place of each key."""
+    """Set up a planner, and keep the state: the flattened one has a str in place of each key."""
     self.casnap_state = state_dict
     _set_up_planner(self, state_dict, *args, **kwargs)
 
@@ -63,10 +63,10 @@ DefaultSavePlanner.set_up_planner = _keep_state  # type: ignore[method-assign]
 def planned(
     comm: Comm, plan: SavePlan, planner: SavePlanner, *, allow_pickle: bool
 ) -> DividedLeaves:
-    """Return what the plan of this rank stores, as leaves. All ranks call this.
+    """Return the values in the plan of this rank, as leaves. All ranks call this.
 
     Raises:
-        StateError: A value cannot be stored, or is not what the plan says.
+        StateError: A value cannot be stored, or contradicts the plan.
     """
     mapping = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
     state, true_keys = getattr(planner, "casnap_state", None), TrueKeys()
@@ -90,19 +90,19 @@ def planned(
 
 
 def _path_of(mapping: Mapping[str, Any], name: str) -> ObjectPath:
-    """Return the object path of a value; its name, if the planner does not flatten states."""
+    """Return the object path of a value: only its name if the planner does not flatten states."""
     path = mapping.get(name)
     return path if isinstance(path, tuple) and path else (name,)
 
 
 class TrueKeys:
-    """Finds the keys of which DCP has made a str, in dicts that do not change meanwhile."""
+    """Finds the keys that DCP has turned into texts. Meanwhile the dicts must stay as they are."""
 
     def __init__(self) -> None:
         self._by_text: dict[int, dict[str, Any]] = {}
 
     def key(self, container: Any, part: object) -> Any:
-        """Return the key, or index, that a part of an object path of DCP's stands for."""
+        """Return the key or index in a container for a part of an object path of DCP."""
         if not isinstance(container, Mapping):
             return part
         if id(container) not in self._by_text:
@@ -111,7 +111,7 @@ class TrueKeys:
         return self._by_text[id(container)].get(str(part), part)
 
     def container(self, state: Any, path: Sequence[object]) -> Any:
-        """Return what is at an object path of DCP's; None if nothing is."""
+        """Return the value at an object path of DCP; None if there is none."""
         for part in path:
             try:
                 state = state[self.key(state, part)]
@@ -121,7 +121,7 @@ class TrueKeys:
 
 
 def _with_keys(path: ObjectPath, state: Any, true_keys: TrueKeys) -> ObjectPath:
-    """Return an object path of DCP's with the keys that a state has.
+    """Return an object path of DCP with the original keys of a state.
 
     Raises:
         UnsupportedTypeError: A key cannot be stored.
@@ -153,9 +153,9 @@ def _by_name(plan: SavePlan) -> dict[str, list[WriteItem]]:
 
 
 def agreed_paths(comm: Comm, own_paths: Mapping[ObjectPath, None]) -> list[ObjectPath]:
-    """Return the paths of all values that any rank stores, in one order.
+    """Return the paths of all values that any rank stores, in the same order on all ranks.
 
-    Most are known to rank 0, so the others name only the rest.
+    Rank 0 knows most of them, so the others send only paths that rank 0 lacks.
     """
     leading = comm.broadcast_message(_Paths(list(own_paths)), _Paths)
     known_paths = set(map(as_in_dcp, leading.paths))
@@ -170,11 +170,11 @@ def agreed_paths(comm: Comm, own_paths: Mapping[ObjectPath, None]) -> list[Objec
 
 
 class _PlanReader:
-    """Resolves the items of a plan.
+    """Gets the values of a plan's items from the planner, as leaves.
 
     Args:
-        planner: Has the values.
-        flattens: Whether it has flattened the state.
+        planner: The planner.
+        flattens: Whether the planner has flattened the state.
         allow_pickle: Whether values without a safe encoding may be pickled.
     """
 
@@ -183,19 +183,19 @@ class _PlanReader:
         self._flattens = flattens
         self._allow_pickle = allow_pickle
         kind: Any = type(planner)
-        # Then an object need not be written by torch.save and read again.
+        # If so, this reads objects as they are, not by torch.save and torch.load.
         self._gives_objects = (
             isinstance(planner, DefaultSavePlanner)
             and kind.resolve_data is DefaultSavePlanner.resolve_data
             and kind.transform_object is DefaultSavePlanner.transform_object
         )
-        # The values that the planner gives as they are.
+        # The values that the planner returns unchanged.
         self._values: Mapping[str, Any] = {}
         if self._gives_objects and kind.lookup_object is DefaultSavePlanner.lookup_object:
             self._values = getattr(planner, "state_dict", {})
 
     def leaves(self, path: str, items: list[WriteItem]) -> Iterator[Leaf]:
-        """Yield the leaves of one value of this rank."""
+        """Yield the leaves of one value, from this rank's items of it."""
         tensor = self._whole_tensor(items)
         if tensor is not None:
             yield describe(path, tensor)
@@ -207,7 +207,7 @@ class _PlanReader:
         shape = parts[0].shape
         self._check_boxes(path, items[0].index.fqn, parts)
         if 0 in shape:
-            # One rank stores it: that with a part that begins at its first element, if it had some.
+            # A tensor without elements: the rank stores it whose part begins at the offset 0.
             if not all(any(part.box.offsets) for part in parts):
                 yield from flatten(parts[0].tensor.new_empty(shape), path)
             return
@@ -217,7 +217,7 @@ class _PlanReader:
         yield from leaf_of_parts(path, shape, ((part.box, part.tensor) for part in parts))
 
     def _whole_tensor(self, items: list[WriteItem]) -> torch.Tensor | None:
-        """Return an ordinary tensor that the plan has as one item, as most values are."""
+        """Return the tensor if the items are one whole, ordinary tensor, as most values are."""
         value, data = self._values.get(items[0].index.fqn), items[0].tensor_data
         if type(value) not in ORDINARY_TYPES or data is None or len(items) > 1:
             return None
@@ -268,12 +268,12 @@ class _PlanReader:
         if self._flattens or not isinstance(value, Mapping | list):
             yield from flatten(value, path, allow_pickle=self._allow_pickle)
         else:
-            # A reader would flatten it, but this planner has one name for all of it.
+            # Stored as one value: a reader would flatten its leaves, but this planner has one name.
             yield _value_leaf(path, *encode_object(path, value, self._allow_pickle))
 
 
 class _TensorBox(NamedTuple):
-    """A part of a tensor: the shape of the whole, where the part lies in that, its elements."""
+    """A part of a tensor: the shape of the whole tensor, the box of the part, its elements."""
 
     shape: tuple[int, ...]
     box: Region
@@ -285,16 +285,16 @@ def _value_leaf(path: str, kind: str, data: bytes) -> Leaf:
 
 
 def check_boxes(path: str, value: object, shape: tuple[int, ...], boxes: list[Region]) -> None:
-    """Check the boxes of a tensor that DCP gives, where they may be wrong.
+    """Check the boxes that DCP gives for a tensor: DCP computes some kinds wrongly.
 
     Args:
         path: The path of the tensor, for errors.
         value: The tensor that the planner has under its name, if it is known.
-        shape: The shape of the whole, as DCP has it.
-        boxes: The boxes of it.
+        shape: The shape of the whole tensor, by DCP.
+        boxes: The boxes of this rank, by DCP.
 
     Raises:
-        UnsupportedTypeError: This rank holds other elements than DCP says.
+        UnsupportedTypeError: This rank holds other elements than those of the boxes.
     """
     if not isinstance(value, DTensor):
         _check_said(path, value, shape, boxes)

@@ -34,7 +34,7 @@ _log = logging.getLogger("casnap")
 
 
 class _Agreed(msgspec.Struct, array_like=True):
-    """What must be the same on all ranks: the commit id, and how they read."""
+    """Rank 0's message to all ranks: the commit to load, and whether they read together."""
 
     commit: bytes
     read_once: bool
@@ -47,14 +47,14 @@ class CasnapReader(StorageReader):
         where: The path of the snapshot, or a store, as for :class:`CasnapWriter`.
         allow_pickle: Unpickle values that were saved with ``allow_pickle=True``. Use this only for
             a store that you trust as you trust code.
-        read_once: Read each stored byte on one rank, which passes it on to the others.
-        reuse: Hash what the tensors of the state hold, and read only the chunks that differ, as
+        read_once: Whether one rank reads each stored byte, and passes it on to the others.
+        reuse: Hash the tensors of the state, and read only the chunks that differ, as
             :meth:`casnap.Snapshot.restore` does.
         storage_options: How to reach a remote store, as :class:`casnap.Store` takes them.
         timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
     Attributes:
-        load_id: The id of the load, as DCP has it.
+        load_id: The id that DCP wants each load to have.
     """
 
     def __init__(
@@ -80,17 +80,17 @@ class CasnapReader(StorageReader):
     # --- what DCP calls, in this order ---
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
-        """Begin another load, of another snapshot if there is one."""
+        """Begin another load, of the snapshot that ``checkpoint_id`` names, if given."""
         self._place = self._place.at(checkpoint_id)
         self._contents, self._values = None, {}
         self.load_id = uuid4().hex
 
-    # DCP would ask again for the metadata of one rank, if this took "kwargs".
+    # No parameter may be called "kwargs": DCP would then ask again, for one rank's metadata.
     def read_metadata(self, *args: Any, **_: Any) -> Metadata:
-        """Find the snapshot, and describe what it holds.
+        """Find the snapshot, and describe its values to DCP.
 
         Raises:
-            SnapshotNotFoundError: There is none of this name.
+            SnapshotNotFoundError: There is no snapshot of this name.
             NotAStoreError: There is no store above the path.
             StateError: DCP itself has written a checkpoint beside the snapshot.
         """
@@ -134,23 +134,23 @@ class CasnapReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **_: Any
     ) -> None:
-        """Do nothing: all is known from the metadata."""
+        """Do nothing: the metadata tell everything."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Note the rank in its plan."""
+        """Put the rank into its plan."""
         return replace(plan, storage_data=own_rank())
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Note in each plan which ranks load together."""
+        """Put the ranks that load together into each plan."""
         ranks = ranks_of([plan.storage_data for plan in plans])
         return [replace(plan, storage_data=ranks) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank needs, verified, and give it to the planner.
+        """Read and verify the items of this rank, and give them to the planner.
 
         Raises:
-            DamagedError: Stored bytes are missing or damaged. The planner may have been given
-                tensors that hold new values already, but no other value.
+            DamagedError: Stored bytes are missing or damaged. Some tensors may hold new values
+                already, but the planner has got no other value.
             CasnapError: This rank or another one failed.
         """
         contents = self._contents
@@ -187,7 +187,7 @@ def _is_dcps_own(metadata: Path) -> bool:
 
 @contextmanager
 def _naming_pickles(place: SnapshotPath) -> Iterator[None]:
-    """Say so where there is no snapshot, but a checkpoint that DCP itself has written."""
+    """In the block, turn "no snapshot" into an error that names a checkpoint of DCP's own."""
     try:
         yield
     except (NotAStoreError, SnapshotNotFoundError) as e:

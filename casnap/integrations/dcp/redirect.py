@@ -1,4 +1,4 @@
-"""Redirecting saves and loads by a bare path, for programs that pass DCP nothing else."""
+"""Redirecting saves and loads of programs that pass DCP only a path."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _READERS: tuple[type, ...] = (FileSystemReader, FsspecReader)
 
 
 class _Installed(NamedTuple):
-    """A store, and what :func:`install` was told of it."""
+    """A store, and the options of :func:`install` for it."""
 
     store: Store
     allow_pickle: bool
@@ -62,24 +62,24 @@ def install(
     ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` with ``checkpoint_id=path``,
     ``FileSystemWriter(path)`` and ``FsspecWriter(path)`` use casnap if the path lies below the
     store, whichever module has imported these names. A path may be relative, go through links, or
-    be a ``file://`` URI. Other paths, and subclasses, are as before; a subclass of others than
-    torch is warned of, and a reader of such a class is replaced where there is a snapshot. A
-    writer of the store's own folder needs ``checkpoint_id=``.
+    be a ``file://`` URI. Other paths work as before, and so do subclasses. If another library has
+    defined a subclass, a warning names it, and its readers are replaced where a snapshot is. A
+    writer for the store's own folder needs ``checkpoint_id=``.
 
     Args:
         store: A store, or its path or URI; it is made if there is none. If code deletes the folders
-            of old checkpoints, the next save of the process deletes their snapshots.
+            of old checkpoints, the next save of this process deletes their snapshots.
         allow_pickle: As for :class:`CasnapWriter` and :class:`CasnapReader`.
         dcp_files: Whether to put files of DCP's names beside each snapshot, as
-            :class:`CasnapWriter` does. By default, where the store is in a folder.
+            :class:`CasnapWriter` does; by default if the store is in a folder.
         storage_options: How to reach a remote store, as :class:`casnap.Store` takes them.
 
     Returns:
-        The names of the classes of torch whose objects are replaced below the store.
+        The names of torch's classes whose objects are replaced below the store.
 
     Raises:
-        StoreError: There are to be files of DCP beside the snapshots of a store without folders,
-            or of one that was opened without markers.
+        StoreError: ``dcp_files`` is True, but the store is in no folder, or was opened without
+            markers.
     """
     if not isinstance(store, Store):
         store = Store(store, storage_options=storage_options)
@@ -97,7 +97,7 @@ def install(
     for kind in (FileSystemWriter, FileSystemReader):
         kind.__new__ = _new_of(kind)  # type: ignore[method-assign]
     _ProcessBasedAsyncCheckpointExecutor.execute_save = _execute_save  # type: ignore[method-assign]
-    # Given a path alone, dcp.async_save copies the state before it asks for a writer.
+    # With only a path, dcp.async_save copies the state before it makes a writer: replace that copy.
     StateDictStager._offload_tensor = true_copy  # type: ignore[method-assign]
     replaced = [f"{kind.__module__}.{kind.__qualname__}" for kind in (*_WRITERS, *_READERS)]
     _log.info("below %s, casnap replaces %s", store.uri, ", ".join(replaced))
@@ -105,18 +105,21 @@ def install(
 
 
 def uninstall() -> None:
-    """Undo every :func:`install`. Writers and readers that were made before stay as they are."""
+    """Undo each :func:`install`. Writers and readers that exist already stay as they are."""
     _installed.clear()
-    # __new__ stays: a class that has had its own refuses arguments once that is deleted.
+    # __new__ stays: if it were deleted, the class would refuse arguments.
     _ProcessBasedAsyncCheckpointExecutor.execute_save = _real_save  # type: ignore[method-assign]
     StateDictStager._offload_tensor = torch_copy  # type: ignore[method-assign]
 
 
 def _new_of(kind: type) -> Callable[..., Any]:
-    """Return the ``__new__`` of a class of torch."""
+    """Return the new ``__new__`` for a class of torch."""
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        """Return an object of casnap's, which is then not initialized again; or one of ``cls``."""
+        """Return a writer or reader of casnap, or else an object of ``cls``.
+
+        Python does not call ``__init__`` of an object of another class.
+        """
         if cls in (*_WRITERS, *_READERS):
             instance = _construct(cls, args, kwargs)
         else:
@@ -130,7 +133,7 @@ def _new_of(kind: type) -> Callable[..., Any]:
 
 
 def _made_of_subclass(cls: type, path: Any) -> CasnapReader | None:
-    """Return a reader where there is a snapshot: a reader of DCP could not read it."""
+    """Return a reader of casnap if a snapshot is at the path, which no reader of DCP could read."""
     place, name = _place_of(path)
     if place is None or not name or cls.__module__.startswith("torch."):
         return None
@@ -162,15 +165,15 @@ def _path_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 def _construct(
     cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> CasnapWriter | CasnapReader | None:
-    """Return the writer or reader of casnap's for the arguments of one of torch's, if any."""
+    """Return casnap's writer or reader for the arguments of torch's; None if torch's is right."""
     path = _path_in(args, kwargs)
     place, name = _place_of(path)
     if place is None:
         return None
     store, allow_pickle, dcp_files = place
     if cls in _READERS and not name and is_file(f"{store.uri}/.metadata"):
-        return None  # DCP has saved into the folder itself before
-    # A class of torch takes these by position, too.
+        return None  # DCP itself has saved into the folder before
+    # Bound by name, since the class also takes these arguments by position.
     arguments = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments  # type: ignore[misc]
     if arguments.get("_extensions"):
         raise StateError(
@@ -190,11 +193,11 @@ def _construct(
 
 
 def _place_of(path: Any) -> tuple[_Installed | None, str]:
-    """Return the store that a path lies below, and the name of a snapshot in it."""
+    """Return the installed store above a path, and the name of the snapshot in it."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str):
         return None, ""
-    # Another thread may install one meanwhile.
+    # A copy: another thread may install a store meanwhile.
     candidates = [(each, name_below(each.store, text)) for each in tuple(_installed.values())]
     names_below = [(each, name) for each, name in candidates if name is not None]
     return max(names_below, key=lambda place: len(place[0].store.uri), default=(None, ""))
@@ -207,9 +210,9 @@ _real_save = _ProcessBasedAsyncCheckpointExecutor.execute_save
 def _execute_save(
     self: Any, *args: Any, checkpoint_id: Any = None, storage_writer: Any = None, **kwargs: Any
 ) -> Any:
-    """Give the process that is to save a writer of casnap's: nothing is installed there."""
+    """Pass a writer of casnap to DCP's process for async saves: nothing is installed there."""
     if storage_writer is None and _place_of(checkpoint_id)[0] is not None:
-        # It has the name already; the working folder of that process may be another one.
+        # The writer has the absolute path: that process may have another working folder.
         storage_writer, checkpoint_id = FileSystemWriter(checkpoint_id), None
     return _real_save(
         self, *args, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **kwargs

@@ -1,8 +1,8 @@
-"""The copies of ``dcp.async_save``: their memory is kept for the next save of this process.
+"""The copies of ``dcp.async_save``, whose memory is kept for the next save of this process.
 
-DCP copies a state before it saves it in the background. By default it takes fresh memory each time,
-which is several times slower than memory that is warm. And it copies the bytes of storages, which
-are not the values of every tensor.
+DCP copies a state before it saves it in the background. By default it allocates fresh memory each
+time, which takes several times longer than to reuse memory. It also copies the bytes of storages,
+which for some tensors are not their values.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ torch_copy: Callable[..., torch.Tensor] = StateDictStager._offload_tensor
 
 
 def true_copy(stager: Any, tensor: Any, memo: dict[int, Any], non_blocking: bool = False) -> Any:
-    """Copy a tensor as a stager of torch does, but its values, whatever bytes its storage has.
+    """Copy a tensor as torch's stager does, but by its values instead of its storage's bytes.
 
     Raises:
-        UncopiedError: It holds no values, or its class makes another one of it.
+        UncopiedError: The tensor holds no values, or its class turns the copy into another class.
     """
     if hasattr(tensor, "wait"):  # a collective may still be under way
         tensor = tensor.wait()
@@ -68,7 +68,7 @@ def true_copy(stager: Any, tensor: Any, memo: dict[int, Any], non_blocking: bool
         raise UncopiedError(tensor)
     if is_wrapper(tensor) or is_its_storage(tensor):
         copy = torch_copy(stager, tensor, memo, non_blocking)
-        # What torch makes of a wrapper has the values if it is one, with copies of what it wraps.
+        # If torch's copy is a wrapper of the same class, it wraps copies, and so has the values.
         if is_wrapper(tensor) and type(copy) is not type(tensor):
             raise UncopiedError(tensor)
         return copy
@@ -81,7 +81,7 @@ def true_copy(stager: Any, tensor: Any, memo: dict[int, Any], non_blocking: bool
 
 
 class _TrueStager(StateDictStager):
-    """Copies the values of tensors, into memory that is kept while their storage is as it was."""
+    """Copies the values of tensors; uses a copy's memory again while the tensor's storage stays."""
 
     _offload_tensor = true_copy
 
@@ -93,7 +93,7 @@ class _TrueStager(StateDictStager):
 
 
 def _new_stager() -> DefaultStager:
-    # Only where this process uses CUDA: else its first GPU would get a context for nothing.
+    # Pinned memory only if this process uses CUDA; otherwise it would create a useless context.
     on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     stager = DefaultStager(StagingOptions(on_cuda, False, False, on_cuda))
     stager._state_dict_stager = _TrueStager(pin_memory=on_cuda)
@@ -101,13 +101,13 @@ def _new_stager() -> DefaultStager:
 
 
 def _copies(stager: DefaultStager) -> dict[int, int]:
-    """Return the memory of the copies: address and bytes."""
+    """Return the memory of the copies: by address, how many bytes."""
     storages: Any = stager._state_dict_stager._cached_storage_mapping
     return {s.data_ptr(): s.nbytes() for s in storages.values() if s.nbytes()}
 
 
 def _address(value: object) -> int:
-    """Return where the memory of a tensor begins; 0 if it has none."""
+    """Return the address of a tensor's memory; 0 if it has none."""
     if isinstance(value, DTensor):
         value = value.to_local()
     if type(value) is not torch.Tensor or value.layout is not torch.strided:
@@ -116,14 +116,14 @@ def _address(value: object) -> int:
 
 
 class _Kept:
-    """A stager that no save uses; at most one."""
+    """Keeps at most one stager that no save uses."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stager: DefaultStager | None = None
 
     def take(self) -> DefaultStager:
-        """Return the stager that is kept, or a new one."""
+        """Return the kept stager, or else a new one."""
         with self._lock:
             stager, self._stager = self._stager, None
         if stager is not None:
@@ -136,7 +136,7 @@ class _Kept:
             self._stager = stager
 
     def give_up(self) -> int:
-        """Free the copies; return how many bytes they have."""
+        """Free the copies of the kept stager; return how many bytes they had."""
         with self._lock:
             stager, self._stager = self._stager, None
         if stager is None:
@@ -153,8 +153,9 @@ on_release(lambda: _kept_memory.value.give_up())
 class KeptStager:
     """The part of a writer that DCP uses as an ``AsyncStager``.
 
-    A stager is kept when a save has written from its copies. One that fails before it writes loses
-    its stager, and so does one during which another is staged. So no two saves ever share memory.
+    Once a save has written from its copies, its stager is kept for the next save. If a save fails
+    before it writes, or if another save is staged meanwhile, its stager is dropped. So no two saves
+    ever share memory.
     """
 
     _synchronize_after_execute = False
@@ -164,7 +165,7 @@ class KeptStager:
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """Whether ``dcp.async_save`` is to wait for the copy: it was made already."""
+        """Whether ``dcp.async_save`` must wait for the copy: no, :meth:`stage` has made it."""
         return False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +178,7 @@ class KeptStager:
         if self._stager is None:
             stager = self._stager = _kept_memory.value.take()
         else:
-            # The save before is not done, or has failed: then it is not known which are free.
+            # The save before has not ended, or has failed: its copies may still be in use.
             stager, self._stager = _new_stager(), None
         try:
             staged = stager.stage(state_dict)
@@ -185,29 +186,30 @@ class KeptStager:
             uncopied = e.tensor
             path = path_of_tensor(state_dict, lambda tensor: tensor is uncopied)
             raise UnsupportedTypeError(_why_uncopied(path, uncopied) if path else str(e)) from None
-        # torch waits for the copies from the current device alone.
+        # torch waits only for copies from the current device; others are waited for here.
         synchronize(tree_leaves(state_dict))
         assert isinstance(staged, dict)
         return staged
 
     def synchronize_staging(self) -> None:
-        """Do nothing: ``stage`` returns when the copy is made."""
+        """Do nothing: ``stage`` returns once the copy is made."""
 
     def close(self) -> None:
         """Do nothing: the memory is freed with the tensors that were copied."""
 
     def _give_back(self, saved: Iterable[object]) -> None:
-        """Let the next save use the memory of one that is done, given the values that it saved."""
+        """Let the next save use the memory of a save that has ended, given its saved values."""
         stager = self._stager
-        # It may be that of another save, which was staged meanwhile.
+        # Only if the values lie in it: the stager may be another save's, staged meanwhile.
         if stager is not None and not _copies(stager).keys().isdisjoint(map(_address, saved)):
             self._stager = None
             _kept_memory.value.keep(stager)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the copies out: what DCP sends to another process holds them already.
+        """Leave out the copies, which DCP sends to the other process itself.
 
-        But tensors lose their attributes on the way, and then look whole.
+        Tensors lose their attributes on the way, so that parts look like whole tensors. The state
+        therefore names such a tensor.
         """
         state = {key: value for key, value in vars(self).items() if key not in ("_stager", "_own")}
         return {**state, "_lost_parts": self._staged_parts}

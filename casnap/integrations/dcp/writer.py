@@ -1,8 +1,8 @@
 """A StorageWriter of DCP that takes a snapshot.
 
-DCP plans which rank writes which tensor, or which box of it. ``write_data`` hands that to a take of
-all ranks, which commits: when it returns, the snapshot is durable, and if any rank fails, there is
-none. ``finish``, which DCP calls on one rank, has nothing left to do.
+DCP plans which rank writes which tensor or box. ``write_data`` passes the plan to a take of all
+ranks, which commits: when ``write_data`` returns, the snapshot is durable; if any rank fails, there
+is no snapshot. ``finish``, which DCP calls on one rank, only completes the returned metadata.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class _SaveState:
     """One save of a writer.
 
     Attributes:
-        place: Where the snapshot is to be.
+        place: The place of the new snapshot.
         ident: The id that DCP wants each save to have.
-        plans: How many ranks save, if this is the coordinator.
-        snapshot: What was saved.
+        plans: On the coordinator, how many ranks save.
+        snapshot: The snapshot, once it is saved.
     """
 
     def __init__(self, place: SnapshotPath) -> None:
@@ -59,18 +59,18 @@ class _SaveState:
 
 
 class CasnapWriter(KeptStager, StorageWriter):
-    """Saves what DCP plans as a snapshot.
+    """Saves the plan of DCP as a snapshot.
 
-    Beside the marker of the snapshot it puts files of the names that DCP gives to its own
-    (``.metadata``, ``__0_0.distcp``), for code that looks for these to find its last checkpoint.
-    They hold no tensor; read without casnap, they give an error that says so.
+    Beside the marker of the snapshot it puts files with the names of DCP's own (``.metadata``,
+    ``__0_0.distcp``), for code that looks for these to find its last checkpoint. They hold no
+    tensor. Reading them without casnap raises an error that says so.
 
     Args:
-        where: The path of the snapshot, as :meth:`casnap.Snapshot.take` has it; or a store, and
+        where: The path of the snapshot, as for :meth:`casnap.Snapshot.take`. Or a store; then
             ``checkpoint_id=`` names the snapshot. ``checkpoint_id=`` also replaces a path.
         metadata: Anything that JSON can hold, up to 64 KiB, kept with the snapshot.
-        overwrite: Replace a snapshot of this name, unless it has a tag. It stays until the new one
-            is whole.
+        overwrite: Replace a snapshot of this name, unless it has a tag. The old one stays until the
+            new one is whole.
         allow_pickle: Store values that have no safe encoding by pickle. To load them,
             ``CasnapReader(allow_pickle=True)`` is needed.
         retention: After the save, delete the snapshots of the same folder that these rules do not
@@ -79,11 +79,11 @@ class CasnapWriter(KeptStager, StorageWriter):
         timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
     Attributes:
-        snapshot: The snapshot that this process has saved last with this object.
+        snapshot: The last snapshot that this process has saved with this object.
     """
 
     _has_files = True
-    """Whether to put the files of DCP's names."""
+    """Whether to put files with DCP's names."""
 
     def __init__(
         self,
@@ -106,12 +106,12 @@ class CasnapWriter(KeptStager, StorageWriter):
         self.snapshot: Snapshot | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Have no save under way in another process."""
+        """Unpickle in another process, where this object has no running save."""
         vars(self).update(state, _own=threading.local())
 
     @property
     def _save(self) -> _SaveState:
-        """The save of this thread: ``dcp.async_save`` may have several under way, each in one."""
+        """The save of this thread. ``dcp.async_save`` may run several saves, each in a thread."""
         if not hasattr(self._own, "save"):
             self._own.save = _SaveState(self._place)
         save: _SaveState = self._own.save
@@ -120,7 +120,7 @@ class CasnapWriter(KeptStager, StorageWriter):
     # --- what DCP calls, in this order ---
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
-        """Begin another save, of another name if there is one."""
+        """Begin another save, under the name of ``checkpoint_id``, if given."""
         place = self._place = self._place.at(checkpoint_id)
         self._own.save = _SaveState(place)
 
@@ -133,7 +133,8 @@ class CasnapWriter(KeptStager, StorageWriter):
 
         Raises:
             StateError: Each rank is to save for itself, or there is no path.
-            UnsupportedTypeError: Tensors no longer say that they hold parts of larger ones.
+            UnsupportedTypeError: On the way to another process, tensors have lost the mark that
+                they hold parts of larger ones.
         """
         self._save.place.id  # noqa: B018 - raises if there is no path
         if self._lost_parts is not None:
@@ -148,14 +149,14 @@ class CasnapWriter(KeptStager, StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Note the rank in its plan."""
+        """Put the rank into its plan."""
         return replace(plan, storage_data=own_rank())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Note in each plan which ranks save together."""
+        """Put the ranks that save together into each plan."""
         self._save.plans = len(plans)
         if not any(plan.usable for plan in plans):
-            return plans  # each rank replays its last plan, which says it
+            return plans  # each rank replays its last plan, which names the ranks
         ranks = ranks_of([plan.storage_data for plan in plans])
         return [replace(plan, storage_data=ranks) for plan in plans]
 
@@ -171,7 +172,7 @@ class CasnapWriter(KeptStager, StorageWriter):
         finally:
             self._give_back(getattr(planner, "state_dict", {}).values())
         future: Future[list[WriteResult]] = Future()
-        # DCP would gather results of all ranks, only to give them to finish().
+        # Empty: DCP would gather the results of all ranks, only to pass them to finish().
         future.set_result([])
         return future
 
@@ -197,14 +198,14 @@ class CasnapWriter(KeptStager, StorageWriter):
         )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Complete the metadata that ``dcp.save`` returns. The snapshot is there already."""
+        """Complete the metadata that ``dcp.save`` returns; the snapshot is durable already."""
         snapshot = self._save.snapshot
         assert snapshot is not None
         metadata.storage_data = {"snapshot": snapshot.path, "commit": snapshot.commit_id}
         metadata.storage_meta = self.storage_meta()
         metadata.version = DCP_VERSION
 
-    # --- what else DCP asks ---
+    # --- other calls of DCP ---
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -214,7 +215,7 @@ class CasnapWriter(KeptStager, StorageWriter):
 
     @property
     def save_id(self) -> str:
-        """The id of the save: once it is done that of its commit, which readers see as well."""
+        """The id of the save; once it has ended, the commit id, which readers see as well."""
         snapshot = self._own.save.snapshot if hasattr(self._own, "save") else self.snapshot
         return self._save.ident if snapshot is None else snapshot.commit_id
 

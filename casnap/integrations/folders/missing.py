@@ -1,7 +1,8 @@
 """Snapshots whose folders were deleted by another program.
 
-A snapshot on a disk has a folder of its own, with a marker in it. A snapshot is missing if its
-folder is gone, and the marker of another snapshot of its run stands: so the run had markers.
+A snapshot on a disk has a folder of its own, with a marker in it. It counts as deleted if its
+folder is gone while another snapshot of its run still has a marker, which proves that the run had
+markers.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ def check_has_folders(backend: Backend) -> None:
 
 
 def judge_folders(store: Repository, table: Table, folder: str) -> list[Verdict]:
-    """Return the verdicts on the snapshots in a folder, by whether their own folders stand.
+    """Return a verdict on each snapshot of some runs: whether its own folder still exists.
 
     Args:
         store: The store.
         table: Its table.
-        folder: Where the runs are; "" for the whole store.
+        folder: The folder of the runs; "" for the whole store.
 
     Raises:
         StoreError: The store is not in a folder of this machine.
@@ -54,7 +55,7 @@ def judge_folders(store: Repository, table: Table, folder: str) -> list[Verdict]
 
 
 def _judge_run(store: Repository, run: str, rows: dict[str, Row]) -> dict[str, str]:
-    """Return why each snapshot of a run is kept, by its name; "" if it is not."""
+    """Return, by name, why each snapshot of a run is kept; "" if it is not kept."""
     listed = _names_in(store.backend, run)
     if listed is None:
         return dict.fromkeys(rows, "the folder of its run is gone")
@@ -81,7 +82,7 @@ def _judge_run(store: Repository, run: str, rows: dict[str, Row]) -> dict[str, s
 
 
 def _names_in(backend: Backend, run: str) -> set[str] | None:
-    """Return the full names of what is in the folder of a run; None if there is no folder."""
+    """Return the full names of the entries in the folder of a run; None if there is no folder."""
     path = str(Path(backend.folder or "", run))
     prefix = f"{run}/" if run else ""
     with translated(path):
@@ -96,21 +97,21 @@ def _names_in(backend: Backend, run: str) -> set[str] | None:
 def prune_missing_folders(
     store: Store, *, prefix: str | None = None, dry_run: bool = False
 ) -> PruneReport:
-    """Delete the snapshots whose folders were deleted, as trainers do; all in one commit.
+    """Delete, in one commit, the snapshots whose folders a trainer or a person has deleted.
 
-    A snapshot on a disk has a folder with a marker, ``<name>/casnap-snapshot.json``. One whose
-    folder is gone is deleted. Kept are those that are tagged, copied from another store, or
-    not mirrored yet; those whose folder was renamed within the folder of the run; and all of a
-    run if no marker of its snapshots stands there any more. Snapshots that were taken without
-    markers, and a backup that was restored without them, look deleted: look at a dry run first.
+    A snapshot on a disk has a folder with a marker, ``<name>/casnap-snapshot.json``. If the folder
+    is gone, this deletes the snapshot. It keeps snapshots that are tagged, copied from another
+    store, or not mirrored yet; snapshots whose folder was renamed within the folder of the run; and
+    all snapshots of a run if none of them has a marker any more. Snapshots that were taken without
+    markers look deleted, and so does a backup that was restored without them: do a dry run first.
 
     Args:
         store: The store.
-        prefix: Only the runs in and below this folder.
+        prefix: Judge only the runs in and below this folder.
         dry_run: Only report what would be deleted.
 
     Returns:
-        For each snapshot whether it is kept, and why.
+        For each snapshot, whether it is kept, and why.
 
     Raises:
         StoreError: The store is not in a folder of this machine.

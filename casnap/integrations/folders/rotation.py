@@ -1,12 +1,11 @@
-"""Snapshots whose folders a loop deletes, as it rotates the checkpoints of an adapter.
+"""Deleting snapshots whose folders a training loop has deleted, as it rotates its checkpoints.
 
-A process knows the folders of the snapshots that it saved through DCP or a trainer, and of those
-of earlier processes that it saw when it first saved beside them. A snapshot
-whose folder is gone when the next save begins is forgotten then
-(``docs/decisions/0060-rotated-folders.md``).
+A process knows the folders of the snapshots that it saved through DCP or a trainer. It also knows
+folders of earlier processes that it saw at its first save beside them. When the next save begins,
+it deletes each snapshot whose known folder is gone (``docs/decisions/0060-rotated-folders.md``).
 
-A checkpoint may also be a folder of several snapshots, which have the same names in each of them,
-as Accelerate saves with FSDP. Then that folder is the one that goes.
+A checkpoint may also be a folder of several snapshots, with the same names in each checkpoint, as
+Accelerate saves with FSDP. Then the loop deletes that folder.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from casnap.storage import Markers, Runs, Table, Verdict
 from casnap.view import View, view_of
 
 _log = logging.getLogger("casnap")
-# One of these stands beside what an adapter has saved.
+# Each snapshot that an adapter has saved has one of these files beside it.
 _NOTICES = (".metadata", "pytorch_model.bin")
 
 
@@ -38,7 +37,8 @@ class RunFolder:
     Args:
         view: The store.
         run: The full name of the folder.
-        inner: How snapshots are called in the folders there; "" where each folder is a snapshot.
+        inner: The name of a snapshot inside each folder of the run; "" if each folder is a
+            snapshot itself.
     """
 
     def __init__(self, view: View, run: str, inner: str = "") -> None:
@@ -47,17 +47,17 @@ class RunFolder:
         self._inner = f"/{inner}" if inner else ""
         self._path = Path(view.repository.backend.folder or "", run)
         self._identity = _identity(self._path)
-        # Their commits, by their full names.
+        # The commits of the known snapshots, by full name.
         self._folders: dict[str, bytes] = {}
-        # What is there, and is none of them under another name.
+        # Entries that were there at first: none of them is a snapshot's folder under a new name.
         self._others = self._entries()
         view.read(self._see)
 
     @property
     def is_same(self) -> bool:
-        """Whether it is still at its path: no other disk is mounted there, and it was not moved.
+        """Whether the folder is still at its path: nobody has moved it or mounted a disk there.
 
-        Some file systems give a folder another inode at will. Then the markers tell.
+        Some file systems change a folder's inode. Then the markers in it decide.
         """
         return _identity(self._path) == self._identity or any(
             self._commit_of(self._folder(name).name) == commit
@@ -65,7 +65,7 @@ class RunFolder:
         )
 
     def note(self, name: str, commit: bytes) -> None:
-        """Note that a snapshot has its folder."""
+        """Remember that a snapshot has its folder."""
         self._folder(name).lstat()
         self._folders[name] = commit
 
@@ -77,12 +77,12 @@ class RunFolder:
             if self._folder(name).name not in present and self._is_gone(name):
                 row = table.get(name)
                 if row is None or row.commit != commit:
-                    # It was forgotten.
+                    # The snapshot was deleted, or taken anew by another process.
                     self._folders.pop(name, None)
                 else:
                     gone[name] = row
         if gone:
-            # Of a folder that was renamed, the inode may be another one, and the marker is not.
+            # A renamed folder keeps its marker, though its inode may change.
             commits = {entry: self._commit_of(entry[0]) for entry in entries - self._others}
             wanted = {row.commit for row in gone.values()}
             renamed = {entry: commit for entry, commit in commits.items() if commit in wanted}
@@ -92,9 +92,9 @@ class RunFolder:
         return gone
 
     def _entries(self) -> set[tuple[str, int]]:
-        """Return the names and inodes of what is there.
+        """Return the names and inodes of the entries in the folder.
 
-        What has both as before is what it was.
+        An entry with the same name and inode as before is the same one.
         """
         with os.scandir(self._path) as entries:
             return {(entry.name, entry.inode()) for entry in entries}
@@ -103,7 +103,7 @@ class RunFolder:
         return self._path / name.removeprefix(self._prefix).removesuffix(self._inner)
 
     def _is_gone(self, name: str) -> bool:
-        """Whether a folder that is not listed is not there: some file systems list late."""
+        """Whether a folder that is not listed is really gone: some file systems list late."""
         try:
             self._folder(name).lstat()
         except FileNotFoundError:
@@ -111,7 +111,7 @@ class RunFolder:
         return False
 
     def _commit_of(self, name: str) -> bytes | None:
-        """Return the commit that the marker in a folder names, if there is one."""
+        """Return the commit in the marker of a folder; None without a marker."""
         markers = Markers(self._view.repository)
         return markers.commit_in(f"{self._prefix}{name}{self._inner}")
 
@@ -120,7 +120,7 @@ class RunFolder:
         return folder.endswith(self._inner) and "/" not in folder.removesuffix(self._inner)
 
     def _see(self, table: Table) -> None:
-        """Note the folders of what earlier processes have saved by adapters."""
+        """Remember the folders of snapshots that earlier processes have saved by adapters."""
         repository, run = self._view.repository, self._prefix.rstrip("/")
         for name, row in table.items_in(run):
             folder = self._folder(name)
@@ -140,20 +140,20 @@ class RunFolder:
             _log.warning(text, uri, count, prune)
 
 
-# Several threads may save at once.
+# Guards the runs: several threads may save at once.
 _lock = new_lock()
 _runs: dict[str, RunFolder] = {}
-# The last few runs are kept: with FSDP, Accelerate makes a folder for each checkpoint.
+# How many of the last runs are remembered: with FSDP, each checkpoint of Accelerate is a folder.
 _MOST_RUNS = 64
-# Where more names than these are saved one level further down, folders there are no checkpoints.
+# If snapshots of more names than this lie one level down, the folders there are no checkpoints.
 _MOST_INNER = 8
 
 
 def _run_folders(view: View, name: str) -> Iterator[RunFolder]:
-    """Yield the folders that a save may rotate; none where snapshots have no folders.
+    """Yield the folders of runs in which a save may rotate; none if snapshots have no folders.
 
-    That is the one that a snapshot is saved in, and the one above that. What cannot be seen, such
-    as a folder that is not made yet, is left out.
+    These are the folder of the snapshot, and the folder above that. A folder that cannot be looked
+    at, or does not exist yet, is left out.
     """
     repository = view.repository
     if repository.backend.folder is None or not repository.marks:
@@ -175,7 +175,7 @@ def _run_folder(view: View, run: str, inner: str) -> RunFolder:
     known = _runs.get(key)
     seen = RunFolder(view, run, inner) if known is None or not known.is_same else known
     with _lock:
-        # Another thread may have seen it meanwhile, and noted a snapshot there.
+        # Another thread may have put the run in meanwhile, and remembered a snapshot in it.
         current = _runs.pop(key, None)
         run_folder = seen if current is known or current is None else current
         _runs[key] = run_folder
@@ -189,12 +189,12 @@ def _key(view: View, run: str, inner: str) -> str:
 
 
 def forget(snapshot: Snapshot) -> bool:
-    """Forget a snapshot that a trainer lets go, unless it is tagged, or not mirrored yet.
+    """Delete a snapshot that a trainer no longer wants, unless it is tagged or not mirrored yet.
 
-    If its folder goes too, a later save of this process looks again.
+    If it has to stay, and its folder is deleted too, a later save of this process tries again.
 
     Returns:
-        Whether it is gone.
+        Whether the snapshot is gone.
     """
     view, name = view_of(snapshot.store), snapshot.contents.name
 
@@ -209,12 +209,12 @@ def forget(snapshot: Snapshot) -> bool:
 
 
 def forget_deleted(view: View, name: str) -> None:
-    """Forget the snapshots beside a new one whose folders were deleted.
+    """Delete the snapshots, in the folder of a new one, whose own folders were deleted.
 
-    So they are collected while the new one is taken, and on a nearly full disk before that.
+    So their bytes are collected during the new take, and on a nearly full disk before it.
     """
     for folder in _run_folders(view, name):
-        # What cannot be seen was not deleted.
+        # A folder that cannot be looked at does not count as deleted.
         with suppress(OSError, CasnapError):
             _forget_unheld(view, folder.deleted, view.hooks.on_release)
 
@@ -224,18 +224,18 @@ def _forget_unheld(
     find: Callable[[Table], Mapping[str, Row]],
     on_release: Callable[[Sequence[Row]], None],
 ) -> bool:
-    """Forget some snapshots, but for those that something holds; return whether none is left.
+    """Delete some snapshots, but none that a tag or a mirror holds; return whether all are gone.
 
     Args:
         view: The store.
-        find: Returns them, by name.
-        on_release: Called with the rows of those that are forgotten.
+        find: Given the table, returns the snapshots by name.
+        on_release: Called with the rows of the deleted snapshots.
     """
 
     def judge(table: Table) -> list[Verdict]:
         return [Verdict(name, row, tuple(row.holds)) for name, row in find(table).items()]
 
-    # Most often there is none, and to look costs less than a change of the table.
+    # A dry run first: most often there is nothing to delete, and a look is cheaper than a commit.
     report = Runs(view.repository).prune_judged(judge, on_release, dry_run=True)
     if report.deleted:
         report = Runs(view.repository).prune_judged(judge, on_release)
@@ -243,7 +243,7 @@ def _forget_unheld(
 
 
 def note_saved(view: View, name: str, commit: bytes) -> None:
-    """Note that this process has saved a snapshot by an adapter."""
+    """Remember that this process has saved a snapshot by an adapter."""
     for folder in _run_folders(view, name):
         with suppress(OSError, CasnapError):
             folder.note(name, commit)

@@ -1,9 +1,10 @@
 """A weight-transfer backend of vLLM: ``--weight-transfer-config '{"backend": "casnap"}'``.
 
-vLLM calls :func:`register` in each of its processes, by the entry point. Then ``transfer.py`` is in
-each worker; :func:`casnap.integrations.engines.reload_vllm_server` with ``patches=True``, and its
-siblings, tell it what to load. ``places.py`` finds where the elements of a checkpoint lie.
-Begin with ``transfer.py``. No other module of casnap imports this package.
+vLLM calls :func:`register` in each of its processes, by the entry point. Each worker then has the
+engine of ``transfer.py``. :func:`casnap.integrations.engines.reload_vllm_server` with
+``patches=True``, and its siblings, tell the engine what to load. ``places.py`` finds where the
+elements of a checkpoint lie in a model. Begin with ``transfer.py``. No other module of casnap
+imports this package.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ _log = logging.getLogger("casnap")
 BACKEND = "casnap"
 """The name of the backend."""
 KNOWN = ("0.32.",)
-"""How the versions of vLLM begin whose modules this was written for."""
+"""The prefixes of the versions of vLLM for whose modules this was written."""
 
 
 def register() -> None:
-    """Make the backend known to a vLLM of a known version; it may be called again.
+    """Register the backend with vLLM, if its version is known. Further calls do no harm.
 
-    vLLM calls it wherever casnap is installed, also for users who have nothing to do with the
-    backend. So it does nothing for any other version, and never raises.
+    vLLM calls this wherever casnap is installed, also for users who do not use the backend. So with
+    any other version it does nothing, and it never raises.
     """
     try:
         import vllm
@@ -52,10 +53,11 @@ def _register() -> None:
 
 
 def _keep_weights_plain() -> None:
-    """Have vLLM on CPUs keep the weights of linear layers as they are, in engines of the backend.
+    """Make vLLM on CPUs keep the weights of linear layers unpacked, in engines with the backend.
 
-    Otherwise it packs them for its kernels, and gives up the tensors that patches are for. Its own
-    ``torch.nn.functional.linear``, which it has for layers that cannot be packed, needs no packing.
+    Otherwise vLLM packs them for its kernels, and drops the tensors to which patches apply.
+    ``torch.nn.functional.linear``, which vLLM uses for layers that cannot be packed, needs no
+    packing.
     """
     import torch
     from vllm.config import get_current_vllm_config_or_none

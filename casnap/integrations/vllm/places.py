@@ -1,8 +1,8 @@
-"""Where a loader of weights puts the elements of a checkpoint, learnt from the loader itself.
+"""Learning from a loader of weights where it puts the elements of a checkpoint in a model.
 
-A loader knows which tensors it joins, and which slices a rank of tensor parallelism has. So it is
-run once with the tensors of a checkpoint, and what it would copy is noted and compared. Patches are
-then written to their places alone.
+A loader knows which tensors it joins, and which slices a rank of tensor parallelism has. So casnap
+runs it once with the tensors of a checkpoint; each copy that it would make is recorded and compared
+with the model. Later, patches are written directly to these places.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class UnknownPlacesError(CasnapError):
-    """It cannot be said where the elements of a checkpoint are."""
+    """casnap cannot learn where the elements of a checkpoint lie in the model."""
 
 
 class OtherBaseError(CasnapError):
-    """The weights are not those that they were taken for."""
+    """The model holds other weights than expected."""
 
 
-class Region(NamedTuple):
-    """A part of a tensor of the checkpoint, and where it lies in the model.
+class ModelPart(NamedTuple):
+    """A part of a tensor of the checkpoint, and the memory of the model that it fills.
 
     Attributes:
-        start: Its first element, in the flat tensor of the checkpoint.
-        strides: How many elements further the next one is along each axis, there.
-        target: The part of the model's tensor.
+        start: The number of its first element in the flat tensor of the checkpoint.
+        strides: Its strides in that flat tensor, in elements, for each axis of ``target``.
+        target: The view of the model's tensor that it fills.
     """
 
     start: int
@@ -42,18 +42,18 @@ class Region(NamedTuple):
     target: torch.Tensor
 
     def located(self, indices: torch.Tensor) -> tuple[slice | torch.Tensor, torch.Tensor]:
-        """Say where elements are.
+        """Return where elements of the checkpoint lie in the model.
 
         Args:
-            indices: Of elements of the flat tensor of the checkpoint, in ascending order.
+            indices: The numbers of elements in the flat tensor of the checkpoint, ascending.
 
         Returns:
-            Which of them are in this part, as an index, and the place of each of these in the
+            An index that selects the elements of this part, and the place of each of them in the
             storage of the model's tensor.
         """
         axes = self._axes()
         last = self.start + sum((size - 1) * stride for size, stride, _ in axes)
-        # A part is mostly some whole rows, so most indices are left out at once.
+        # Most parts are a few whole rows, so this leaves out most indices at once.
         ends = torch.tensor([self.start, last + 1], dtype=indices.dtype)
         first, stop = torch.searchsorted(indices, ends).tolist()
         rest = indices[first:stop].long() - self.start
@@ -70,9 +70,9 @@ class Region(NamedTuple):
         return is_here.nonzero().view(-1) + first, places[is_here]
 
     def _axes(self) -> list[tuple[int, int, int]]:
-        """Return the axes from the checkpoint's outermost: sizes, strides there, strides here.
+        """Return the axes, outermost in the checkpoint first: size, stride there, stride here.
 
-        Those that can be walked as one, in both, are one.
+        Axes that are contiguous to each other on both sides are merged.
         """
         axes: list[tuple[int, int, int]] = []
         each = zip(self.target.shape, self.strides, self.target.stride(), strict=True)
@@ -87,25 +87,25 @@ class Region(NamedTuple):
 
 
 class Places:
-    """Where the tensors of a checkpoint lie in a model.
+    """The places of a checkpoint's tensors in a model.
 
     Args:
-        regions: The parts of each, by its name.
+        regions: By name of a tensor, its parts.
         targets: All tensors of the model.
     """
 
     def __init__(
-        self, regions: Mapping[str, Sequence[Region]], targets: list[torch.Tensor]
+        self, regions: Mapping[str, Sequence[ModelPart]], targets: list[torch.Tensor]
     ) -> None:
         self._regions = regions
         self._targets = targets
         self._pointers = _pointers(targets)
 
     def fits(self, targets: list[torch.Tensor]) -> bool:
-        """Whether a model has still the same memory."""
+        """Whether the tensors of a model still have the same memory."""
         return self._pointers == _pointers(targets)
 
-    def of(self, name: str) -> Sequence[Region]:
+    def of(self, name: str) -> Sequence[ModelPart]:
         """Return the parts of a tensor; none if the loader leaves it out."""
         return self._regions.get(name, ())
 
@@ -119,14 +119,14 @@ def learn(
     """Learn where a loader puts the tensors of a checkpoint that the model has loaded already.
 
     Args:
-        load: The loader. It changes nothing now.
+        load: The loader, whose copies are recorded and not made.
         weights: The tensors of the checkpoint, contiguous, each in memory of its own.
         model: The model.
-        padded: Tensors of the model of which a part is of no checkpoint.
+        padded: Tensors of the model of which a part comes from no checkpoint.
 
     Raises:
-        UnknownPlacesError: The loader does more than to copy parts.
-        OtherBaseError: The model holds other values.
+        UnknownPlacesError: The loader does more than copy parts.
+        OtherBaseError: The model holds other values than the checkpoint.
     """
     notes = _Notes(weights, targets_of(model))
     with _copies_go_to(notes.note):
@@ -141,7 +141,7 @@ def learn(
 
 
 def targets_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the tensors that a loader may write to."""
+    """Return the tensors of a model to which a loader may write."""
     return [tensor.data for tensor in (*model.parameters(), *model.buffers())]
 
 
@@ -152,7 +152,7 @@ def storage_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as integers of its size, which are equal if all bits are."""
+    """Return a tensor as integers of the same size, to compare and copy its bits."""
     return tensor.view(_BITS[tensor.element_size()])
 
 
@@ -161,7 +161,7 @@ def _pointers(targets: list[torch.Tensor]) -> list[tuple[int, torch.dtype, tuple
 
 
 class _Notes:
-    """Notes what a loader copies."""
+    """Records the copies that a loader makes."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], targets: list[torch.Tensor]) -> None:
         self._weights = sorted(
@@ -174,10 +174,10 @@ class _Notes:
         )
         self._starts = [start for start, _, _ in self._weights]
         self._storages = {each.untyped_storage().data_ptr() for each in targets}
-        self.regions: dict[str, list[Region]] = {}
+        self.regions: dict[str, list[ModelPart]] = {}
 
     def note(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Note that a tensor of the checkpoint, or a part, is copied to the model."""
+        """Record that the loader copies a tensor of the checkpoint, or a part, to the model."""
         if not source.numel():
             return
         name, tensor = self._owner(source)
@@ -190,7 +190,7 @@ class _Notes:
         if not torch.equal(bits_of(value), bits_of(target)):
             raise OtherBaseError(f"the model holds other values of {name}")
         start = (source.data_ptr() - tensor.data_ptr()) // tensor.element_size()
-        self.regions.setdefault(name, []).append(Region(start, source.stride(), target.detach()))
+        self.regions.setdefault(name, []).append(ModelPart(start, source.stride(), target.detach()))
 
     def _owner(self, source: torch.Tensor) -> tuple[str, torch.Tensor]:
         at = bisect_right(self._starts, source.data_ptr()) - 1
@@ -202,10 +202,10 @@ class _Notes:
         raise UnknownPlacesError("the loader copies what it has computed from the checkpoint")
 
     def check_all_is_covered(self, model: torch.nn.Module, padded: Sequence[torch.Tensor]) -> None:
-        """Check that all parameters come from the checkpoint, so that nothing is written otherwise.
+        """Check that all parameters come from the checkpoint: patches would miss any other.
 
         Raises:
-            UnknownPlacesError: Some do not.
+            UnknownPlacesError: Some parameters do not come from the checkpoint.
         """
         parts: dict[int, list[torch.Tensor]] = {}
         for regions in self.regions.values():
@@ -231,7 +231,7 @@ class _Notes:
 
 @contextmanager
 def _copies_go_to(note: Callable[[torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
-    """Have what this thread copies into tensors noted, and not done."""
+    """In the block, record the copies that this thread makes into tensors, and do not make them."""
     copy, thread = torch.Tensor.copy_, threading.get_ident()
     had_own = "copy_" in vars(torch.Tensor)
 

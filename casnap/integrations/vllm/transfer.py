@@ -1,8 +1,9 @@
 """The backend in a worker of vLLM: it brings the worker's part of a model to a version in a folder.
 
-By patches, where the worker holds what they apply to; else it loads the folder whole, as vLLM does.
-A worker says of itself what it holds: at the start it compares its weights with the folder that it
-has loaded, and before patches are written, it compares the elements that they replace.
+It writes patches if the worker holds the version to which they apply. Otherwise it loads the folder
+whole, as vLLM does. The worker itself finds out which version it holds: at the start it compares
+its weights with the folder that vLLM has loaded. Before it writes patches, it compares the elements
+that they replace.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from vllm.v1.attention.backend import AttentionImplBase
 from casnap.errors import CasnapError
 from casnap.extending import Patch, Version, VersionTensor, override
 from casnap.integrations.vllm.places import (
+    ModelPart,
     OtherBaseError,
     Places,
-    Region,
     UnknownPlacesError,
     bits_of,
     learn,
@@ -50,10 +51,10 @@ _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 @dataclass
 class CasnapInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """What to prepare for.
+    """The next update, for which a worker prepares.
 
     Attributes:
-        update: The fields of the update that comes next, if that is known.
+        update: The fields of the :class:`CasnapUpdateInfo` that comes next; None if it is unknown.
     """
 
     update: dict[str, Any] | None = None
@@ -61,15 +62,15 @@ class CasnapInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class CasnapUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What to load.
+    """A version to load.
 
     Attributes:
-        folder: A folder that a pull has made, or another one of safetensors, without links.
-        content: What its version holds; "" for a folder that no pull has made.
+        folder: The real path of a folder of safetensors: one that a pull has made, or any other.
+        content: The content of its version; "" for a folder that no pull has made.
         patches: A file with patches; "" to load the folder whole.
         digest: The BLAKE3 of that file.
-        base: The content that they apply to.
-        whole: Tensors that have changed, and are not in the file.
+        base: The content that the patches apply to.
+        whole: Tensors that have changed, and are not in the file of patches.
     """
 
     folder: str
@@ -90,11 +91,11 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
         self._places: Places | None = None
-        # The content that all weights of this worker are of; "" if they may be of another one.
+        # The content that this worker's weights have; "" if that is uncertain.
         self._content = ""
-        # What vLLM says that it has loaded. Others may have it load something else.
+        # The folder that vLLM says it has loaded. Another caller may make it load another one.
         self._path = ""
-        # What the next update has to write.
+        # The next update, with the writes that it needs.
         self._prepared: tuple[CasnapUpdateInfo, list[_Write]] | None = None
         self._compare()
 
@@ -104,11 +105,11 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
 
     @property
     def _held(self) -> str:
-        """The content that this worker holds; "" if nobody knows."""
+        """The content that this worker holds; "" if it is unknown."""
         return self._content if self._loaded_path == self._path else ""
 
     def _compare(self) -> None:
-        """Compare the weights with the folder that they are from, and learn their places."""
+        """Compare the weights with the folder that vLLM has loaded, and learn their places."""
         self._content, self._path, self._places = "", self._loaded_path, None
         self._is_compared = True
         try:
@@ -117,7 +118,7 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
             _log.warning("casnap: the next version is loaded whole: %r", e)
 
     def _learn(self) -> tuple[Places, str]:
-        """Return where the weights are, and their content.
+        """Return the places of the weights, and their content.
 
         Raises:
             Exception: The places cannot be learnt, or the model holds other weights.
@@ -138,11 +139,11 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
             places = learn(self.model.load_weights, weights, self.model, padded)
         return places, version.content
 
-    # --- what vLLM calls ---
+    # --- called by vLLM ---
 
     @override
     def init_transfer_engine(self, init_info: CasnapInitInfo) -> None:
-        """Prepare the next update, so that only writes are left for the pause."""
+        """Prepare the next update before the pause, so that the pause only has to write."""
         self._prepared = None
         if not self._is_compared:
             self._compare()
@@ -155,16 +156,16 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
 
     @override
     def finish_weight_update(self) -> None:
-        """Do nothing: an update is whole when it has returned."""
+        """Do nothing: once an update has returned, it is complete."""
 
     @override
     def shutdown(self) -> None:
-        """Forget what was prepared."""
+        """Drop the prepared update."""
         self._prepared = None
 
     @override
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Bring the weights to a version. The call returns when they are."""
+        """Bring the weights to a version; return once all are written."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -174,7 +175,7 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
         """Bring the weights to a version.
 
         Raises:
-            Exception: They could not be loaded, and may be of no version now.
+            Exception: The version could not be loaded; the weights may be a mix now.
         """
         start = time.perf_counter()
         if update_info.content and self._held == update_info.content:
@@ -192,7 +193,7 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
             time.perf_counter() - start,
         )
 
-    # --- how ---
+    # --- loading and patching ---
 
     def _load(self, info: CasnapUpdateInfo) -> None:
         """Load a folder whole, as vLLM reloads one."""
@@ -201,11 +202,11 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
         if self._places is not None and self._places.fits(targets_of(self.model)):
             self._content = info.content
         else:
-            # It takes long, so not in the pause: before the next version is prepared.
+            # Compared later, when the next version is prepared: it takes too long for the pause.
             self._is_compared = False
 
     def _prepare(self, info: CasnapUpdateInfo) -> None:
-        """Find what an update has to write, as far as its patches are for these weights."""
+        """Find the writes of an update, if its patches apply to the weights of this worker."""
         if not info.patches or self._held == info.content:
             return
         try:
@@ -214,7 +215,7 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
             _log.warning("casnap: %s is loaded whole: %s", Path(info.folder).name, e)
 
     def _patch(self, info: CasnapUpdateInfo) -> bool:
-        """Write patches; return whether they could be, or nothing was written."""
+        """Write the patches of an update; return False, and write nothing, if they do not apply."""
         if self._prepared is None or self._prepared[0] != info:
             self._prepare(info)
         prepared, self._prepared = self._prepared, None
@@ -233,10 +234,10 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
         return True
 
     def _check(self, info: CasnapUpdateInfo) -> Places:
-        """Return where the weights are, if patches are for them.
+        """Return the places of the weights, if the patches of an update apply to them.
 
         Raises:
-            CasnapError: They are not.
+            CasnapError: The patches do not apply.
         """
         if self._places is None or not self._places.fits(targets_of(self.model)):
             raise UnknownPlacesError("it is not known where the weights are")
@@ -245,12 +246,13 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
         return self._places
 
     def _writes(self, info: CasnapUpdateInfo) -> list[_Write]:
-        """Return what must be written.
+        """Return the writes of an update.
+
+        This compares all elements that the patches replace, so that the pause only has to write.
 
         Raises:
-            CasnapError: The patches are not for these weights. All elements that they replace were
-                compared, so that in the pause there is nothing left but to write.
-            OSError: They, or the folder, cannot be read.
+            CasnapError: The patches do not apply to these weights.
+            OSError: The patches or the folder cannot be read.
         """
         places = self._check(info)
         patches = Patch.read(Path(info.patches), info.digest, info.base, info.content)
@@ -277,9 +279,9 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
 
 
 class _Write(NamedTuple):
-    """A write to the memory of a tensor: of elements, as integers, or of all of it.
+    """A write to the memory of a tensor: of some elements, as integers, or of all.
 
-    What is to be written waits in the memory of the host, since that of a device is short.
+    The new values wait in the memory of the host, since a device has little memory left.
     """
 
     name: str
@@ -289,14 +291,14 @@ class _Write(NamedTuple):
     values: torch.Tensor
 
     def fits(self) -> bool:
-        """Whether the memory holds what is to be replaced."""
+        """Whether the memory holds the elements that this write expects to replace."""
         if self.places is None or self.before is None:
             return True
         there = self.target.index_select(0, self.places.to(self.target.device))
         return torch.equal(there, self.before.to(self.target.device))
 
     def do(self) -> None:
-        """Write."""
+        """Write the new values."""
         if self.places is None:
             self.target.copy_(self.values)
         else:
@@ -304,15 +306,15 @@ class _Write(NamedTuple):
             self.target.index_copy_(0, self.places.to(device), self.values.to(device))
 
 
-def _write_of(name: str, patch: Patch, region: Region) -> _Write | None:
-    """Return what a patch writes to a part of its tensor; None if it is nothing."""
+def _write_of(name: str, patch: Patch, region: ModelPart) -> _Write | None:
+    """Return the write of a patch to a part of its tensor; None if it changes nothing there."""
     which, places = region.located(_shared(patch.indices))
     if not len(places):
         return None
     memory = storage_of(region.target)
 
     def of_memory(elements: Any) -> torch.Tensor:
-        # torch has few calls for unsigned integers.
+        # As signed integers, since torch has few functions for unsigned ones.
         signed = _shared(elements.view(f"i{elements.itemsize}"))[which]
         return bits_of(signed.view(getattr(torch, patch.dtype)).to(memory.dtype))
 
@@ -320,14 +322,14 @@ def _write_of(name: str, patch: Patch, region: Region) -> _Write | None:
 
 
 def _shared(elements: Any) -> torch.Tensor:
-    """Return the elements of an array of numpy, at aligned places, without a copy if they are."""
+    """Return a NumPy array as an aligned tensor; copy only if the array is not aligned."""
     import numpy as np
 
     return torch.from_numpy(np.require(elements, requirements=["A", "W"]))
 
 
 def _weights(folder: Path, tensors: Mapping[str, VersionTensor]) -> dict[str, torch.Tensor]:
-    """Return tensors of a version, which are read from its files when they are used."""
+    """Return the tensors of a version, mapped: their files are read when they are used."""
     files: dict[str, mmap.mmap] = {}
     weights = {}
     for name, tensor in tensors.items():
@@ -349,7 +351,7 @@ def _weights(folder: Path, tensors: Mapping[str, VersionTensor]) -> dict[str, to
 
 
 def _why_derived(model: Any) -> str:
-    """Return why a model may hold more than its weights, such as packed ones; "" if it does not."""
+    """Return why a model may hold data derived from its weights, such as packed ones; "" if not."""
     plain = torch.nn.functional.linear
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
