@@ -30,10 +30,12 @@ APIS = {
         f"casnap.integrations.{name}": name
         for name in (
             "accelerate",
+            "checkpoint_io",
             "deepspeed",
             "engines",
             "lightning",
             "megatron",
+            "pytorch_lightning",
             "torch_checkpointing",
             "torchtitan",
             "transformers",

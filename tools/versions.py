@@ -65,7 +65,8 @@ def tests_of(*integrations: str) -> tuple[str, ...]:
     return ("-m", "integrations", *files)
 
 
-_TRAINERS = ("transformers", "accelerate", "lightning")
+_TRAINERS = ("transformers", "accelerate", "lightning", "pytorch_lightning")
+_TESTS_OF_TRAINERS = tests_of("transformers", "accelerate", "lightning")
 
 TESTED_IN: Mapping[str, Environment] = {
     "trainers-oldest": Environment(
@@ -75,16 +76,16 @@ TESTED_IN: Mapping[str, Environment] = {
             *("peft==0.15.2", "setuptools<81"),
             *("fsspec", "huggingface_hub", "packaging", "tokenizers"),
         ),
-        tests_of(*_TRAINERS),
+        _TESTS_OF_TRAINERS,
     ),
-    "trainers-newest": Environment((*newest(*_TRAINERS), "peft"), tests_of(*_TRAINERS)),
+    "trainers-newest": Environment((*newest(*_TRAINERS), "peft"), _TESTS_OF_TRAINERS),
 }
 """The oldest and the newest versions."""
 
 TODAY: Mapping[str, Environment] = {
     "trainers-today": Environment(
         (*(TESTED[name].package for name in _TRAINERS), "peft"),
-        tests_of(*_TRAINERS),
+        _TESTS_OF_TRAINERS,
         ("--upgrade", "--upgrade-strategy", "eager", "--editable", ".[test]"),
         # Another torch from PyPI brings gigabytes for CUDA along.
         constrained=("torch",),

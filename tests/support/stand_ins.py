@@ -19,6 +19,7 @@ TRAINERS = (
     "deepspeed",
     "lightning",
     "megatron",
+    "pytorch_lightning",
     "torch_checkpointing",
     "torchtitan",
     "transformers",
@@ -64,7 +65,9 @@ def trainers_stood_in() -> Iterator[list[ModuleType]]:
 
     Afterwards these integrations count as not imported.
     """
-    missing = [name for name in TRAINERS if find_spec(name) is None]
+    # What pytorch_lightning brings along, by a name of its own.
+    names = (*TRAINERS, "lightning_fabric")
+    missing = [name for name in names if find_spec(name) is None]
     finder, check = _Finder(missing), versions.check_version
     versions.check_version = lambda integration, tested=None: None
     sys.meta_path.insert(0, finder)

@@ -1,0 +1,370 @@
+"""The plugin for Lightning, which comes as two packages: ``lightning`` and ``pytorch_lightning``.
+
+``lightning.py`` and ``pytorch_lightning.py`` put the class of their package below.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from fsspec.core import url_to_fs
+
+from casnap import Snapshot
+from casnap.errors import StateError, UnsupportedTypeError
+from casnap.extending import (
+    JoinedTake,
+    LiveState,
+    SingleProcess,
+    TakeOptions,
+    exists,
+    is_file,
+    is_folder,
+    is_link,
+    is_taken,
+    key_of,
+    local_path,
+    map_leaves,
+)
+from casnap.integrations.folders.rotation import forget
+from casnap.integrations.trainers import (
+    Save,
+    StrPath,
+    Value,
+    not_found_error,
+    snapshot_at,
+)
+
+_log = logging.getLogger("casnap")
+# Names of what the tuner saves beside the run, loads again and removes: in a folder that the user
+# has not named, where no store is to be made.
+_FOR_THE_MOMENT = (".lr_find_", ".scale_batch_size_")
+
+
+if TYPE_CHECKING:
+    _Base = Any
+else:
+    _Base = object
+
+
+class SnapshotIO(_Base):
+    """Saves each checkpoint of Lightning as a snapshot, of the checkpoint's path.
+
+    What the tuner saves for a moment stays a file, as Lightning writes it.
+    The folder of the checkpoints, ``dirpath``, is the store, unless there is one above it; also of
+    a ``filename`` with slashes, as those of metrics have. Lightning's own
+    files, of before, are still loaded and removed. A checkpoint that is saved within another call
+    of casnap, as when SLURM requeues the job during a save, is such a file too.
+
+    Args:
+        async_save: Return once the state is copied, and store it in the background. The next save,
+            load or the end of the run waits for it, and raises its error. A checkpoint that
+            Lightning removes is kept until the one that replaces it is stored.
+        allow_pickle: Unpickle values that have no safe encoding, as the hyperparameters of some
+            models. Without it they are stored by pickle too, as Lightning does, and you are
+            warned; loading them needs it, or ``weights_only=False``.
+        storage_options: How to reach a remote store, as :class:`casnap.Store` takes them.
+    """
+
+    def __init__(
+        self,
+        *,
+        async_save: bool = False,
+        allow_pickle: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._async_save = async_save
+        self._allow_pickle = allow_pickle
+        self._pickles = allow_pickle
+        self._storage_options = storage_options
+        self._waits: list[Callable[[], Snapshot]] = []
+        self._path_saved = ""
+        self._outdated: list[StrPath] = []
+        self._roots: set[str] = set()
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: StrPath,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Take a snapshot of a checkpoint, in this process alone; it replaces one of its name.
+
+        Args:
+            checkpoint: What Lightning saves.
+            path: The path of the snapshot.
+            storage_options: In place of those of this object.
+
+        Raises:
+            CasnapError: It, or the one before it, cannot be stored.
+        """
+        if not JoinedTake.may_begin():
+            self._save_file(checkpoint, path)
+            return
+        self.wait()
+        if Path(os.fspath(path)).name.startswith(_FOR_THE_MOMENT):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        self._path_saved = os.fspath(path)
+        try:
+            wait = self._take(checkpoint, path, storage_options)
+        except UnsupportedTypeError as e:
+            if self._pickles:
+                raise
+            # Lightning pickles all it saves, and this comes up at the end of an epoch at best:
+            # no training is given up for a value of the hyperparameters.
+            _log.warning(
+                "%s. It is stored by pickle, as Lightning does; to load this checkpoint, use "
+                "CasnapCheckpointIO(allow_pickle=True), or weights_only=False",
+                e,
+            )
+            self._pickles = True
+            wait = self._take(checkpoint, path, storage_options)
+        if self._async_save:
+            self._waits.append(wait)
+        else:
+            wait()
+
+    def _save_file(self, checkpoint: dict[str, Any], path: StrPath) -> None:
+        """Write a file of Lightning's, which needs nothing that the call around this one holds."""
+        path = os.fspath(path)
+        if is_folder(local_path(path)) or path == self._path_saved:
+            # There is a snapshot of this name, or about to be one.
+            suffix = Path(path).suffix
+            path = f"{path.removesuffix(suffix)}.saved-within-a-call{suffix}"
+        super().save_checkpoint(checkpoint, path)
+        _log.warning(
+            "%s was asked for within another call of casnap, as by a signal handler during a save, "
+            "so it is a file of Lightning's, not a snapshot; it is loaded like one",
+            path,
+        )
+
+    def _take(
+        self, checkpoint: dict[str, Any], path: StrPath, options: Mapping[str, Any] | None
+    ) -> Callable[[], Snapshot]:
+        place, aside = Path(local_path(path)), _aside(path)
+        was_there = aside is not None and _is_replaceable(place)
+        if aside is not None and was_there:
+            place.replace(aside)
+
+        def put_back() -> None:
+            if aside is not None and was_there and not is_taken(place):
+                aside.replace(place)
+
+        def wait() -> Snapshot:
+            try:
+                snapshot = pending if isinstance(pending, Snapshot) else pending.wait()
+            except BaseException:
+                put_back()
+                raise
+            if aside is not None:
+                aside.unlink(missing_ok=True)
+            return snapshot
+
+        try:
+            save = Save(
+                path,
+                TakeOptions(
+                    metadata=_metadata_of(checkpoint), overwrite=True, allow_pickle=self._pickles
+                ),
+                comm=SingleProcess,
+                storage_options=options or self._storage_options,
+                root=self._root_of(path),
+            )
+            state = LiveState({key: Value(value) for key, value in checkpoint.items()})
+            pending = (save.begin if self._async_save else save.take)(lambda: state)
+        except BaseException:
+            put_back()
+            raise
+        return wait
+
+    def _root_of(self, path: StrPath) -> str | None:
+        """Return the folder of the callback that saves at a path; None for a path of the user's."""
+        parents = Path(local_path(path)).absolute().parents
+        return max((r for r in self._roots if Path(r) in parents), key=len, default=None)
+
+    def load_checkpoint(
+        self, path: StrPath, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint, verified.
+
+        Args:
+            path: Its path; or that of a file, which Lightning reads itself.
+            map_location: The device of the tensors; the CPU by default.
+            weights_only: ``False`` also unpickles what was stored with ``allow_pickle=True``.
+
+        Raises:
+            SnapshotNotFoundError: There is no checkpoint at this path.
+            StateError: There are a snapshot and a file at this path.
+            DamagedError: Stored bytes are missing or damaged.
+        """
+        self.wait()
+        aside, snapshot = _aside(path), snapshot_at(path, self._storage_options)
+        if is_file(local_path(path)):
+            if snapshot is not None:
+                raise StateError(
+                    f"{os.fspath(path)} is a file, and the store {snapshot.store.uri} has a "
+                    f"snapshot of that name as well, with {snapshot.metadata.user}; move the file "
+                    "away to load the snapshot, or load the file under another name"
+                )
+            return self._load_file(path, map_location, weights_only)
+        if snapshot is None and aside is not None and exists(aside):
+            # The save that was to replace it was cut off.
+            return self.load_checkpoint(aside, map_location, weights_only)
+        if snapshot is None:
+            if aside is None and url_to_fs(os.fspath(path))[0].isfile(path):
+                return self._load_file(path, map_location, weights_only)
+            raise not_found_error(path, "a file")
+        allow_pickle = self._allow_pickle or weights_only is False
+        return _move_to(_values_of(snapshot, allow_pickle=allow_pickle), map_location)
+
+    def _load_file(
+        self, path: StrPath, map_location: Any, weights_only: bool | None
+    ) -> dict[str, Any]:
+        # Lightning has weights_only= since 2.6.
+        given = {} if weights_only is None else {"weights_only": weights_only}
+        checkpoint: dict[str, Any] = super().load_checkpoint(path, map_location or "cpu", **given)
+        return checkpoint
+
+    def remove_checkpoint(self, path: StrPath) -> None:
+        """Forget a snapshot, whose bytes are then freed by themselves; or remove a file.
+
+        While a save is under way, this waits until it has succeeded.
+        """
+        self._outdated.append(path)
+        if not self._waits and JoinedTake.may_begin():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save that is under way, then remove what it replaces.
+
+        Raises:
+            CasnapError: The save failed. Then nothing is removed.
+        """
+        outdated, self._outdated = self._outdated, []
+        while self._waits:
+            self._waits.pop(0)()
+        for path in outdated:
+            self._forget(path)
+
+    def _forget(self, path: StrPath) -> None:
+        if is_link(link := Path(local_path(path))):
+            link.unlink()
+            return
+        snapshot = snapshot_at(path, self._storage_options)
+        if snapshot is not None:
+            forget(snapshot)
+        # A file, or what Lightning's sharded strategies have put beside the snapshot.
+        if snapshot is None or "://" not in os.fspath(path):
+            super().remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Wait for the save that is under way."""
+        self.wait()
+
+
+def _aside(path: StrPath) -> Path | None:
+    """Return where what a save replaces lies until the snapshot is durable; None in a bucket.
+
+    Lightning looks for its last checkpoint by the beginning and the suffix of the name.
+    """
+    if "://" in (path_here := local_path(path)):
+        return None
+    place = Path(path_here)
+    return place.with_name(f"{place.stem}.replaced-by-casnap{place.suffix}")
+
+
+def _is_replaceable(place: Path) -> bool:
+    """Whether a save replaces what is there, as Lightning does: its own file, or its link."""
+    return is_link(place) or (is_file(place) and zipfile.is_zipfile(place))
+
+
+def _values_of(snapshot: Snapshot, *, allow_pickle: bool) -> dict[str, Any]:
+    """Return a checkpoint as Lightning saved it, in new memory."""
+    keys = map(key_of, snapshot.contents.trees(0))
+    return {k: snapshot.get_state_dict_for_key(k, allow_pickle=allow_pickle) for k in keys}
+
+
+def _move_to(checkpoint: dict[str, Any], map_location: Any) -> dict[str, Any]:
+    """Return a checkpoint with its tensors on a device."""
+
+    def move(leaf: Any) -> Any:
+        return leaf.to(map_location) if isinstance(leaf, torch.Tensor) else leaf
+
+    if isinstance(map_location, str | torch.device):
+        # Lightning itself would make dicts of their items alone, without the versions of modules.
+        return {key: map_leaves(value, move) for key, value in checkpoint.items()}
+    if map_location is not None:
+        raise TypeError(f"map_location= is a device here, not {map_location!r:.80}")
+    return checkpoint
+
+
+def read_snapshots(saving: Any) -> None:
+    """Have ``load_from_checkpoint`` of Lightning read snapshots too: it asks no plugin.
+
+    Args:
+        saving: The module that reads files for it.
+    """
+    read_file = saving.pl_load
+
+    @functools.wraps(read_file)
+    def read(path: Any, map_location: Any = None, **named: Any) -> Any:
+        try:
+            return read_file(path, map_location=map_location, **named)
+        except (FileNotFoundError, IsADirectoryError):
+            if not isinstance(path, str | os.PathLike) or (snapshot := snapshot_at(path)) is None:
+                raise
+        checkpoint = _values_of(snapshot, allow_pickle=named.get("weights_only") is False)
+        if "pytorch-lightning_version" not in checkpoint:
+            raise StateError(
+                f"{snapshot.path} was saved by a sharded strategy, or not by Lightning; make the "
+                "model and read its weights into it: "
+                'casnap.Snapshot(path).restore({"state_dict": model})'
+            )
+        # Lightning's default is a function of tensors in files; others come to the CPU.
+        return _move_to(checkpoint, None if callable(map_location) else map_location)
+
+    saving.pl_load = read
+
+
+def note_folders(callback: Any) -> None:
+    """Have a callback's set-up note its folder: a plugin only gets paths.
+
+    Args:
+        callback: The class, ``ModelCheckpoint``.
+    """
+    set_up = callback.setup
+
+    @functools.wraps(set_up)
+    def set_up_noted(self: Any, trainer: Any, *args: Any, **named: Any) -> None:
+        set_up(self, trainer, *args, **named)
+        plugin = trainer.strategy.checkpoint_io
+        # One that saves in the background is around another one.
+        plugin = getattr(plugin, "checkpoint_io", plugin)
+        if isinstance(plugin, SnapshotIO) and self.dirpath:
+            plugin._roots.add(str(Path(local_path(self.dirpath)).absolute()))
+
+    callback.setup = set_up_noted
+
+
+def _metadata_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `casnap ls` is to show: where the training is, and the metrics watched."""
+    numbers: dict[str, Any] = {
+        k: checkpoint[k] for k in ("epoch", "global_step") if k in checkpoint
+    }
+    if "global_step" in checkpoint:
+        # By this name rules of retention find it.
+        numbers["step"] = checkpoint["global_step"]
+    for state in checkpoint.get("callbacks", {}).values():
+        if isinstance(state, Mapping) and isinstance(state.get("monitor"), str):
+            score = state.get("current_score")
+            if isinstance(score, torch.Tensor) and math.isfinite(score):
+                numbers[state["monitor"]] = score.item()
+    return numbers
