@@ -78,7 +78,7 @@ def newest_row(view: View, prefix: str | None, *, thinned: bool) -> FoundRow | N
 
 
 def _all_rewound_error(path: str) -> SnapshotError:
-    """Return the error if a run went back from all snapshots left, given the last of them."""
+    """Return the error if a run went back from all snapshots left; ``path`` is the last of them."""
     return SnapshotError(
         "only snapshots are left that their run went back from; the last one is "
         f"{path}. To go on from it after all: `casnap rewind {shell_word(path)}`, or Store.rewind"
@@ -86,7 +86,7 @@ def _all_rewound_error(path: str) -> SnapshotError:
 
 
 def _all_thinned_error(path: str) -> SnapshotError:
-    """Return the error if all snapshots that a run has left are thinned, given the last of them."""
+    """Return the error if all snapshots of a run are thinned; ``path`` is the last of them."""
     return SnapshotError(
         "only thinned snapshots are left, which have lost what a resume needs; the last one is "
         f"{path}. To begin anew from its weights, open it by its name, or ask for "

@@ -255,7 +255,8 @@ def _without_conflicts(
     A value that is no module gets a tensor for each name, and need not keep the tie.
 
     Returns:
-        The same as :func:`_compared`. Each group has a tensor of a value that is no module.
+        What :func:`_compared` returns, without the reported tensors. Each group that is left has a
+        tensor of a value that is no module.
     """
     entries = {
         path: entry for state in states for path, entry in state.entries.items() if path in targets

@@ -1,7 +1,7 @@
 """What each Python below ``casnap run`` does at its start: ``PYTHONPATH`` has this folder.
 
-When a program imports the Trainer of Transformers, that gets casnap. Before, nothing of casnap is
-imported. The ``sitecustomize`` that this one hides is run too.
+Once a program imports the Trainer of Transformers, casnap is installed into the Trainer. Until then
+nothing of casnap is imported. If this file hides another ``sitecustomize``, that one is run too.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import Any
 
 _TRAINER = "transformers.trainer"
 _VARIABLE = "CASNAP_RUN"
-"""Before the command has started, its process. Then a file that is there until a Trainer trains."""
+"""The variable has the process id of the command until that starts. From then on it has the path of
+a file that exists until a Trainer trains."""
 _HERE = str(Path(__file__).parent)
 
 
 class _Finder:
-    """Finds the module of the Trainer as always, and has something done once it is imported."""
+    """Finds the module of the Trainer as always, and installs casnap once it is imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target) if name == _TRAINER else None

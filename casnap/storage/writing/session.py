@@ -587,9 +587,9 @@ class Session:
 
 
 def _serving_all(root: Root, changes: Mapping[str, Row | None]) -> Root:
-    """Return a root whose store serves the names that a commit sets.
+    """Return the root, changed if need be so that its store serves the names that a commit sets.
 
-    A user who names a snapshot in a folder below the store means the store to serve all paths.
+    A user who names a snapshot in a folder below the store wants the store to serve all paths.
     """
     names = (name for name, row in changes.items() if row is not None)
     if serves_below(root) or not any(map(is_deep, names)):
