@@ -43,8 +43,8 @@ from casnap.integrations.trainers import (
 )
 
 _log = logging.getLogger("casnap")
-# Names of what the tuner saves beside the run, loads again and removes: in a folder that the user
-# has not named, where no store is to be made.
+# Prefixes of temporary files of the tuner. They lie in a folder that the user has not named, where
+# casnap must not make a store.
 _FOR_THE_MOMENT = (".lr_find_", ".scale_batch_size_")
 
 
@@ -55,21 +55,21 @@ else:
 
 
 class SnapshotIO(_Base):
-    """Saves each checkpoint of Lightning as a snapshot, of the checkpoint's path.
+    """Saves each checkpoint of Lightning as a snapshot at the checkpoint's path.
 
-    What the tuner saves for a moment stays a file, as Lightning writes it.
-    The folder of the checkpoints, ``dirpath``, is the store, unless there is one above it; also of
-    a ``filename`` with slashes, as those of metrics have. Lightning's own
-    files, of before, are still loaded and removed. A checkpoint that is saved within another call
-    of casnap, as when SLURM requeues the job during a save, is such a file too.
+    The folder of the checkpoints, ``dirpath``, is the store, unless there is a store above it; this
+    holds even if ``filename`` has slashes, as with names of metrics. Files that Lightning itself
+    wrote before are still loaded and removed. Two kinds of checkpoints stay Lightning's files:
+    temporary ones of the tuner, and those that are saved within another call of casnap, for example
+    if SLURM requeues the job during a save.
 
     Args:
-        async_save: Return once the state is copied, and store it in the background. The next save,
-            load or the end of the run waits for it, and raises its error. A checkpoint that
+        async_save: Return once the state is copied, and store it in the background. The next save
+            or load, or the end of the run, waits for that, and raises its error. A checkpoint that
             Lightning removes is kept until the one that replaces it is stored.
-        allow_pickle: Unpickle values that have no safe encoding, as the hyperparameters of some
-            models. Without it they are stored by pickle too, as Lightning does, and you are
-            warned; loading them needs it, or ``weights_only=False``.
+        allow_pickle: Unpickle values that have no safe encoding, such as the hyperparameters of
+            some models. They are stored by pickle even without it, as Lightning does, with a
+            warning; but loading them needs it, or ``weights_only=False``.
         storage_options: How to reach a remote store, as :class:`casnap.Store` takes them.
     """
 
@@ -95,15 +95,15 @@ class SnapshotIO(_Base):
         path: StrPath,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take a snapshot of a checkpoint, in this process alone; it replaces one of its name.
+        """Take a snapshot of a checkpoint, in this process alone. It replaces one of its name.
 
         Args:
-            checkpoint: What Lightning saves.
+            checkpoint: The checkpoint that Lightning saves.
             path: The path of the snapshot.
-            storage_options: In place of those of this object.
+            storage_options: These replace the storage options of this object.
 
         Raises:
-            CasnapError: It, or the one before it, cannot be stored.
+            CasnapError: This checkpoint, or the one before it, cannot be stored.
         """
         if not JoinedTake.may_begin():
             self._save_file(checkpoint, path)
@@ -118,8 +118,8 @@ class SnapshotIO(_Base):
         except UnsupportedTypeError as e:
             if self._pickles:
                 raise
-            # Lightning pickles all it saves, and this comes up at the end of an epoch at best:
-            # no training is given up for a value of the hyperparameters.
+            # Lightning itself would pickle the value. The error comes only after hours of training,
+            # and no training may fail for a value of its hyperparameters.
             _log.warning(
                 "%s. It is stored by pickle, as Lightning does; to load this checkpoint, use "
                 "CasnapCheckpointIO(allow_pickle=True), or weights_only=False",
@@ -133,10 +133,10 @@ class SnapshotIO(_Base):
             wait()
 
     def _save_file(self, checkpoint: dict[str, Any], path: StrPath) -> None:
-        """Write a file of Lightning's, which needs nothing that the call around this one holds."""
+        """Write a file as Lightning does: it needs no lock that the interrupted call holds."""
         path = os.fspath(path)
         if is_folder(local_path(path)) or path == self._path_saved:
-            # There is a snapshot of this name, or about to be one.
+            # Another name, since the interrupted call may be making a snapshot of this name.
             suffix = Path(path).suffix
             path = f"{path.removesuffix(suffix)}.saved-within-a-call{suffix}"
         super().save_checkpoint(checkpoint, path)
@@ -186,7 +186,7 @@ class SnapshotIO(_Base):
         return wait
 
     def _root_of(self, path: StrPath) -> str | None:
-        """Return the folder of the callback that saves at a path; None for a path of the user's."""
+        """Return the folder of the callback that saves at a path; None if the user saves there."""
         parents = Path(local_path(path)).absolute().parents
         return max((r for r in self._roots if Path(r) in parents), key=len, default=None)
 
@@ -196,13 +196,13 @@ class SnapshotIO(_Base):
         """Read a checkpoint, verified.
 
         Args:
-            path: Its path; or that of a file, which Lightning reads itself.
+            path: The path of a snapshot, or of a file, which Lightning reads itself.
             map_location: The device of the tensors; the CPU by default.
-            weights_only: ``False`` also unpickles what was stored with ``allow_pickle=True``.
+            weights_only: ``False`` also unpickles values that were stored by pickle.
 
         Raises:
             SnapshotNotFoundError: There is no checkpoint at this path.
-            StateError: There are a snapshot and a file at this path.
+            StateError: Both a snapshot and a file are at this path.
             DamagedError: Stored bytes are missing or damaged.
         """
         self.wait()
@@ -216,7 +216,7 @@ class SnapshotIO(_Base):
                 )
             return self._load_file(path, map_location, weights_only)
         if snapshot is None and aside is not None and exists(aside):
-            # The save that was to replace it was cut off.
+            # The save that should have replaced this checkpoint was cut off.
             return self.load_checkpoint(aside, map_location, weights_only)
         if snapshot is None:
             if aside is None and url_to_fs(os.fspath(path))[0].isfile(path):
@@ -234,19 +234,19 @@ class SnapshotIO(_Base):
         return checkpoint
 
     def remove_checkpoint(self, path: StrPath) -> None:
-        """Forget a snapshot, whose bytes are then freed by themselves; or remove a file.
+        """Delete a snapshot, whose bytes casnap frees later; or remove a file.
 
-        While a save is under way, this waits until it has succeeded.
+        If a save is running in the background, the checkpoint goes only once that has succeeded.
         """
         self._outdated.append(path)
         if not self._waits and JoinedTake.may_begin():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save that is under way, then remove what it replaces.
+        """Wait for the save in the background, then remove the checkpoints that it replaces.
 
         Raises:
-            CasnapError: The save failed. Then nothing is removed.
+            CasnapError: The save failed. Nothing is removed then.
         """
         outdated, self._outdated = self._outdated, []
         while self._waits:
@@ -261,19 +261,20 @@ class SnapshotIO(_Base):
         snapshot = snapshot_at(path, self._storage_options)
         if snapshot is not None:
             forget(snapshot)
-        # A file, or what Lightning's sharded strategies have put beside the snapshot.
+        # A file, or the files that Lightning's sharded strategies have put beside the snapshot.
         if snapshot is None or "://" not in os.fspath(path):
             super().remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """Wait for the save that is under way."""
+        """Wait for the save in the background."""
         self.wait()
 
 
 def _aside(path: StrPath) -> Path | None:
-    """Return where what a save replaces lies until the snapshot is durable; None in a bucket.
+    """Return where a replaced file is kept until the new snapshot is durable; None in a bucket.
 
-    Lightning looks for its last checkpoint by the beginning and the suffix of the name.
+    The name keeps its suffix, but not its beginning: Lightning finds its last checkpoint by both,
+    and must not find this one.
     """
     if "://" in (path_here := local_path(path)):
         return None
@@ -282,7 +283,7 @@ def _aside(path: StrPath) -> Path | None:
 
 
 def _is_replaceable(place: Path) -> bool:
-    """Whether a save replaces what is there, as Lightning does: its own file, or its link."""
+    """Whether a save may replace what lies at a path, as Lightning does: its file, or a link."""
     return is_link(place) or (is_file(place) and zipfile.is_zipfile(place))
 
 
@@ -299,7 +300,7 @@ def _move_to(checkpoint: dict[str, Any], map_location: Any) -> dict[str, Any]:
         return leaf.to(map_location) if isinstance(leaf, torch.Tensor) else leaf
 
     if isinstance(map_location, str | torch.device):
-        # Lightning itself would make dicts of their items alone, without the versions of modules.
+        # Not by Lightning's function: its dicts would lose their attribute, the modules' versions.
         return {key: map_leaves(value, move) for key, value in checkpoint.items()}
     if map_location is not None:
         raise TypeError(f"map_location= is a device here, not {map_location!r:.80}")
@@ -307,10 +308,10 @@ def _move_to(checkpoint: dict[str, Any], map_location: Any) -> dict[str, Any]:
 
 
 def read_snapshots(saving: Any) -> None:
-    """Have ``load_from_checkpoint`` of Lightning read snapshots too: it asks no plugin.
+    """Make ``load_from_checkpoint`` of Lightning read snapshots too: it does not ask the plugin.
 
     Args:
-        saving: The module that reads files for it.
+        saving: The module of Lightning that reads its files.
     """
     read_file = saving.pl_load
 
@@ -328,14 +329,14 @@ def read_snapshots(saving: Any) -> None:
                 "model and read its weights into it: "
                 'casnap.Snapshot(path).restore({"state_dict": model})'
             )
-        # Lightning's default is a function of tensors in files; others come to the CPU.
+        # By default, Lightning passes a function for tensors in files; others come to the CPU.
         return _move_to(checkpoint, None if callable(map_location) else map_location)
 
     saving.pl_load = read
 
 
 def note_folders(callback: Any) -> None:
-    """Have a callback's set-up note its folder: a plugin only gets paths.
+    """Make each callback tell the plugin its folder at its set-up: the plugin only gets paths.
 
     Args:
         callback: The class, ``ModelCheckpoint``.
@@ -346,7 +347,7 @@ def note_folders(callback: Any) -> None:
     def set_up_noted(self: Any, trainer: Any, *args: Any, **named: Any) -> None:
         set_up(self, trainer, *args, **named)
         plugin = trainer.strategy.checkpoint_io
-        # One that saves in the background is around another one.
+        # Lightning's plugin for saves in the background wraps another plugin.
         plugin = getattr(plugin, "checkpoint_io", plugin)
         if isinstance(plugin, SnapshotIO) and self.dirpath:
             plugin._roots.add(str(Path(local_path(self.dirpath)).absolute()))
@@ -355,12 +356,12 @@ def note_folders(callback: Any) -> None:
 
 
 def _metadata_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `casnap ls` is to show: where the training is, and the metrics watched."""
+    """Return metadata for `casnap ls`: the progress of the training, and the monitored metrics."""
     numbers: dict[str, Any] = {
         k: checkpoint[k] for k in ("epoch", "global_step") if k in checkpoint
     }
     if "global_step" in checkpoint:
-        # By this name rules of retention find it.
+        # Rules of retention look for this name.
         numbers["step"] = checkpoint["global_step"]
     for state in checkpoint.get("callbacks", {}).values():
         if isinstance(state, Mapping) and isinstance(state.get("monitor"), str):

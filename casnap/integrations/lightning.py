@@ -7,8 +7,8 @@
     trainer = Trainer(plugins=[CasnapCheckpointIO()], callbacks=[ModelCheckpoint("/ckpts/run1")])
     trainer.fit(model, ckpt_path="last")
 
-``load_from_checkpoint`` of a module of Lightning asks no plugin. In a process that has imported
-``casnap.integrations.lightning``, it reads snapshots as well.
+``load_from_checkpoint`` of a module of Lightning does not use the plugin. In a process that has
+imported ``casnap.integrations.lightning``, it reads snapshots as well.
 """
 
 from __future__ import annotations
