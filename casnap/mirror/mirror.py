@@ -7,8 +7,9 @@ each commit of this process. A **watcher**, a daemon thread, begins other passes
 or for snapshots that other processes have committed. On each host one process at a time has a pass.
 
 A mirror may follow a tag. The pass then copies only the snapshot that the tag is published on, and
-moves the tag at the mirror. No take waits for the mirror or gets its errors. Two places decide when
-to copy: :meth:`Mirror.wake` begins each pass, and :meth:`Mirror._pause` holds one up during a take.
+moves the tag at the mirror. No take waits for the mirror or gets its errors. Three places decide
+when to copy: :meth:`Mirror.wake` begins each pass, :meth:`Mirror._copy_all` copies in it or returns
+early, and :meth:`Mirror._pause` holds it up during a take.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import msgspec
 
 from casnap.backends import Backend
 from casnap.errors import FencedError
-from casnap.format.codec import Codec, codec_among
+from casnap.format.codec import BY_SIZE, Codec, codec_among
 from casnap.format.digest import Digest, split_digests
 from casnap.format.names import folder_of
 from casnap.format.records import Place, Root, Row
@@ -214,7 +214,7 @@ class SnapshotCopy:
         deltas: DeltaCopier | None = None
         # Either all chunks are compressed, or all are sent as they are stored.
         if self._compresses(session):
-            session.use(Codec.PLANES)
+            session.use(codec_among(BY_SIZE))
             # Only for chunks to send: finding candidates takes long.
             if planned:
                 deltas = DeltaCopier(self._source, session, self._candidates_for(session))

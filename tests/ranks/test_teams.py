@@ -224,12 +224,15 @@ def send_damaged(sender: int, where: int) -> tuple[Seen, Seen]:
     carrier = link.connected
     assert isinstance(carrier, Teams)
     send = carrier._begin_sending
+    kept: list[bytes] = []
 
     def damaged(target: int, common: bytes, *told: Any) -> list[Any]:
         turned = bytearray(common)
         if len(turned) > 5000:
             turned[where] ^= 0xFF
-        return send(target, bytes(turned), *told)
+        # It lives on: what is sent is told apart by its id, which another object could get.
+        kept.append(bytes(turned))
+        return send(target, kept[-1], *told)
 
     def tell() -> None:
         with join(None, 60, "the talk of teams") as comm:

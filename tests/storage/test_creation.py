@@ -227,27 +227,28 @@ def test_below_a_store_of_its_folder_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whoever takes or looks deeper learns what serves what, and how to widen it."""
-    Snapshot.take(tmp_path / "step_1", TINY)
-    widen = rf"The store {tmp_path} serves only names right in its folder.*casnap init {tmp_path}"
+    place = tmp_path / "ckpts"  # a second store beside it would be warned of
+    Snapshot.take(place / "step_1", TINY)
+    widen = rf"The store {place} serves only names right in its folder.*casnap init {place}"
     for use in (
-        lambda: Snapshot(tmp_path / "run/step_1"),
-        lambda: Snapshot(tmp_path / "run/deep/step_1"),
-        lambda: Store(tmp_path / "run", create=False),
-        lambda: Store(tmp_path / "run/deep").id,
+        lambda: Snapshot(place / "run/step_1"),
+        lambda: Snapshot(place / "run/deep/step_1"),
+        lambda: Store(place / "run", create=False),
+        lambda: Store(place / "run/deep").id,
     ):
         with pytest.raises(NotAStoreError, match=widen):
             use()
     assert caplog.text == ""
     for path in ("run/step_1", "run/step_2", "run/deep/step_1"):
         caplog.clear()
-        Snapshot.take(tmp_path / path, TINY)
+        Snapshot.take(place / path, TINY)
         assert ("is a store of its own now" in caplog.text) == (path != "run/step_2"), path
-    assert f"The store {tmp_path / 'run'} serves only names" in caplog.text
+    assert f"The store {place / 'run'} serves only names" in caplog.text
     caplog.clear()
-    Store(tmp_path / "named/run").take(TINY, "step_1")  # it is what the user has asked for
+    Store(place / "named/run").take(TINY, "step_1")  # it is what the user has asked for
     assert caplog.text == ""
-    assert invoke("init", tmp_path).stdout
-    assert Snapshot.take(tmp_path / "other/step_1", TINY).store.uri == str(tmp_path)
+    assert invoke("init", place).stdout
+    assert Snapshot.take(place / "other/step_1", TINY).store.uri == str(place)
     assert caplog.text == ""
 
 

@@ -604,18 +604,23 @@ def test_the_mirror_is_changed_while_it_copies(
     take(store, 0)
     store.wait_mirrored(60)
     note, other = mirror.mark_mirrored, FaultyBackend(LocalBackend(tmp_path / "elsewhere"))
-    others = []
+    others, is_other = [], threading.Event()
 
     def overtaken(*args: Any, **options: Any) -> None:
         if not others:
             store.configure(mirror="none")
             others.append(mirrored(tmp_path / "here", other, tag=tag))
+            # Its first try fails once it is attached. Before that, the store has no mirror, and
+            # then there is nothing to wait for.
+            await_failure(others[0])
+            is_other.set()
         note(*args, **options)
 
     monkeypatch.setattr(mirror, "mark_mirrored", overtaken)
     with other.during(Fault(fail(), "write", "packs/*", times=None)):
         take(store, 1)
         store.publish("stable", "step_1")
+        assert is_other.wait(60)
         with pytest.raises(MirrorError, match="forget it first"):
             store.wait_mirrored(60)
     others[0].wait_mirrored(60)
