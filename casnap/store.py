@@ -560,7 +560,9 @@ class Store:
         mirror.wait(seconds, timeout)
 
     def delete(self, name: str, *, commit_id: str | None = None) -> None:
-        """Delete a snapshot, tagged or not. Garbage collection frees its bytes.
+        """Delete a snapshot, tagged or not.
+
+        A collection in the background frees its bytes: on a disk soon, in a bucket after the grace.
 
         Args:
             name: The snapshot's name.
@@ -965,7 +967,8 @@ class Store:
 
         The rules apply to each run, that is each folder of snapshots, on its own. They apply to the
         very table that the commit changes, so they see tags, takes and overwrites that other
-        processes have committed before. Garbage collection frees the bytes.
+        processes have committed before. A collection in the background frees the bytes, as after
+        :meth:`delete`.
 
         Args:
             retention: The rules.
@@ -992,8 +995,9 @@ class Store:
         """Remove from older snapshots what only a resume needs, all in one commit.
 
         A thinned snapshot keeps its name, commit id, metadata and tags, and all other keys. It can
-        be read, exported and copied, and lists the keys that it lost. Garbage collection frees the
-        bytes. Snapshots that have a tag, or that a mirror still lacks, stay whole.
+        be read, exported and copied, and lists the keys that it lost. A collection in the
+        background frees the bytes, as after :meth:`delete`. Snapshots that have a tag, or that a
+        mirror still lacks, stay whole.
 
         Args:
             rules: By pattern of whole keys of the app state, how many of the newest snapshots of

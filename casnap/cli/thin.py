@@ -44,7 +44,7 @@ def thin(
 
     PATTERN names whole keys of the app state, such as 'optim/**'. A thinned snapshot keeps all
     other keys, its name and its metadata. Snapshots that have a tag, or that are not mirrored yet,
-    stay whole. A collection frees the bytes.
+    stay whole. Then the command begins to free the bytes, as `casnap rm` does.
     """
     place = open_store(store)
     rules = dict.fromkeys(patterns, keep_last)

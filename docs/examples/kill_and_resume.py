@@ -115,7 +115,7 @@ def main() -> None:
 
     print(
         "\n3. The same training without a kill. Snapshots that the first run kept add nothing; "
-        "those that it let go are new again."
+        "those that it deleted are new again."
     )
     train([f"{args.folder}/{whole}", *options])
     casnap("diff", f"{args.folder}/{killed}/{last}", f"{args.folder}/{whole}/{last}")
