@@ -64,15 +64,15 @@ def save_state(
 
     Args:
         accelerator: The Accelerator.
-        output_dir: The path of the snapshot; it replaces one of that name. With
+        output_dir: The path of the snapshot, which replaces a snapshot of that name. With
             ``automatic_checkpoint_naming`` it is ``checkpoint_<n>`` below ``checkpoints`` of the
-            project; the oldest beyond ``total_limit`` are deleted when the new one is there.
+            project; once the new snapshot is there, the oldest beyond ``total_limit`` are deleted.
         allow_pickle: Store values that have no safe encoding by pickle.
 
     Raises:
-        StateError: The Accelerator splits the model in a way that this does not support.
-        SnapshotExistsError: With automatic naming, there is one of that number; or the Accelerator
-            itself has written a checkpoint there.
+        StateError: The Accelerator splits the model in a way that casnap does not support here.
+        SnapshotExistsError: With automatic naming, a snapshot of that number exists; or the
+            Accelerator itself has written a checkpoint there.
     """
     _check_supported(accelerator)
     automatic = accelerator.project_configuration.automatic_checkpoint_naming
@@ -117,21 +117,21 @@ def load_state(
     allow_pickle: bool = False,
     **load_model_func_kwargs: Any,
 ) -> None:
-    """Load a snapshot into what was prepared, in place. All processes call it.
+    """Load a snapshot into the prepared objects, in place. All processes call it.
 
-    A folder that the Accelerator itself has written is loaded by it, also where it is the last one.
+    If the Accelerator itself has written the folder, the Accelerator loads it.
 
     Args:
         accelerator: The Accelerator, after ``prepare``.
-        input_dir: The path of the snapshot. With ``automatic_checkpoint_naming`` it may be left
-            out: then it is the last one, and the next save has the number after it.
+        input_dir: The path of the snapshot. With ``automatic_checkpoint_naming`` you may leave it
+            out: then the last checkpoint is loaded, and the next save gets the next number.
         allow_pickle: Unpickle values that were stored by pickle.
-        load_model_func_kwargs: Only for a folder that the Accelerator has written.
+        load_model_func_kwargs: Passed to the Accelerator for a folder that it has written.
 
     Raises:
         SnapshotNotFoundError: There is no such snapshot.
-        StateError: There are a snapshot and a checkpoint of the Accelerator's own.
-        MismatchError: What was prepared does not fit the snapshot; nothing was loaded.
+        StateError: The folder has both a snapshot and a checkpoint of the Accelerator's own.
+        MismatchError: The prepared objects do not fit the snapshot; nothing was loaded.
     """
     _check_supported(accelerator)
     if input_dir is None:
@@ -160,7 +160,7 @@ def load_state(
 def _load(
     accelerator: Accelerator, models: list[Any], snapshot: Snapshot, *, allow_pickle: bool
 ) -> None:
-    """Load a snapshot into what was prepared: of the models, into these."""
+    """Load a snapshot into ``models``, and into all other prepared objects."""
     engine, state = _engine(accelerator), dict[str, Stateful]()
     if engine is None:
         state |= {
@@ -199,15 +199,16 @@ def _check_supported(accelerator: Accelerator) -> None:
 
 
 def _engine(accelerator: Accelerator) -> Any:
-    """Return the engine of DeepSpeed; None without it."""
+    """Return the engine of DeepSpeed; None if there is none."""
     is_one = accelerator.distributed_type is DistributedType.DEEPSPEED
     return accelerator._models[0] if is_one else None
 
 
 def _metadata_of(accelerator: Accelerator) -> dict[str, Any]:
-    """Return the step, as the engine or an optimizer counts it; nothing if none does.
+    """Return the step as metadata, by the count of the engine or an optimizer; else nothing.
 
-    The Accelerator counts only within ``accumulate()``, and anew at the end of each data loader.
+    The Accelerator's own count does not do: it counts only within ``accumulate()``, and begins anew
+    at the end of each data loader.
     """
     if (engine := _engine(accelerator)) is not None:
         return {"step": int(engine.global_steps)}
@@ -223,7 +224,7 @@ def _models(accelerator: Accelerator) -> list[Any]:
 
 
 def _parts(accelerator: Accelerator) -> Iterator[tuple[str, Stateful]]:
-    """Yield key and value of what has a state, besides the models and what an engine has."""
+    """Yield key and value of each object with a state, save models and objects of an engine."""
     engine = _engine(accelerator)
     for name, values in (
         ("optimizer", accelerator._optimizers if engine is None else []),
@@ -246,11 +247,11 @@ def _numbered(name: str, number: int) -> str:
 def _check_keys(
     snapshot: Snapshot, state: dict[str, Stateful], other_keys: Collection[str]
 ) -> None:
-    """Check that the snapshot has just what was prepared, besides some other keys.
+    """Check that the snapshot has exactly the keys of ``state`` and ``other_keys``.
 
     Raises:
-        EntryNotFoundError: It was thinned, and lacks something.
-        StateError: It has more, or less.
+        EntryNotFoundError: The snapshot was thinned, and lacks a key.
+        StateError: The snapshot has more keys, or fewer.
     """
     stored_keys = snapshot.contents.trees(own_rank()).keys() - {"step", "rng", *other_keys}
     missing_keys, extra_keys = (
@@ -280,7 +281,7 @@ def _checkpoints(accelerator: Accelerator) -> Checkpoints:
 
 
 def _is_its_own(path: StrPath) -> bool:
-    """Whether the Accelerator itself has written a checkpoint: the random states come last."""
+    """Whether the Accelerator itself has written a whole checkpoint: random states come last."""
     return "://" not in os.fspath(path) and bool(
         matching(local_path(path), f"{RNG_STATE_NAME}_*.pkl")
     )

@@ -24,24 +24,24 @@ _CALL = ForeignCheckpoints.NOTICE_HEAD + b"ctorch.serialization\n_get_layout\nX%
 
 
 def notice(subject: str) -> bytes:
-    """Return the content of a file whose unpickling fails, with an error that says casnap.
+    """Return the content of a file whose unpickling fails, with an error that names casnap.
 
     Args:
-        subject: The message: what is in the snapshot, and how to read it.
+        subject: The message: what the snapshot has, and how to read it.
     """
     text = f"casnap: {subject}".encode()
     return _CALL % (len(text).to_bytes(4, "little"), text)
 
 
 def put_notices(snapshot: Snapshot, subject: str, *names: str) -> None:
-    """Put notices beside a snapshot, where its marker is; not in place of other files.
+    """Put notices beside the marker of a snapshot; do not replace other files.
 
-    An error is a warning only: the snapshot is committed.
+    An error is only logged as a warning, since the snapshot is committed.
 
     Args:
         snapshot: The snapshot.
-        subject: What they say, as for :func:`notice`.
-        names: Their names.
+        subject: The message, as for :func:`notice`.
+        names: The names of the files.
     """
     repository = snapshot.contents.store
     if repository.backend.folder is None or not repository.marks:
@@ -56,10 +56,10 @@ def put_notices(snapshot: Snapshot, subject: str, *names: str) -> None:
 
 
 def is_notice(path: Path) -> bool:
-    """Whether a file is a notice: not what its name says.
+    """Whether a file is a notice, and not the file that its name suggests.
 
     Raises:
-        PlaceError: It cannot be read.
+        PlaceError: The file cannot be read.
     """
     return ForeignCheckpoints.is_notice(path)
 
@@ -68,10 +68,10 @@ def put_whole(path: Path, content: bytes | Path) -> None:
     """Put a file that appears whole under its name, or not at all.
 
     Args:
-        path: Its name; a file of that name is replaced.
+        path: The path of the file, which replaces a file there.
         content: The bytes, or a file to copy.
     """
-    # The other name ends in nothing that a library reads.
+    # The temporary name has a suffix that no library reads.
     partial = path.with_name(f".{path.name}.{os.urandom(6).hex()}.partial")
     try:
         with partial.open("xb") as file:

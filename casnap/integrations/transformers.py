@@ -78,7 +78,7 @@ else:
     _Base = object
 _log = logging.getLogger("casnap")
 _UNFINISHED = "checkpoint-is-incomplete.txt"
-"""What the Trainer puts into the folder while it saves after a SIGTERM."""
+"""A file that the Trainer puts into the folder while it saves after a SIGTERM."""
 _MODEL = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
 _ADAPTER = (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME)
 _STATE = ("optimizer.pt", "scheduler.pt")
@@ -130,7 +130,7 @@ class CasnapTrainerMixin(_Base):
         """Check the order of the bases.
 
         Raises:
-            TypeError: The methods of the Trainer would win.
+            TypeError: ``Trainer`` comes first, so that its methods would be used.
         """
         super().__init_subclass__(**kwargs)
         order = cls.__mro__
@@ -144,7 +144,7 @@ class CasnapTrainerMixin(_Base):
         """Train, as the Trainer does. ``True`` resumes from the last checkpoint that is whole.
 
         Raises:
-            StateError: The Trainer is set up for something that this class does not support.
+            StateError: The Trainer is set up in a way that this class does not support.
         """
         self._check_supported()
         checkpoints = Checkpoints(
@@ -196,12 +196,12 @@ class CasnapTrainerMixin(_Base):
         folder = Path(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         if self.args.should_save:
-            # The files that are written now are not those of the snapshot that is there.
+            # Without its marker the old snapshot does not count: new files replace its files now.
             (folder / Markers.FILE).unlink(missing_ok=True)
         self._saving_checkpoint, self._trainer_has_saved = True, False
         try:
-            # This writes the state of the Trainer. What it would have the methods below write is
-            # in the snapshot; and it is not to remove a checkpoint before that is there.
+            # This writes the state of the Trainer. The methods below then write nothing, since the
+            # snapshot has their state; and no checkpoint is removed before the snapshot exists.
             super()._save_checkpoint(model, trial)
         finally:
             self._saving_checkpoint = False
@@ -227,7 +227,7 @@ class CasnapTrainerMixin(_Base):
                 folder.absolute(),
                 TakeOptions(overwrite=True, metadata=self._casnap_metadata()),
                 Notices(_NOTICE, self._notices(folder) if self.args.should_save else []),
-                # A search of hyperparameters has a folder for each trial.
+                # The folder of the user: a search of hyperparameters has a folder for each trial.
                 self.args.output_dir,
             )
             if self.args.should_save:
@@ -245,7 +245,7 @@ class CasnapTrainerMixin(_Base):
     def _put_files(self, folder: Path, staged: Path) -> dict[str, bytes]:
         """Put the small files into the folder of a checkpoint, and return them.
 
-        Everything is written elsewhere first: a save that is killed leaves no file of weights.
+        All files are written to ``staged`` first, so that a killed save leaves no file of weights.
         """
         # Without an adapter nothing but the small files is wanted; the Trainer asks for them in
         # the same way for DeepSpeed.
@@ -278,7 +278,7 @@ class CasnapTrainerMixin(_Base):
 
     @property
     def _has_adapter(self) -> bool:
-        """Whether PEFT saves the adapter alone: its own model, or one that has had one added."""
+        """Whether PEFT saves only an adapter: of its own model, or of a model that got one."""
         model = self._plain_model()
         if isinstance(model, PreTrainedModel):
             return bool(model._hf_peft_config_loaded)
@@ -306,7 +306,7 @@ class CasnapTrainerMixin(_Base):
                 forget(snapshot)
 
     def _casnap_metadata(self) -> dict[str, Any]:
-        """Return what `casnap ls` is to show: the step, and the last numbers that were logged."""
+        """Return metadata for `casnap ls`: the step, and the last numbers that were logged."""
         metadata: dict[str, Any] = {"step": self.state.global_step}
         for entry in self.state.log_history[-2:]:
             if entry.get("step") == self.state.global_step:
@@ -481,8 +481,9 @@ def _is_newest(path: str, checkpoints: Checkpoints) -> bool:
 def _put_back(snapshot: Snapshot, folder: Path) -> None:
     """Put the small files of a snapshot where the Trainer looks for them, if they are missing.
 
-    They are where it was copied from elsewhere. One that differs stays, as a user may have edited
-    it; but not where a save that was to replace the snapshot was cut off.
+    They are missing if the snapshot was copied from another store. A file that differs stays, since
+    a user may have edited it. But if a save that should have replaced the snapshot was cut off, the
+    snapshot's files replace those of that save.
     """
     files: Mapping[str, bytes] = snapshot.read_object("0/files")
     commit = Markers(snapshot.contents.store).commit_in(snapshot.contents.name)
@@ -497,7 +498,7 @@ def _put_back(snapshot: Snapshot, folder: Path) -> None:
         if is_there := is_taken(path):
             differing.append(path.name)
         if not (is_there and stays):
-            # Not before: a folder that has them all may be one that this user can only read.
+            # Made only if a file is missing: this user may have no right to write there.
             folder.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
     if bad:
@@ -516,7 +517,7 @@ def _put_back(snapshot: Snapshot, folder: Path) -> None:
 
 
 def _load_engine(engine: Any, load: Any, load_dir: str, *args: Any, **options: Any) -> Any:
-    """Load a checkpoint into an engine of DeepSpeed: a snapshot, or one of DeepSpeed's own."""
+    """Load a checkpoint into an engine of DeepSpeed: a snapshot, or DeepSpeed's own checkpoint."""
     snapshot = snapshot_at(load_dir)
     if snapshot is None:
         return load(load_dir, *args, **options)
@@ -524,7 +525,7 @@ def _load_engine(engine: Any, load: Any, load_dir: str, *args: Any, **options: A
 
 
 def _weights_in(folder: Path) -> list[Path]:
-    """Return the weights that the Trainer itself has written: files, or a folder of FSDP."""
+    """Return the weights that the Trainer itself has written: files, or a folder of FSDP's."""
     files = matching(folder, "*.safetensors", "*.bin", "*.index.json", "pytorch_model_fsdp*")
     for inner in filter(is_folder, paths_in(folder)):
         files += matching(inner, "adapter_model.*")

@@ -1,8 +1,8 @@
-"""Which versions of each framework its integration was tested with: one table, and the check of it.
+"""The versions of each framework with which its integration was tested: a table and its check.
 
-An integration is refused by a version that is known to fail. With any other version outside of the
-range it warns once and goes on: what it needs of a framework it looks for where it uses it.
-``pyproject.toml`` has the same ranges, and ``docs/compatibility.md`` says what was run.
+If the installed version is known to fail, the import of the integration raises an error. For any
+other version outside of the range, it warns once and goes on. ``pyproject.toml`` has the same
+ranges, and ``docs/compatibility.md`` says what was run.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Failing(NamedTuple):
     """Versions of a package that are known to fail.
 
     Attributes:
-        first: The first of them.
-        below: The first version after them; empty if there is none yet.
+        first: The first failing version.
+        below: The first version that works again; empty if there is none yet.
         why: What goes wrong.
-        instead: What pip is to install in their place.
+        instead: The requirement to give to pip instead.
     """
 
     first: str
@@ -42,8 +42,8 @@ class Versions(NamedTuple):
     Attributes:
         package: The name of the package.
         oldest: The oldest version that was tested.
-        newest: The newest one. Later patches of it count as tested.
-        failing: Those that are known to fail, inside of this range or outside.
+        newest: The newest version that was tested. Its later patches count as tested.
+        failing: The versions that are known to fail, inside or outside of this range.
     """
 
     package: str
@@ -75,7 +75,7 @@ def check_version(integration: str, tested: Versions | None = None) -> None:
         tested: Its versions; by default those of `TESTED`.
 
     Raises:
-        ImportError: It is not installed, or in a version that is known to fail; the message says
+        ImportError: The package is not installed, or its version is known to fail; the message says
             what to install.
     """
     package, oldest, newest, failing = tested or TESTED[integration]

@@ -38,7 +38,7 @@ class Sampler:
         self._places: dict[tuple[int, int], torch.Tensor] = {}
 
     def samples(self, contents: Sequence[torch.Tensor | bytes]) -> list[bytes]:
-        """Return a sample of each tensor or value. Other contents rarely have an equal sample."""
+        """Return a sample of each tensor or value. Different contents rarely have equal samples."""
         samples = [b""] * len(contents)
         elsewhere: defaultdict[torch.device, list[tuple[int, torch.Tensor]]] = defaultdict(list)
         for i, content in enumerate(contents):
