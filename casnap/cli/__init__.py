@@ -61,6 +61,7 @@ COMMANDS = {
     "repair": ("casnap.cli.repair", "Repair a damaged store as far as possible."),
     "run": ("casnap.cli.run_", "Run a command whose Trainers of Transformers save by casnap."),
     "doctor": ("casnap.cli.doctor", "Find out whether a folder or a bucket can hold a store."),
+    "prove": ("casnap.cli.prove", "Prove that a training resumes: run it whole and killed."),
     "config": ("casnap.cli.config", "Show or change the settings of a store."),
     "cache": ("casnap.cli.cache", "Show, or clear, what this host keeps of stores."),
 }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
 from typing import Literal
 
-from casnap.comparing.roles import ROLES, Role, role_of
-from casnap.format.entries import ContainerEntry, Entry, ValueEntry, type_text
+from casnap.format.entries import ContainerEntry, Entry, TensorEntry, ValueEntry, type_text
 from casnap.format.plain_values import PLAIN_CODECS
 from casnap.runtime.sizes import size
+from casnap.state.roles import ROLES, Role, role_of
 
 Kind = Literal["added", "removed", "changed"]
 SIGNS: dict[Kind, str] = {"changed": "~", "added": "+", "removed": "-"}
@@ -16,6 +17,9 @@ SIGNS: dict[Kind, str] = {"changed": "~", "added": "+", "removed": "-"}
 # How many changes of a role a report in words names, and how long a value in it may be.
 _MOST_NAMED, _MOST_LETTERS = 8, 40
 _DECODERS = {codec.kind: codec.decode for codec in PLAIN_CODECS}
+# Tensors of one element, such as the counts of steps in optimizers.
+_LETTERS = {"float32": "f", "float64": "d", "int64": "q", "int32": "i", "bool": "?"}
+_FORMATS = {dtype: struct.Struct(f"<{letter}") for dtype, letter in _LETTERS.items()}
 
 
 @dataclass(frozen=True)
@@ -99,13 +103,18 @@ class Change:
 
 def _short_value(entry: Entry | None) -> str | None:
     """Return a value as Python prints it, if that is short, and the entry holds it."""
-    if not isinstance(entry, ValueEntry) or entry.kind not in _DECODERS:
+    if isinstance(entry, ValueEntry):
+        decode = _DECODERS.get(entry.kind)
+    elif isinstance(entry, TensorEntry) and not entry.shape and entry.dtype in _FORMATS:
+        decode = _FORMATS[entry.dtype].unpack
+    else:
         return None
-    if len(entry.payload.inline) != entry.payload.nbytes:
+    if decode is None or len(entry.payload.inline) != entry.payload.nbytes:
         return None
     try:
-        text = repr(_DECODERS[entry.kind](entry.payload.inline))
-    except (ValueError, ArithmeticError):
+        value = decode(entry.payload.inline)
+        text = repr(value if isinstance(entry, ValueEntry) else value[0])  # type: ignore[index]
+    except (ValueError, ArithmeticError, struct.error):
         return None
     return text if len(text) <= _MOST_LETTERS else None
 

@@ -12,6 +12,7 @@ from casnap.restore.indexing import Index
 from casnap.restore.read_object import read_objects, read_tensor
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.numpy_values import is_numpy, numpy_dtype
+from casnap.state.roles import Role, role_of
 from casnap.state.tensors import torch_dtype
 from casnap.storage import Contents
 
@@ -43,6 +44,11 @@ class Handle:
     def kind(self) -> str:
         """The kind: ``parameter``, ``buffer``, ``tensor``, ``ndarray``, ``int``, ``dict``, ..."""
         return self._entry.kind
+
+    @property
+    def role(self) -> Role:
+        """What the entry is to a training, told by its names, such as ``weights``."""
+        return role_of(self.path, self._entry)
 
     @property
     def shape(self) -> torch.Size | None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from casnap import Diff, NewStore, RNGState, StateDict, Store
-from casnap.comparing.roles import role_of
+from casnap.state.roles import role_of
 
 CHUNK = 64 << 10
 

@@ -1,0 +1,107 @@
+"""Attempts of a command: started, watched, and killed with all processes that it has started."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from casnap.errors import CasnapError
+
+_MARK = "CASNAP_PROVE"
+"""The variable by which the processes of an attempt are found: torchrun's workers, too."""
+_LOOK = 0.02
+
+
+class Attempt:
+    """A command that runs, with its output in a file.
+
+    Args:
+        command: The command and its arguments.
+        environment: The environment to run it in.
+        log: The file for its output; more is appended to it.
+
+    Raises:
+        CasnapError: The command cannot be started.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self._mark = f"{_MARK}={secrets.token_hex(8)}".encode()
+        self._log = log
+        self._killed = False
+        name, _, value = self._mark.decode().partition("=")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with log.open("ab") as output:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**environment, name: value},
+                    start_new_session=True,
+                )
+        except OSError as e:
+            raise CasnapError(f"{command[0]} cannot be started: {e.strerror or e}") from e
+
+    def watch(self, look: Callable[[], bool], timeout: float) -> bool:
+        """Wait until the command ends, or until it is to be killed.
+
+        Args:
+            look: Called again and again. If it returns True, the command is killed.
+            timeout: Seconds that the command may take.
+
+        Returns:
+            Whether it was killed.
+
+        Raises:
+            CasnapError: It failed by itself, or did not end in time. The message has its last
+                line.
+        """
+        stop = time.monotonic() + timeout
+        try:
+            while self._process.poll() is None:
+                if look() and self._process.poll() is None:
+                    return True
+                if time.monotonic() > stop:
+                    raise CasnapError(
+                        f"a run did not end within {timeout:g} s; let it end by itself, or stop it "
+                        f"by --snapshots, or give it more time by --timeout{self._last_line()}"
+                    )
+                time.sleep(_LOOK)
+        finally:
+            self.kill()
+        if self._process.returncode:
+            status = self._process.returncode
+            how = f"signal {-status}" if status < 0 else f"exit status {status}"
+            raise CasnapError(f"a run failed by itself ({how}){self._last_line()}")
+        return False
+
+    def kill(self) -> None:
+        """Kill the command, and all that it has started, by SIGKILL."""
+        while pids := self._processes():
+            for pid in pids:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.poll()
+            time.sleep(_LOOK / 4)
+        self._process.wait()
+
+    def _processes(self) -> list[int]:
+        """Return the processes of the attempt: itself first, or else it might start others."""
+        found = []
+        for path in Path("/proc").iterdir():
+            with suppress(OSError):
+                if path.name.isdigit() and self._mark in (path / "environ").read_bytes():
+                    found.append(int(path.name))
+        return sorted(found, key=lambda pid: (pid != self._process.pid, pid))
+
+    def _last_line(self) -> str:
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        last = f"; its last line: {lines[-1].strip():.300}" if lines else ""
+        return f"{last}; all that it has printed is in {self._log}"

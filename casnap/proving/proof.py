@@ -1,0 +1,407 @@
+"""Proving a resume: two unbroken runs, and one that is killed and started again, compared."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from casnap import Diff, Store
+from casnap.errors import CasnapError
+from casnap.extending import is_folder, is_taken, paths_in
+from casnap.proving.attempts import Attempt
+from casnap.proving.causes import Cause, causes_of
+
+PLACE = "{store}"
+"""What stands for the folder of a run in the arguments of the command."""
+_TRIES = 3
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to prove a resume.
+
+    Attributes:
+        command: The command and its arguments, of which one or more contain ``{store}``.
+        resume_command: The command after a kill, if it is another one.
+        environment: The environment that the commands run in.
+        room: The folder for all runs. It must be new, or empty.
+        kills: How often the run is killed.
+        snapshots: After how many snapshots each run is ended; None to let it end by itself.
+        seed: The seed of the moments of the kills.
+        timeout: Seconds that each attempt may take.
+        say: Called with a line about what has happened.
+    """
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    room: Path
+    resume_command: Sequence[str] = ()
+    kills: int = 3
+    snapshots: int | None = None
+    seed: int = 0
+    timeout: float = 3600.0
+    say: Callable[[str], None] = lambda line: None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, with what it has stored.
+
+    Attributes:
+        name: Its folder in the store.
+        names: The names of its snapshots, in the order in which they were taken, also of those that
+            a retention has deleted since.
+        seconds: How long all its attempts took.
+        kills: The newest snapshot at each kill; "" if there was none.
+        began_again: The newest snapshot at a kill after which the run took an older one anew; "" if
+            it never did.
+    """
+
+    name: str
+    names: list[str]
+    seconds: float
+    kills: list[str] = field(default_factory=list)
+    began_again: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The snapshots of equal names of two runs, compared.
+
+    Attributes:
+        compared: How many snapshots were compared.
+        differing: The names of those that differ, in order.
+        lacking: The names of snapshots that only one of the runs has.
+        paths: All paths that differ, in any snapshot.
+        roles: What they are to a training.
+        first: What differs in the first snapshot that differs; None if none does.
+    """
+
+    compared: int
+    differing: list[str]
+    lacking: list[str]
+    paths: frozenset[str]
+    roles: frozenset[str]
+    first: Diff | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether both runs have stored the same."""
+        return not self.differing and not self.lacking
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the runs of a proof have shown.
+
+    Attributes:
+        unbroken: The run that nobody killed.
+        again: The same once more.
+        killed: The run that was killed and started again.
+        noise: How the two unbroken runs differ.
+        result: How the killed run differs from the first, apart from paths of the noise.
+        causes: What the difference usually means.
+        seed: The seed of the moments of the kills.
+    """
+
+    unbroken: Run
+    again: Run
+    killed: Run
+    noise: Comparison
+    result: Comparison
+    causes: list[Cause]
+    seed: int
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether two unbroken runs have the same weights and moments."""
+        return not self.noise.lacking and not self.noise.roles & {"weights", "moments"}
+
+    @property
+    def ok(self) -> bool:
+        """Whether the killed run has stored what the unbroken one has."""
+        return self.is_deterministic and self.result.equal and not self.killed.began_again
+
+
+def prove(options: Options) -> Proof:
+    """Run a command whole, whole again, and killed; compare what the runs have stored.
+
+    Raises:
+        CasnapError: The room is not new, the command does not say where to store, takes too few
+            snapshots, fails by itself or does not end.
+    """
+    check_command(options.command, options.resume_command)
+    store = make_room(options.room)
+    runs = _Runs(options, store)
+    unbroken = runs.unbroken("unbroken")
+    options.say(f"unbroken: {_count(unbroken.names)} in {unbroken.seconds:.1f} s")
+    again = runs.unbroken("again")
+    ended_alone = options.snapshots is None
+    noise = _compared(store, unbroken, again, ended_alone=ended_alone)
+    others = ", ".join(sorted(noise.roles)) or "its snapshots"
+    options.say(f"again: {'equal' if noise.equal else f'differs in {others}'}")
+    killed = runs.killed("killed", unbroken)
+    options.say(f"killed: {_count(killed.names)}, after {len(killed.kills)} kills")
+    result = _compared(
+        store,
+        unbroken,
+        killed,
+        noise.paths,
+        ended_alone=ended_alone,
+        only_global=bool(options.resume_command),
+    )
+    proof = Proof(unbroken, again, killed, noise, result, [], options.seed)
+    return replace(proof, causes=_causes(store, proof))
+
+
+def check_command(command: Sequence[str], resume_command: Sequence[str] = ()) -> None:
+    """Check that commands say where to store.
+
+    Raises:
+        CasnapError: One does not.
+    """
+    for each in filter(None, (command, resume_command)):
+        if not any(PLACE in argument for argument in each):
+            raise CasnapError(
+                f"no argument of `{' '.join(each)}` has {PLACE}: write it where the command takes "
+                "the folder, or the path of the store, for its snapshots"
+            )
+
+
+def make_room(room: Path) -> Store:
+    """Make the store that all runs share, in a folder that is new or empty.
+
+    Raises:
+        CasnapError: There is something in the folder, or it is no folder.
+    """
+    if is_taken(room) and (not is_folder(room) or any(paths_in(room))):
+        raise CasnapError(
+            f"{room} is not new: a proof runs in a folder of its own, and touches no other store"
+        )
+    return Store(room).make()
+
+
+def remove_room(room: Path) -> None:
+    """Remove the folder of a proof."""
+    shutil.rmtree(room, ignore_errors=True)
+
+
+def _count(names: Collection[str]) -> str:
+    return f"{len(names)} snapshot{'s' if len(names) != 1 else ''}"
+
+
+# --- the runs -----------------------------------------------------------------------------------
+
+
+class _Watch:
+    """Looks at the snapshots of a run while it runs, since a retention may delete some."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        self._store = store
+        self._run = run
+        self.seen: dict[str, str] = {}
+        self.replaced = list[str]()
+        self._first = self._last = 0.0
+
+    @property
+    def gap(self) -> float:
+        """The seconds between two snapshots, on average."""
+        return (self._last - self._first) / max(1, len(self.seen) - 1)
+
+    def look(self) -> int:
+        """Note what is there now; return how many snapshots were taken so far."""
+        before = len(self.seen)
+        for snapshot in self._store.snapshots(self._run):
+            name, commit = snapshot.name.removeprefix(f"{self._run}/"), snapshot.commit_id
+            if self.seen.setdefault(name, commit) != commit:
+                self.seen[name] = commit
+                self.replaced.append(name)
+        if len(self.seen) > before:
+            self._last = time.monotonic()
+            self._first = self._first or self._last
+        return len(self.seen)
+
+
+class _Runs:
+    """Makes the runs of a proof."""
+
+    def __init__(self, options: Options, store: Store) -> None:
+        self._options = options
+        self._store = store
+        self._random = random.Random(options.seed)
+        self._gap = 0.0
+
+    def unbroken(self, name: str) -> Run:
+        """Run the command to its end, or until it has taken enough snapshots.
+
+        Raises:
+            CasnapError: It takes fewer than two snapshots.
+        """
+        watch, began = _Watch(self._store, name), time.monotonic()
+        most = self._options.snapshots
+        self._attempt(name).watch(lambda: watch.look() >= (most or 1 << 62), self._options.timeout)
+        if watch.look() < 2:
+            found = _count(watch.seen)
+            raise CasnapError(
+                f"the run took {found} below {self._options.room / name}; a proof needs two or "
+                f"more. Does it store where {PLACE} stands? Let it take some more often"
+            )
+        self._gap = watch.gap
+        return Run(name, list(watch.seen)[:most], time.monotonic() - began)
+
+    def killed(self, name: str, unbroken: Run) -> Run:
+        """Run the command, kill it at random moments, and start it again until it ends.
+
+        Raises:
+            CasnapError: It ended before it could be killed, again and again.
+        """
+        for number in range(_TRIES):
+            run = self._killed(f"{name}{number or ''}", unbroken, is_last=number == _TRIES - 1)
+            if run.kills:
+                return run
+        raise CasnapError(
+            "the run ended before it could be killed: it takes its last snapshot too soon after "
+            "its first; let it run longer, or take snapshots more often"
+        )
+
+    def _killed(self, name: str, unbroken: Run, *, is_last: bool) -> Run:
+        options, watch, began = self._options, _Watch(self._store, name), time.monotonic()
+        count = len(unbroken.names)
+        aims = range(1, count)
+        targets = sorted(self._random.sample(aims, min(options.kills, len(aims))))
+        gap = 0.0 if is_last else self._gap
+        kills, began_again = list[str](), ""
+        while True:
+            at_start = watch.look()
+            aim = max(targets[len(kills)], at_start + bool(kills)) if targets[len(kills) :] else 0
+            moment = _Moment(watch, aim, self._random.uniform(0, gap), options.snapshots)
+            command = options.resume_command if kills and options.resume_command else None
+            was_killed = self._attempt(name, command).watch(moment.look, options.timeout)
+            watch.look()
+            if watch.replaced and not began_again:
+                began_again = kills[-1] if kills else ""
+            if not was_killed or moment.is_complete:
+                break
+            if len(watch.seen) >= count:
+                break  # nothing is left that a resume could get wrong
+            kills.append(next(reversed(watch.seen), ""))
+            options.say(f"killed after {kills[-1]}")
+        return Run(name, list(watch.seen), time.monotonic() - began, kills, began_again)
+
+    def _attempt(self, name: str, command: Sequence[str] | None = None) -> Attempt:
+        place = str(self._options.room / name)
+        filled = [each.replace(PLACE, place) for each in command or self._options.command]
+        log = self._options.room / "logs" / f"{name}.log"
+        return Attempt(filled, self._options.environment, log)
+
+
+class _Moment:
+    """The moment at which a run is killed: some time after it has taken some snapshots.
+
+    Args:
+        watch: Looks at the snapshots of the run.
+        aim: After how many snapshots to kill; 0 for not at all.
+        delay: How many seconds after.
+        most: After how many snapshots the run is complete; None if it ends by itself.
+    """
+
+    def __init__(self, watch: _Watch, aim: int, delay: float, most: int | None) -> None:
+        self._watch = watch
+        self._aim = aim
+        self._delay = delay
+        self._most = most
+        self._due = float("inf")
+        self.is_complete = False
+
+    def look(self) -> bool:
+        """Whether the run is to be killed now."""
+        count = self._watch.look()
+        if self._most is not None and count >= self._most:
+            self.is_complete = True
+            return True
+        if self._aim and count >= self._aim:
+            self._due = min(self._due, time.monotonic() + self._delay)
+        return time.monotonic() >= self._due
+
+
+# --- comparing ----------------------------------------------------------------------------------
+
+
+def _compared(
+    store: Store,
+    first: Run,
+    second: Run,
+    ignored: frozenset[str] = frozenset(),
+    *,
+    ended_alone: bool,
+    only_global: bool = False,
+) -> Comparison:
+    """Compare the snapshots of two runs.
+
+    Args:
+        store: The store that has both.
+        first: The run that the other is compared with.
+        second: The other one.
+        ignored: Paths that are not compared.
+        ended_alone: Whether the runs ended by themselves.
+        only_global: Whether to leave out what belongs to single ranks.
+    """
+    a, b = ([n for n in run.names if f"{run.name}/{n}" in store] for run in (first, second))
+    both = [name for name in a if name in set(b)]
+    # A run that was ended may have taken one more, or a retention have deleted one less.
+    lacking = [n for n in dict.fromkeys([*a, *b]) if n not in both] if ended_alone else []
+    changes = {
+        name: [
+            change
+            for change in store.diff(f"{first.name}/{name}", f"{second.name}/{name}").changes
+            if change.path not in ignored
+            and not (only_global and change.path.partition("/")[0].isdigit())
+        ]
+        for name in both
+    }
+    differing = [name for name in both if changes[name]]
+    found = [change for name in differing for change in changes[name]]
+    diff = None
+    if differing:
+        names = (f"{run.name}/{differing[0]}" for run in (first, second))
+        paths = {change.path for change in changes[differing[0]]}
+        every = store.diff(*names, elements=True).changes
+        diff = Diff([change for change in every if change.path in paths])
+    return Comparison(
+        len(both),
+        differing,
+        lacking,
+        frozenset(change.path for change in found),
+        frozenset(change.role for change in found),
+        diff,
+    )
+
+
+def _causes(store: Store, proof: Proof) -> list[Cause]:
+    causes = list[Cause]()
+    if proof.killed.began_again:
+        causes.append(
+            Cause(
+                "run",
+                f"after the kill at {proof.killed.began_again} the run took older snapshots anew: "
+                "it did not resume",
+            )
+        )
+    if not proof.is_deterministic:
+        causes.append(
+            Cause(
+                "run",
+                "two unbroken runs differ too, so a resume cannot be told from chance: fix the "
+                "seeds, PYTHONHASHSEED and the order of sets and files; see "
+                "torch.use_deterministic_algorithms",
+            )
+        )
+    if proof.result.first is not None:
+        snapshot = store[f"{proof.unbroken.name}/{proof.result.differing[0]}"]
+        roles = {handle.role for handle in snapshot.handles().values()}
+        causes += causes_of(proof.result.first, roles)
+    return causes

@@ -1,0 +1,145 @@
+"""``casnap prove`` finds faults of a resume, names their causes, and calls right ones proven."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from casnap import Store
+from tests.support.faulty_trainings import FAULTS, Fault, write_script
+from tests.support.json_keys import keys_of, listed_keys
+
+LIGHT = """\
+import sys, time
+import torch
+from casnap import RNGState, StateDict, Store
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+weight = torch.ones(20)
+average = StateDict(state={"0": {"exp_avg": torch.zeros(20), "step": 0}})
+progress = StateDict(step=0)
+state = {"model": StateDict(weight=weight), "optim": average, "progress": progress}
+state["rng"] = RNGState()
+store = Store(sys.argv[1])
+if (last := store.latest()) is not None:
+    last.restore(state)
+    FAULT
+for step in range(progress["step"] + 1, 9):
+    moment = average["state"]["0"]
+    moment["exp_avg"].lerp_(torch.randn(20) * weight, 0.1)
+    moment["step"] += 1
+    weight -= moment["exp_avg"] * 0.1
+    progress["step"] = step
+    store.take(state, f"step_{step}")
+    time.sleep(0.05)
+"""
+# Python's random numbers and hashes, which the script does not use, begin anew in each process.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def prove(*arguments: str | Path, status: int = 0) -> tuple[str, str]:
+    """Run ``casnap prove``; return what it prints."""
+    command = [sys.executable, "-m", "casnap", "prove", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+def light(path: Path, fault: str = "pass") -> Path:
+    path.write_text(LIGHT.replace("FAULT", fault))
+    return path
+
+
+def test_a_right_resume_is_proven(tmp_path: Path) -> None:
+    room, command = tmp_path / "room", (sys.executable, light(tmp_path / "train.py"), "{store}")
+    text, _ = prove("--kills", 1, "--room", room, "--", *command)
+    assert "killed after step_" in text
+    assert "PROVEN: equal, bit for bit, after 1 kill" in text
+    store = Store(room)
+    roles = store.diff("unbroken/step_8", "killed/step_8").by_role()
+    assert set(roles) <= {"generators"}  # Python's, which the script does not seed
+    assert len(store.snapshots("killed")) == 8
+    assert (room / "logs/killed.log").exists()
+
+
+def test_a_wrong_resume_is_named(tmp_path: Path) -> None:
+    """It forgets the moments, so what it stores from its first step on is other."""
+    fault = 'average["state"]["0"] = {"exp_avg": weight * 0, "step": 0}'
+    command = (sys.executable, light(tmp_path / "train.py", fault), "{store}")
+    printed, said = prove("--json", "--kills", 1, "--room", tmp_path / "room", *command, status=1)
+    document = json.loads(printed)
+    assert keys_of(document) == listed_keys("prove")
+    assert "killed after" in said
+    assert not document["proven"]
+    assert document["deterministic"]
+    assert document["causes"][0]["role"] == "moments"
+    _, again, killed = document["runs"]
+    assert not set(again["paths"]) & {"model/weight", "optim/state/0/exp_avg"}
+    after = int(killed["kills"][0].removeprefix("step_"))
+    assert killed["differing_names"] == [f"step_{step}" for step in range(after + 1, 9)]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["true"], "has {store}"),
+        (["true", "{store}"], "took 0 snapshots below"),
+        (["sh", "-c", "echo wrong; exit 3", "{store}"], "exit status 3); its last line: wrong"),
+        (["no-such-command", "{store}"], "cannot be started"),
+        (["--timeout", "1s", "sh", "-c", "sleep 99", "{store}"], "did not end within 1 s"),
+    ],
+)
+def test_commands_that_prove_nothing(tmp_path: Path, command: list[str], message: str) -> None:
+    _, error = prove("--room", tmp_path / "room", *command, status=1)
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_a_room_that_is_not_new_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    _, error = prove("--room", tmp_path, "true", "{store}", status=1)
+    assert "is not new" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_no_process_outlives_an_attempt(tmp_path: Path) -> None:
+    """Also one in a session of its own, as torchrun starts its workers."""
+    pid = tmp_path / "pid"
+    worker = f"echo $$ > {pid}; exec sleep 1000"
+    command = ["sh", "-c", f"setsid sh -c '{worker}' & sleep 1000", "{store}"]
+    prove("--timeout", "3s", "--room", tmp_path / "room", *command, status=1)
+    status = Path(f"/proc/{pid.read_text().strip()}/stat")
+    # Nobody may have waited for it, in a container.
+    assert not status.exists() or ") Z " in status.read_text()
+
+
+# --- the long form ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_is_found_and_named(tmp_path: Path, name: str) -> None:
+    role = proven(tmp_path, FAULTS[name], "--kills", "2")
+    assert role == FAULTS[name].role
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_a_right_training_raises_no_alarm(tmp_path: Path, seed: int) -> None:
+    assert proven(tmp_path, None, "--kills", "3", "--seed", str(seed)) is None
+
+
+def proven(folder: Path, fault: Fault | None, *options: str) -> str | None:
+    """Prove the training; return what the cause that is named first is called."""
+    script = write_script(folder / "train.py", fault)
+    command = [sys.executable, str(script), "{store}"]
+    arguments = ["--json", "--room", str(folder / "room"), *options, "--", *command]
+    printed, _ = prove(*arguments, status=0 if fault is None else 1)
+    causes = json.loads(printed)["causes"]
+    return causes[0]["role"] if causes else None
