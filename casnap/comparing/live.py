@@ -219,9 +219,7 @@ def _candidates_in(
     cells = contents.cells(path, old)
     digests = split_digests(contents.digests(old.payload, cells, path))
 
-    def want(number: int, cell: Region, common: Region) -> Want:
-        part = held[common.within(box)]
-
+    def want(number: int, cell: Region, common: Region, part: torch.Tensor) -> Want:
         def sink(raw: memoryview) -> None:
             measure.add(elements_of(old, raw, cell)[common.within(cell)], part)
 
@@ -231,11 +229,9 @@ def _candidates_in(
         cell = cells.region(number)
         common = cell.intersect(box)
         assert common is not None
-        wanted = want(number, cell, common)
-        if common == cell:
-            yield Candidate(wanted, held[cell.within(box)], _nothing)
-        else:
-            yield wanted
+        part = held[common.within(box)]
+        wanted = want(number, cell, common, part)
+        yield Candidate(wanted, part, _nothing) if common == cell else wanted
 
 
 def _nothing() -> None:
