@@ -56,7 +56,7 @@ from casnap.integrations.trainers import (
     plain_model,
     snapshot_at,
 )
-from casnap.integrations.versions import check_version
+from casnap.integrations.versions import check_methods, check_version
 
 check_version("transformers")
 
@@ -68,6 +68,16 @@ from transformers.utils import (  # noqa: E402
     SAFE_WEIGHTS_NAME,
     WEIGHTS_NAME,
     is_peft_available,
+)
+
+check_methods(
+    "transformers",
+    Trainer,
+    [
+        *("_get_output_dir", "_load_best_model", "_load_from_checkpoint", "_load_rng_state"),
+        *("_load_optimizer_and_scheduler", "_load_scaler", "_save", "_save_checkpoint"),
+        *("_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler", "save_model"),
+    ],
 )
 
 __all__ = ["CasnapTrainerMixin", "install"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
@@ -102,6 +102,32 @@ def check_version(integration: str, tested: Versions | None = None) -> None:
             f"{module} was tested with {package} {range_}, and this is "
             f"{'a newer' if is_newer else 'an older'} one, {installed}. It goes on; let a short "
             "run save and resume before you rely on it"
+        )
+
+
+def check_methods(
+    integration: str, kind: type, methods: Iterable[str], tested: Versions | None = None
+) -> None:
+    """Check that a class of the framework has the methods that an integration overrides.
+
+    A method that has another name now would never be called, and nothing would be saved.
+
+    Args:
+        integration: The name of the integration, as in `TESTED`.
+        kind: The class.
+        methods: The names of the methods.
+        tested: The integration's versions; by default those of `TESTED`.
+
+    Raises:
+        ImportError: It lacks one; the message says what to install.
+    """
+    if lacking := [name for name in methods if not hasattr(kind, name)]:
+        package, _, newest, _ = tested or TESTED[integration]
+        raise ImportError(
+            f"casnap.integrations.{integration} does not work with {package} {version(package)}: "
+            f"its {kind.__name__} has no {', '.join(lacking)}. "
+            f"Run: pip install '{package}=={newest}'",
+            name=package,
         )
 
 

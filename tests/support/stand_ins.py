@@ -68,13 +68,14 @@ def trainers_stood_in() -> Iterator[list[ModuleType]]:
     # What pytorch_lightning brings along, by a name of its own.
     names = (*TRAINERS, "lightning_fabric")
     missing = [name for name in names if find_spec(name) is None]
-    finder, check = _Finder(missing), versions.check_version
-    versions.check_version = lambda integration, tested=None: None
+    finder, checks = _Finder(missing), (versions.check_version, versions.check_methods)
+    versions.check_version = lambda *_: None
+    versions.check_methods = lambda *_: None
     sys.meta_path.insert(0, finder)
     try:
         yield [importlib.import_module(f"casnap.integrations.{name}") for name in TRAINERS]
     finally:
-        versions.check_version = check
+        versions.check_version, versions.check_methods = checks
         sys.meta_path.remove(finder)
         for name in [*sys.modules]:
             if name.removeprefix("casnap.integrations.").partition(".")[0] in missing:

@@ -9,9 +9,10 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from casnap.integrations.versions import TESTED, Failing, Versions, check_version
+from casnap.integrations.versions import TESTED, Failing, Versions, check_methods, check_version
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
@@ -67,6 +68,23 @@ def test_a_version_that_is_known_to_fail_is_refused(
     wanted = f"msgspec {MSGSPEC}: it decodes nothing. Run: pip install 'msgspec>=9000'"
     with pytest.raises(ImportError, match=wanted):
         check_version("some", tested)
+
+
+def test_a_framework_whose_methods_have_other_names_is_refused() -> None:
+    """They would never be called, and the framework would save by itself."""
+    tested = Versions("msgspec", "0.1", "9000")
+    check_methods("some", msgspec.Raw, ["copy"], tested)
+    wanted = f"msgspec {MSGSPEC}: its Raw has no save, load. Run: pip install 'msgspec==9000'"
+    with pytest.raises(ImportError, match=wanted):
+        check_methods("some", msgspec.Raw, ["save", "copy", "load"], tested)
+
+
+def test_the_page_has_the_ranges_that_were_tested() -> None:
+    page = PYPROJECT.with_name("docs") / "compatibility.md"
+    for tested in TESTED.values():
+        oldest, newest = tested.oldest, tested.newest
+        text = oldest if oldest == newest else f"{oldest} to {newest}"
+        assert re.search(rf"^\| \[.*\]\(guides/[^)]*\) {text} \|", page.read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("framework", TESTED)
