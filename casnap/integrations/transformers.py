@@ -15,6 +15,7 @@ and load is done too.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import inspect
 import logging
@@ -95,7 +96,7 @@ _STATE = ("optimizer.pt", "scheduler.pt")
 """Files of the Trainer without which it would go on with a fresh optimizer, and say nothing."""
 _NOTICE = (
     "This checkpoint is a snapshot of casnap, which holds the weights, the optimizer and all else "
-    "that a run goes on with. Use a Trainer with "
+    "that a run goes on with. Use `casnap run COMMAND`, a Trainer with "
     "casnap.integrations.transformers.CasnapTrainerMixin, or "
     'casnap.Snapshot(folder).restore({"model": model})'
 )
@@ -118,12 +119,19 @@ class CasnapTrainerMixin(_Base):
     _installed = False
     """Whether :func:`install` has put this class before a Trainer."""
     _tell: Callable[[str], object] | None = None
+    _asked_for: Any = None
     _engine: Any = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a Trainer of the class that stores: see the docstring of this module."""
         new, kind = super().__new__, _storing(cls)  # type: ignore[arg-type]
         return new(kind) if new is object.__new__ else new(kind, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Name the class that was asked for: pickle would not find the one of this object."""
+        made: Any = super().__reduce_ex__(protocol)
+        is_plain = made[0] is copyreg.__newobj__  # type: ignore[attr-defined]
+        return (_new, (self._asked_for,), *made[2:]) if is_plain else made
 
     @property
     def deepspeed(self) -> Any:
@@ -422,6 +430,7 @@ def _storing(kind: Any) -> Any:
     if issubclass(kind, _StoringTrainer):
         return kind
     names = {name: getattr(kind, name) for name in ("__doc__", "__module__", "__qualname__")}
+    names["_asked_for"] = kind
     if not issubclass(kind, CasnapTrainerMixin):
         installed = names | {"_installed": True}
         kind = _subclass(kind.__name__, (CasnapTrainerMixin, kind), installed)
@@ -430,6 +439,10 @@ def _storing(kind: Any) -> Any:
         if name.startswith("_load"):
             setattr(kind, name, _load_of_both(getattr(kind, name), vars(_StoringTrainer)[name]))
     return kind
+
+
+def _new(kind: Any) -> Any:
+    return kind.__new__(kind)
 
 
 def _subclass(name: str, bases: tuple[Any, ...], names: Mapping[str, Any]) -> Any:

@@ -102,8 +102,7 @@ def _by_host(parts: Sequence[torch.Tensor]) -> list[Digest]:
 
 
 def _digest(part: torch.Tensor) -> Digest:
-    contiguous = part if part.is_cpu else part.to("cpu")
-    contiguous = contiguous.contiguous()
+    contiguous = part.to("cpu").contiguous()
     return digest_of(view_at(contiguous.data_ptr(), contiguous.nbytes))
 
 
