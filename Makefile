@@ -5,6 +5,7 @@
 # make test-filesystems  the tests on file systems of clusters: as root, on those that are installed
 # make test-integrations  the tests with Lightning, Transformers, Accelerate, torch_checkpointing, torchtitan,
 #              DeepSpeed and Megatron Core
+# make test-recipes  the tests with tools that fine-tune: TRL, LLaMA-Factory, ms-swift
 # make test-engines  the tests with vLLM, on the CPU
 # make test-sglang  the tests with SGLang's server, on the CPU
 # make test-triton  the kernels that hash on a device: interpreted, and compiled for an H100
@@ -64,7 +65,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help set-up demo test test-wheel test-servers test-filesystems test-integrations test-engines \
+.PHONY: help set-up demo test test-recipes test-wheel test-servers test-filesystems test-integrations test-engines \
 	test-sglang test-gpu test-torch test-triton test-versions test-newest soak check format bench docs clean distclean
 
 help:
@@ -204,6 +205,20 @@ test-integrations: $(STAMP) $(TRAINERS_STAMP) $(TITAN_STAMP) $(DEEPSPEED_STAMP) 
 	$(MEGATRON)/bin/python -m pytest -m integrations tests/guests/integrations/test_megatron.py
 
 # tools/versions.py has the environments; they are kept in .venv/versions.
+# Each tool with the versions that it was tried with, without what a tiny run on a CPU does not import. The library
+# of torchaudio on PyPI is built for CUDA, and torchaudio works without it.
+RECIPES := tests/guests/integrations/recipes
+$(VENV)/recipes/%/.set-up: $(RECIPES)/%.txt $(TRAINERS_STAMP)
+	$(TRAINERS)/bin/python -m tools.over_venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	rm -rf $(@D)/lib/python3*/site-packages/torchaudio/lib
+	@touch $@
+
+test-recipes: $(patsubst $(RECIPES)/%.txt,$(VENV)/recipes/%/.set-up,$(wildcard $(RECIPES)/*.txt))
+	for stamp in $^; do \
+		$$(dirname $$stamp)/bin/python -m pytest -m integrations $(RECIPES)/../test_recipes.py || exit 1; \
+	done
+
 test-versions: $(STAMP)
 	$(BIN)/python -m tools.versions -- $(ON_ALL_CORES) --dist loadfile
 
