@@ -89,7 +89,7 @@ def _bytes_of(contents: Contents, path: str, entry: Entry) -> bytes:
 # --- keys -------------------------------------------------------------------------------------
 
 
-class _Keys(Struct, array_like=True):
+class _DictKeys(Struct, array_like=True):
     """The part of a dict's spec that has the keys."""
 
     keys: list[Key]
@@ -103,7 +103,7 @@ def keys_in_words(contents: Contents, path: str, entry: ContainerEntry) -> dict[
     """
     if entry.payload.nbytes > _MOST_SPEC_BYTES:
         return {}
-    spec = decode(_bytes_of(contents, path, entry), _Keys, f"the spec of {path}")
+    spec = decode(_bytes_of(contents, path, entry), _DictKeys, f"the spec of {path}")
     try:
         components = zip(components_of(spec.keys), spec.keys, strict=True)
         return {c: _in_words(key) for c, key in components if is_hashed(c)}

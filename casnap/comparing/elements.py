@@ -159,7 +159,7 @@ def is_measurable(old: Entry | None, new: Entry | None) -> bool:
 # --- two snapshots ------------------------------------------------------------------------------
 
 
-class _Pair(NamedTuple):
+class _CellToCompare(NamedTuple):
     """A cell that differs, with its chunk in each snapshot."""
 
     measure: Measure
@@ -182,7 +182,7 @@ def with_elements(a: Contents, b: Contents, changes: Iterable[Change]) -> list[C
     measures: dict[int, Measure] = {}
     found: dict[int, Elements | None] = {}
 
-    def pairs() -> Iterator[_Pair]:
+    def pairs() -> Iterator[_CellToCompare]:
         for i, change in enumerate(changes):
             old, new = change.old, change.new
             if old is None or new is None or unknown_in(old) or unknown_in(new):
@@ -200,9 +200,9 @@ def with_elements(a: Contents, b: Contents, changes: Iterable[Change]) -> list[C
             for number, ((was, nbytes), (now, _)) in enumerate(both):
                 if was != now:
                     cell = cells.region(number)
-                    yield _Pair(measure, change.path, old, cell, nbytes, was, now)
+                    yield _CellToCompare(measure, change.path, old, cell, nbytes, was, now)
 
-    window, nbytes = list[_Pair](), 0
+    window, nbytes = list[_CellToCompare](), 0
     for pair in pairs():
         window.append(pair)
         nbytes += pair.nbytes
@@ -214,15 +214,15 @@ def with_elements(a: Contents, b: Contents, changes: Iterable[Change]) -> list[C
     return [replace(change, elements=found.get(i)) for i, change in enumerate(changes)]
 
 
-def _measure(a: Contents, b: Contents, window: Iterable[_Pair]) -> None:
+def _measure(a: Contents, b: Contents, window: Iterable[_CellToCompare]) -> None:
     new = dict[Digest, bytes]()
 
-    def keep(pair: _Pair) -> Want:
+    def keep(pair: _CellToCompare) -> Want:
         return Want(
             pair.new, pair.nbytes, lambda raw: new.update({pair.new: bytes(raw)}), pair.path
         )
 
-    def compare(pair: _Pair) -> Want:
+    def compare(pair: _CellToCompare) -> Want:
         def sink(raw: memoryview) -> None:
             now = elements_of(pair.entry, memoryview(bytearray(new[pair.new])), pair.cell)
             pair.measure.add(elements_of(pair.entry, raw, pair.cell), now)

@@ -36,7 +36,7 @@ from casnap.take.capture import CapturedState, StateSource
 _NO_BYTES = Payload(0)
 
 
-class _Pair(NamedTuple):
+class _TensorPair(NamedTuple):
     """A stored tensor, and the live one of the same path, shape and dtype.
 
     Attributes:
@@ -76,7 +76,7 @@ def _compared(contents: Contents, captured: CapturedState, rank: int) -> Diff:
     components = [span.component for span in captured.spans]
     stored, left_out = _stored(contents, components, rank)
     changes = list[Change]()
-    pairs = dict[int, _Pair]()
+    pairs = dict[int, _TensorPair]()
     for i, leaf in enumerate(captured.leaves):
         path, new = leaf.path, captured.inline.get(i, leaf.entry)
         if path.partition("/")[0] not in components:
@@ -92,7 +92,7 @@ def _compared(contents: Contents, captured: CapturedState, rank: int) -> Diff:
             twin = pairs.get(captured.same_as.get(i, -1))
             is_tied = twin is not None and twin.old.payload == old.payload
             measure = twin.measure if twin and is_tied else Measure(old, _held(leaf.content, old))
-            pairs[i] = _Pair(path, old, new, measure)
+            pairs[i] = _TensorPair(path, old, new, measure)
     contents.store.fetch(lacking(_candidates(contents, captured, pairs)))
     changes += [change for pair in pairs.values() for change in _changes_of(pair)]
     changes += [
@@ -131,7 +131,7 @@ def _held(content: torch.Tensor | bytes | Shards, entry: TensorEntry) -> int:
     return Region.whole(entry.shape).numel
 
 
-def _changes_of(pair: _Pair) -> Iterator[Change]:
+def _changes_of(pair: _TensorPair) -> Iterator[Change]:
     path, old, new, measure = pair
     found = measure.found
     if found.differing or _form(old) != _form(new):
@@ -180,7 +180,7 @@ def _digests(content: bytes, sizes: Iterator[int]) -> list[Digest]:
 
 
 def _candidates(
-    contents: Contents, captured: CapturedState, pairs: Mapping[int, _Pair]
+    contents: Contents, captured: CapturedState, pairs: Mapping[int, _TensorPair]
 ) -> Iterator[Want | Candidate]:
     """Yield the chunks of the stored tensors, each with the part of a live one that may hold it.
 
@@ -203,7 +203,7 @@ def _candidates(
 
 
 def _candidates_in(
-    contents: Contents, pair: _Pair, box: Region, held: torch.Tensor
+    contents: Contents, pair: _TensorPair, box: Region, held: torch.Tensor
 ) -> Iterator[Want | Candidate]:
     """Yield the chunks of a stored tensor that a box of the live one may hold."""
     path, old, _, measure = pair
@@ -219,9 +219,7 @@ def _candidates_in(
     cells = contents.cells(path, old)
     digests = split_digests(contents.digests(old.payload, cells, path))
 
-    def want(number: int, cell: Region, common: Region) -> Want:
-        part = held[common.within(box)]
-
+    def want(number: int, cell: Region, common: Region, part: torch.Tensor) -> Want:
         def sink(raw: memoryview) -> None:
             measure.add(elements_of(old, raw, cell)[common.within(cell)], part)
 
@@ -231,11 +229,9 @@ def _candidates_in(
         cell = cells.region(number)
         common = cell.intersect(box)
         assert common is not None
-        wanted = want(number, cell, common)
-        if common == cell:
-            yield Candidate(wanted, held[cell.within(box)], _nothing)
-        else:
-            yield wanted
+        part = held[common.within(box)]
+        wanted = want(number, cell, common, part)
+        yield Candidate(wanted, part, _nothing) if common == cell else wanted
 
 
 def _nothing() -> None:

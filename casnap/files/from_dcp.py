@@ -47,7 +47,7 @@ class _FileRange(NamedTuple):
     nbytes: int
 
 
-class _Tensor(NamedTuple):
+class _DcpTensor(NamedTuple):
     """A tensor: its dtype by torch's name, its shape, and its boxes, which files store."""
 
     dtype: str
@@ -55,7 +55,7 @@ class _Tensor(NamedTuple):
     boxes: list[Region]
 
 
-class _Metadata(NamedTuple):
+class _DcpMetadata(NamedTuple):
     """The decoded metadata.
 
     Attributes:
@@ -64,7 +64,7 @@ class _Metadata(NamedTuple):
         places: By name and offsets of a box, the bytes of the box; objects have no offsets.
     """
 
-    values: dict[str, _Tensor | None]
+    values: dict[str, _DcpTensor | None]
     paths: dict[str, ObjectPath]
     places: dict[tuple[str, tuple[int, ...] | None], _FileRange]
 
@@ -120,7 +120,7 @@ def _only_known(verb: str, term: Term) -> None:
         raise _CodeError(term.name or "a storage")
 
 
-def _read_metadata(data: memoryview) -> _Metadata:
+def _read_metadata(data: memoryview) -> _DcpMetadata:
     top = PickleMachine(data, _only_known, newest=5).run()
     fields = _fields(top, _METADATA)
     described = _pairs(fields["state_dict_metadata"])
@@ -138,7 +138,7 @@ def _read_metadata(data: memoryview) -> _Metadata:
         offset = place.get("offset")
         key = _text(place["fqn"]), None if offset is None else _sizes(offset)
         places[key] = _file_range(_fields(info, _INFO))
-    return _Metadata(values, paths, places)
+    return _DcpMetadata(values, paths, places)
 
 
 def _fields(term: object, name: str = "") -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _sizes(term: object) -> tuple[int, ...]:
     return tuple(map(_number, term.parts[0].parts))
 
 
-def _value(term: object) -> _Tensor | None:
+def _value(term: object) -> _DcpTensor | None:
     if isinstance(term, Term) and term.name == _BYTES:
         return None
     fields = _fields(term, _TENSOR)
@@ -193,7 +193,7 @@ def _value(term: object) -> _Tensor | None:
     shape = _sizes(fields["size"])
     if any(len(box.offsets) != len(shape) or len(box.sizes) != len(shape) for box in boxes):
         raise ValueError("a box of another number of axes than its tensor")
-    return _Tensor(_text(dtype.name).removeprefix("torch."), shape, boxes)
+    return _DcpTensor(_text(dtype.name).removeprefix("torch."), shape, boxes)
 
 
 def _file_range(fields: dict[str, Any]) -> _FileRange:
@@ -210,7 +210,7 @@ def _file_range(fields: dict[str, Any]) -> _FileRange:
 class _Values:
     """The values of a checkpoint, read from its files."""
 
-    def __init__(self, folder: Path, metadata: _Metadata) -> None:
+    def __init__(self, folder: Path, metadata: _DcpMetadata) -> None:
         self._metadata = metadata
         self._offsets: dict[str, set[tuple[int, ...] | None]] = {}
         for name, offsets in metadata.places:
@@ -246,7 +246,7 @@ class _Values:
             raise RefusedError(f"{file_range.file} ends before it")
         return file, file_range.offset, file_range.nbytes
 
-    def _check_parts(self, name: str, tensor: _Tensor) -> None:
+    def _check_parts(self, name: str, tensor: _DcpTensor) -> None:
         """Check that each stored part of a tensor is one of the boxes in the metadata."""
         described = {None, *(box.offsets for box in _regions(tensor))}
         for offsets in self._offsets.get(name, set()) - described:
@@ -256,7 +256,7 @@ class _Values:
                     f"its files hold elements at {offsets}, where the metadata have none"
                 )
 
-    def _part(self, name: str, tensor: _Tensor, box: Region) -> torch.Tensor:
+    def _part(self, name: str, tensor: _DcpTensor, box: Region) -> torch.Tensor:
         file, at, nbytes = self._place(name, box.offsets)
         place, raw = tensor_in(file.view[at : at + nbytes])
         dtype = str(place.dtype).removeprefix("torch.")
@@ -270,6 +270,6 @@ class _Values:
         return file.elements(start, box.sizes, itemsize, place.strides)
 
 
-def _regions(tensor: _Tensor) -> list[Region]:
+def _regions(tensor: _DcpTensor) -> list[Region]:
     """Return the boxes of a tensor that are not empty, each once."""
     return list(dict.fromkeys(box for box in tensor.boxes if box.numel))

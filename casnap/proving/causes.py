@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from casnap import Diff
@@ -25,7 +25,7 @@ _MEANS = {
     "values": "values of the app state were not restored, or depend on the time or the process",
 }
 _LACKING = {
-    "moments": "the app state has no moments: an optimizer that has some begins without them",
+    "moments": "the app state has no optimizer: it begins anew, with its first learning rate",
     "loader": "the app state has no place in the data: the loader may begin its epoch again",
     "generators": "the app state has no random states, no RNGState: the numbers begin again",
 }
@@ -45,7 +45,7 @@ class Cause(NamedTuple):
     text: str
 
 
-def causes_of(diff: Diff, roles: Collection[str]) -> list[Cause]:
+def causes_of(diff: Diff, roles: Mapping[str, str]) -> list[Cause]:
     """Return what may have caused a difference, the most likely first.
 
     What differs in weights and moments alone tells the least: each other cause makes them differ
@@ -54,10 +54,15 @@ def causes_of(diff: Diff, roles: Collection[str]) -> list[Cause]:
 
     Args:
         diff: The first difference between an unbroken run and one that was resumed.
-        roles: What the paths of the snapshot are to the training, all of them.
+        roles: What each path of the snapshot is to the training.
     """
     found = diff.by_role()
     causes = list[Cause]()
+    known = set(roles.values())
+    # An optimizer has groups, also one without moments.
+    if "moments" not in known and not any("/param_groups/" in path for path in roles):
+        causes.append(Cause("moments", _LACKING["moments"]))
+        known.add("moments")
     moments = found.get("moments", [])
     steps = [c for c in moments if c.path.rpartition("/")[2] == "step"]
     if steps or any(change.kind != "changed" for change in moments):
@@ -70,7 +75,7 @@ def causes_of(diff: Diff, roles: Collection[str]) -> list[Cause]:
             )
         )
     causes += [Cause(role, _MEANS[role]) for role in found if role in _MEANS]
-    return causes or _of_weights(diff, roles)
+    return causes or _of_weights(diff, known)
 
 
 def _of_weights(diff: Diff, roles: Collection[str]) -> list[Cause]:

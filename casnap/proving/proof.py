@@ -402,6 +402,6 @@ def _causes(store: Store, proof: Proof) -> list[Cause]:
         )
     if proof.result.first is not None:
         snapshot = store[f"{proof.unbroken.name}/{proof.result.differing[0]}"]
-        roles = {handle.role for handle in snapshot.handles().values()}
+        roles = {path: handle.role for path, handle in snapshot.handles().items()}
         causes += causes_of(proof.result.first, roles)
     return causes

@@ -75,7 +75,7 @@ class _TensorToFill(NamedTuple):
     held: torch.Tensor | None
 
 
-class _Item(NamedTuple):
+class _EntryToLoad(NamedTuple):
     """An entry to load.
 
     Attributes:
@@ -125,7 +125,7 @@ class Loading:
         self._contents = contents
         self._counter = ProgressCounter(progress, "reading")
         self._reports = progress is not None
-        self._items: list[_Item] = []
+        self._items: list[_EntryToLoad] = []
         self._unknown: list[tuple[str, Entry]] = []
 
     def add(
@@ -159,7 +159,7 @@ class Loading:
         if not isinstance(entry, TensorEntry):
             # Memory is taken later, once it is known that there are chunks for it.
             self._counter.total += entry.payload.nbytes
-            self._items.append(_Item(path, entry, bytearray()))
+            self._items.append(_EntryToLoad(path, entry, bytearray()))
             return
         with naming(self._contents, path):
             check_tensor(entry)
@@ -173,7 +173,7 @@ class Loading:
         ]
         if self._reports:
             self._counter.total += sum(part.box.numel for part in parts) * itemsize_of(entry)
-        self._items.append(_Item(path, entry, content, parts))
+        self._items.append(_EntryToLoad(path, entry, content, parts))
 
     def load_values(
         self, fetch: Fetch | None = None, *, allow_pickle: bool | None = None
@@ -280,7 +280,7 @@ class Loading:
 
         return Candidate(want, part, keep)
 
-    def _fill_inline(self, item: _Item, payload: Payload) -> None:
+    def _fill_inline(self, item: _EntryToLoad, payload: Payload) -> None:
         inline, path = payload.inline, item.path
         if len(inline) != payload.nbytes:
             raise DamagedError(f"{self._contents.label}: {path} is cut off", (path,))

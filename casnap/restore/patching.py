@@ -65,7 +65,7 @@ class _Memory(NamedTuple):
         return cls(tuple(places), tuple(storages), tuple(versions))
 
 
-class _Held(NamedTuple):
+class _HeldEntry(NamedTuple):
     """The entry of a snapshot whose values a live tensor holds.
 
     Attributes:
@@ -101,8 +101,8 @@ class LivePatch:
     contents: Contents
     copies: list[tuple[torch.Tensor, torch.Tensor]]
     values: list[torch.Tensor]
-    held: dict[str, _Held]
-    upon: dict[str, _Held]
+    held: dict[str, _HeldEntry]
+    upon: dict[str, _HeldEntry]
     whole: set[str]
 
     @property
@@ -140,7 +140,7 @@ class LiveWeights:
         self._prefix = prefix
         self._rename = rename
         self._strict = strict
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _HeldEntry] = {}
 
     @without_torch_modes()
     def stage(self, contents: Contents) -> LivePatch:
@@ -164,7 +164,7 @@ class LiveWeights:
                 patch.held[name] = before
                 continue
             digests = _digests_of(contents, path, entry)
-            held = patch.held[name] = _Held(entry, digests, shards.value, memory)
+            held = patch.held[name] = _HeldEntry(entry, digests, shards.value, memory)
             if not entry.payload.nbytes:
                 continue
             cells = contents.cells(path, entry)
@@ -266,7 +266,7 @@ def _memory_of(name: str, value: torch.Tensor) -> _Memory:
     return _Memory.of(value, (value,) if shards is None else shards.tensors)
 
 
-def _is_same(held: _Held, value: torch.Tensor, memory: _Memory) -> bool:
+def _is_same(held: _HeldEntry, value: torch.Tensor, memory: _Memory) -> bool:
     """Whether a tensor is the one that was noted, and nobody else has written to its memory."""
     return held.value is value and held.memory == memory
 

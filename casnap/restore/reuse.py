@@ -102,7 +102,8 @@ def _by_host(parts: Sequence[torch.Tensor]) -> list[Digest]:
 
 
 def _digest(part: torch.Tensor) -> Digest:
-    contiguous = part.to("cpu").contiguous()
+    contiguous = part if part.is_cpu else part.to("cpu")
+    contiguous = contiguous.contiguous()
     return digest_of(view_at(contiguous.data_ptr(), contiguous.nbytes))
 
 

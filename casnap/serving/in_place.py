@@ -341,7 +341,7 @@ class _ChangedFolder(ExportOutput):
         self._folder.sync()
 
 
-class _Kept(NamedTuple):
+class _KeptChunk(NamedTuple):
     """A chunk to be written: its file, its place there, and its bytes or the delta for them."""
 
     fd: int
@@ -359,7 +359,7 @@ class _WriterInPlace(Writer):
         self._is_withdrawn = is_withdrawn
         self._takes_deltas = True
         self._keeping = new_lock()
-        self._kept: list[_Kept] = []
+        self._kept: list[_KeptChunk] = []
         self._kept_bytes = 0
         self._names = {fd: name for name, fd in output.files.items()}
         old = self._old
@@ -418,7 +418,7 @@ class _WriterInPlace(Writer):
         is_delta = stored_form is not None and self._holds(fd, chunk.cell, base_of(stored_form))
         content = bytes(stored_form if stored_form is not None and is_delta else raw)
         with self._keeping:
-            self._kept.append(_Kept(fd, chunk.cell, content, is_delta))
+            self._kept.append(_KeptChunk(fd, chunk.cell, content, is_delta))
             self._kept_bytes += len(content)
             if self._kept_bytes > _MOST_KEPT:
                 self._flush()
@@ -439,7 +439,7 @@ class _WriterInPlace(Writer):
         self._synced -= {self._names[each.fd] for each in kept}
         self._report.written_bytes += sum(each.cell.nbytes for each in kept)
 
-    def _put_kept(self, kept: _Kept) -> None:
+    def _put_kept(self, kept: _KeptChunk) -> None:
         raw = memoryview(kept.content)
         if kept.is_delta:
             chunk = memoryview(bytearray(kept.cell.nbytes))

@@ -60,13 +60,13 @@ def copy_snapshots(
         StoreError: A store failed.
     """
     started = time.monotonic()
-    copy = _Copying(source, destination, options or CopyOptions(), progress)
+    copy = _Copier(source, destination, options or CopyOptions(), progress)
     copy.run(sorted(snapshots, key=lambda job: (job.row.seq, job.name)))
     copy.report.seconds = time.monotonic() - started
     return copy.report
 
 
-class _Copying:
+class _Copier:
     """The copying of several snapshots.
 
     Attributes:

@@ -198,7 +198,7 @@ class Location(NamedTuple):
             # The error of a remote place says how to name a store further up.
             return None
         try:
-            marker = json_decoder(_Marker).decode(
+            marker = json_decoder(_MarkerFields).decode(
                 backend.read_marker(f"{name}/{MARKER}" if name else MARKER)
             )
         except (FileNotFoundError, CasnapError, ValueError, RecursionError):
@@ -254,7 +254,7 @@ class Location(NamedTuple):
                 )
 
 
-class _Marker(msgspec.Struct):
+class _MarkerFields(msgspec.Struct):
     """The fields of a marker that an error tells."""
 
     commit: str

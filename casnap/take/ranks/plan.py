@@ -191,7 +191,7 @@ def _rotated(ranks: Sequence[int], tiebreak: int) -> list[int]:
     return [*ranks[shift:], *ranks[:shift]]
 
 
-class _Held(NamedTuple):
+class _SharedBox(NamedTuple):
     """A box of the tensor, and the ranks that hold it."""
 
     region: Region
@@ -215,7 +215,7 @@ class _Planner:
     def __init__(
         self,
         grid: Grid,
-        held: Sequence[_Held],
+        held: Sequence[_SharedBox],
         tiebreak: int,
         loads: defaultdict[int, int],
         hosts: Sequence[int] | None,
@@ -264,11 +264,13 @@ class _Planner:
             end = min(stop, first_cell + max(1, most), self._grid.lead_stop(first_cell))
             region = self._grid.region(first_cell, end)
             held = [self._held[box] for box in boxes]
-            parts = [_Held(part, ranks) for box, ranks in held if (part := region.intersect(box))]
+            parts = [
+                _SharedBox(part, ranks) for box, ranks in held if (part := region.intersect(box))
+            ]
             self._plan_joint(first_cell, end, parts)
             first_cell = end
 
-    def _plan_joint(self, first_cell: int, stop: int, parts: list[_Held]) -> None:
+    def _plan_joint(self, first_cell: int, stop: int, parts: list[_SharedBox]) -> None:
         """Plan which rank joins the cells of a joint, and which ranks send it the parts."""
         elements_by_rank: defaultdict[int, int] = defaultdict(int)
         for region, ranks in parts:
@@ -362,7 +364,7 @@ def _distinct_boxes(
 
 def _disjoint_boxes(
     shape: tuple[int, ...], holders_of: dict[Region, list[int]], name: str
-) -> list[_Held]:
+) -> list[_SharedBox]:
     """Return the boxes, sorted, each with the ranks that hold it.
 
     Raises:
@@ -376,5 +378,5 @@ def _disjoint_boxes(
             "holds, and shards overlap only if they are the same"
         )
     return sorted(
-        (_Held(*each) for each in holders_of.items()), key=lambda held: held.region.offsets
+        (_SharedBox(*each) for each in holders_of.items()), key=lambda held: held.region.offsets
     )
