@@ -11,7 +11,7 @@
 # make test-triton  the kernels that hash on a device: interpreted, and compiled for an H100
 # make test-versions  the tests of trainers, with the oldest and the newest versions that they were tested with
 # make test-newest  the same with what is the newest today
-# make test-torch  the tests that depend on torch, with another one: make test-torch TORCH=2.10.0
+# make test-torch  the tests that depend on torch, with another one: make test-torch TORCH=2.7.1
 # make test-gpu  the tests and the bench that need a GPU, by the python of the shell
 # make check   lint, format, types, layers, names in docstrings, subjects of commits
 # make bench   casnap beside its peers and the limits of this machine
@@ -238,8 +238,8 @@ test-sglang: $(STAMP) $(SGLANG_STAMP)
 
 test-torch: $(OTHER_TORCH)/.set-up
 	$(OTHER_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'
-	$(OTHER_TORCH)/bin/python -m pytest $(ON_ALL_CORES) tests/guests/integrations tests/state tests/take \
-		tests/restore tests/ranks
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(OTHER_TORCH)/bin/python -m pytest $(ON_ALL_CORES) tests/guests/integrations \
+		tests/state tests/take tests/restore tests/ranks tests/test_examples.py tests/test_readme.py
 
 # The compiled kernels are kept in a folder of Triton's, so that one is empty.
 test-triton: $(OTHER_TRITON)/.set-up

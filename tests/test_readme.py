@@ -18,6 +18,7 @@ from casnap.errors import SOURCE
 from tests.support.faults import in_child
 from tests.support.pages import run_examples
 from tests.support.servers import Bucket
+from tests.support.torches import HAS_DCP
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if page.exists()]
@@ -42,6 +43,7 @@ WITH_EXAMPLES = [
     page
     for page in PAGES
     if page.name not in FRAMEWORKS
+    and (HAS_DCP or "casnap.integrations.dcp" not in page.read_text())
     and re.search(r"^```(python|console)|^<!-- (invis|skip)", page.read_text(), re.MULTILINE)
 ]
 

@@ -7,7 +7,8 @@ import os
 import pickle  # noqa: TID251 - written, never read
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from casnap.errors import FileFormatError
@@ -24,6 +25,8 @@ from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.flatten import inflate
 from casnap.storage import Contents
 
+_VERSION = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")  # torch 2.7 and 2.8 write none
+
 
 def plan_dcp(contents: Contents, part: Part, name: str, options: ExportOptions) -> ExportPlan:
     """Plan an export of a state, under the names by which ``dcp.load`` knows its values.
@@ -33,7 +36,7 @@ def plan_dcp(contents: Contents, part: Part, name: str, options: ExportOptions) 
         UnsupportedTypeError: A value was stored with ``allow_pickle``, or two have one name.
     """
     metadata, values = described(contents, part.entries, part.path)
-    metadata.storage_data, metadata.version = {}, CURRENT_DCP_VERSION
+    metadata.storage_data, metadata.version = {}, _VERSION
     if not values:
         raise FileFormatError(f"{contents.label}: there is nothing to export at this path")
     sizes = {

@@ -178,7 +178,8 @@ class CasnapCheckpointManager(CheckpointManager):
                 into,
                 map_location=map_location,
                 strict=strict,
-                metadata_format=metadata_format,
+                # 0.1.0 has no such argument.
+                **({} if metadata_format is None else {"metadata_format": metadata_format}),
             )
             return loaded
         if into is None:

@@ -62,7 +62,8 @@ def join(pg: Any, timeout: float | None, operation: str) -> Comm:
             f"{with_article(type(pg).__name__)}, which is not a process group (for a mesh, pass "
             "mesh.get_group())"
         )
-    return join_ranks(tuple(dist.get_process_group_ranks(pg)), timeout, operation)
+    group = dist.group.WORLD if pg is None else pg  # None is no group to torch 2.7
+    return join_ranks(tuple(dist.get_process_group_ranks(group)), timeout, operation)
 
 
 def join_ranks(ranks: tuple[int, ...], timeout: float | None, operation: str) -> Comm:

@@ -37,6 +37,7 @@ from tests.support.ranks import Worlds
 from tests.support.sharded import LAYOUTS, Training, assert_same, expected, full_state, training
 from tests.support.spreading import Way, is_right, spread
 from tests.support.sweep import STEP
+from tests.support.torches import needs_torch
 
 CHUNK = 64 << 10
 
@@ -242,6 +243,7 @@ def any_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@needs_torch("2.10", "strided shards of an uneven tensor contradict their placements")
 @pytest.mark.parametrize(("before", "after"), [(4, 4), (2, 3), (1, 4)])
 def test_any_spread_from_any_other(world: Worlds, any_store: Path, before: int, after: int) -> None:
     check_any(world, any_store, before, after, 2)
@@ -434,7 +436,7 @@ def test_the_same_weights_are_stored_once_on_all_worlds(world: Worlds, tmp_path:
     store = Store(folder)
     trees, first = set(), 0
     for number, (size, layout) in enumerate(
-        [(1, "plain"), (2, "ddp"), (4, "fsdp_tp"), (3, "fsdp2")]
+        [(1, "plain"), (2, "ddp"), (4, LAYOUTS[-1]), (3, "fsdp2")]
     ):
         new, logical = world(size).run(take_again, folder, layout, f"{number}")[0]
         first = first or new

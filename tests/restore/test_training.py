@@ -13,6 +13,7 @@ from torch.optim.swa_utils import SWALR
 from casnap import NewStore, RNGState, StateDict, Store
 from casnap.errors import MismatchError
 from tests.support.bitwise import assert_same
+from tests.support.torches import needs_torch
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Detected call of `lr_scheduler.step",
@@ -172,6 +173,8 @@ def test_moments_of_another_shape(store, name, options, steps):
     """torch loads them; the next step would fail, or write beyond their memory."""
     if not hasattr(torch.optim, name):
         pytest.skip(f"torch {torch.__version__} has no {name}")
+    if name == "Adagrad" and torch.__version__ < "2.10":
+        pytest.skip("its state is made with it, and never anew")
     kind = getattr(torch.optim, name)
 
     def make(size):
@@ -244,7 +247,15 @@ def test_every_scheduler_has_a_case():
     assert of_torch - {"LRScheduler", "_LRScheduler"} <= set(SCHEDULERS)
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=needs_torch("2.10", "its state has a function"))
+        if name == "SWALR"
+        else name
+        for name in SCHEDULERS
+    ],
+)
 def test_schedulers(name):
     memory = Store("memory://schedulers", create=NewStore(chunk_size=64 << 10))
 

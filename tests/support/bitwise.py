@@ -17,6 +17,8 @@ def raw(tensor: torch.Tensor) -> bytes:
     tensor = tensor.detach()
     if tensor.is_quantized:
         tensor = tensor.int_repr()
+    if tensor.dtype is getattr(torch, "float4_e2m1fn_x2", None):
+        tensor = tensor.view(torch.uint8)  # before torch 2.10 it cannot be copied itself
     tensor = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 

@@ -207,7 +207,8 @@ def _forget_meshes() -> None:
         return
     propagator = module.DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding.cache.cache_clear()
-    torch._C._clear_DTensor_sharding_propagator_cache()
+    if clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None):  # since 2.10
+        clear()
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -27,7 +27,9 @@ from casnap.format.region import Region
 from casnap.state.flatten import flatten
 from casnap.state.sharded import Shards
 
-LAYOUTS = ("plain", "ddp", "fsdp2", "hsdp", "fsdp_tp")
+LAYOUTS: tuple[str, ...] = ("plain", "ddp", "fsdp2", "hsdp")
+if torch.__version__ >= "2.8":  # before, it divides no uneven tensor by both
+    LAYOUTS = (*LAYOUTS, "fsdp_tp")
 
 VOCABULARY = 1031  # a prime: no world size divides it
 _WIDTH = 96

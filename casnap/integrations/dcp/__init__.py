@@ -14,6 +14,16 @@ own interface. So it imports what the rooms below offer (the contract ``verbs`` 
 and by the door what is there. To read the code, begin with ``writer.py``.
 """
 
+import torch
+from torch.distributed.checkpoint import staging
+
+if not hasattr(staging, "DefaultStager"):
+    raise ImportError(
+        "casnap.integrations.dcp needs torch 2.9 or newer, for the copies of dcp.async_save, "
+        f"and this is torch {torch.__version__}. Snapshot and Store work with it, and so do "
+        "`casnap import` of files of DCP and `casnap export --format dcp`"
+    )
+
 from casnap.integrations.dcp.reader import CasnapReader
 from casnap.integrations.dcp.redirect import install, uninstall
 from casnap.integrations.dcp.writer import CasnapWriter

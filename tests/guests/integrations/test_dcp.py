@@ -32,6 +32,7 @@ from tests.support.bitwise import assert_same
 from tests.support.cli_calls import invoke
 from tests.support.dcp_saves import save
 from tests.support.exports import assert_exports
+from tests.support.torches import needs_torch
 from tests.support.versioned import versioned
 
 pytestmark = pytest.mark.filterwarnings(
@@ -358,6 +359,7 @@ def test_keys_keep_their_types(tmp_path: Path) -> None:
     assert_same(into, state)
 
 
+@needs_torch("2.10", "what dcp.save returns has no version")
 def test_the_metadata_say_what_those_of_dcp_say(tmp_path: Path) -> None:
     writer, reader = CasnapWriter(tmp_path / "a"), CasnapReader(tmp_path / "a")
     saved = dcp.save({"x": torch.ones(2)}, storage_writer=writer)
@@ -483,7 +485,15 @@ def async_save(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
 
 
 @pytest.mark.filterwarnings("ignore:.*(deprecated|beta state)")
-@pytest.mark.parametrize("kind", NOT_THEIR_BYTES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=needs_torch("2.10", "DCP fails to copy it"))
+        if kind in ("without memory", "sparse rows")
+        else kind
+        for kind in NOT_THEIR_BYTES
+    ],
+)
 def test_async_saves_store_values_that_are_not_the_bytes_of_storages(
     tmp_path: Path, kind: str, async_save: Callable[..., None]
 ) -> None:
