@@ -165,7 +165,8 @@ def _switched(
                     withdrawn = partial(source.has_withdrawn, contents, options)
                     version = change(served, contents, options, report, progress, withdrawn)
                 else:
-                    version = write_version(served, contents, options, current, report, progress)
+                    folder = served.new_name(contents.name, report.commit)
+                    version = write_version(folder, contents, options, current, report, progress)
             if source.has_withdrawn(contents, options):
                 return None
         report.switched = True

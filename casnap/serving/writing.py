@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from casnap.backends.local import NO_SPACE, write_cached
@@ -23,7 +24,7 @@ from casnap.format.digest import Digest, digest_of
 from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import cores, mapped
 from casnap.runtime.units import bytes_of
-from casnap.serving.folder import FILE_MODE, ServedFolder
+from casnap.serving.folder import FILE_MODE
 from casnap.serving.options import FLOATS, PullOptions, PullReport
 from casnap.serving.patches import PATCHES, Differences, are_alike
 from casnap.serving.version import (
@@ -42,7 +43,7 @@ _FICLONE = 0x40049409
 
 
 def write_version(
-    served: ServedFolder,
+    folder: Path,
     contents: Contents,
     options: PullOptions,
     old: Version | None,
@@ -51,12 +52,19 @@ def write_version(
 ) -> Version:
     """Write a new version of a snapshot, and return it once it is durable.
 
+    Args:
+        folder: Its folder, which is not there yet.
+        contents: The snapshot.
+        options: How the version looks.
+        old: A version whose files and chunks are taken over where they are equal.
+        report: Notes how much was written, and how.
+        progress: Called with the bytes that are written.
+
     Raises:
         OSError: The version cannot be written; nothing of it is left.
     """
     layout = layout_of(contents, options)
     report.equal = layout.equal
-    folder = served.new_name(contents.name, contents.row.commit.hex())
     writer = Writer(contents, layout, options, old, report, progress)
     output = ExportOutput(folder, is_folder=True, nbytes=writer.counter.total, mode=FILE_MODE)
     with output:
