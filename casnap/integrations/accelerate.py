@@ -19,6 +19,7 @@ from casnap import RNGState, Snapshot, Stateful
 from casnap.errors import SnapshotExistsError, StateError
 from casnap.extending import TakeOptions, join, local_path, matching, own_rank
 from casnap.integrations import with_deepspeed
+from casnap.integrations.sharded import ShardedModel, ShardedOptimizer, optimizer_for
 from casnap.integrations.trainers import (
     Checkpoints,
     Notices,
@@ -58,7 +59,8 @@ def save_state(
 
     That is the prepared models, optimizers, schedulers and stateful data loaders, the scaler, the
     random states, the step, and what was registered for checkpointing. The keys are ``model``,
-    ``model_1``, ``custom_0`` and so on. The models are stored as they are without a wrapper of DDP.
+    ``model_1``, ``custom_0`` and so on. The models are stored as they are without a wrapper of DDP
+    or FSDP. With FSDP, optimizers are stored by the names of parameters.
     Snapshots beside it whose folders this process has seen and are gone, as by ``shutil.rmtree``,
     are deleted first.
 
@@ -89,7 +91,7 @@ def save_state(
         )
     engine = _engine(accelerator)
     state = dict(_parts(accelerator))
-    weights = [] if engine else [model.state_dict() for model in _models(accelerator)]
+    weights = [] if engine else [model.state_dict() for model in _models(accelerator, None)]
     for hook in accelerator._save_model_state_pre_hook.values():
         hook(accelerator._models, weights, os.fspath(output_dir))
     state |= {_numbered("model", i): Value(w) for i, w in enumerate(weights)}
@@ -163,12 +165,15 @@ def _load(
     """Load a snapshot into ``models``, and into all other prepared objects."""
     engine, state = _engine(accelerator), dict[str, Stateful]()
     if engine is None:
-        state |= {
-            _numbered("model", i): plain_model(accelerator, model) for i, model in enumerate(models)
-        }
+        stored = _models(accelerator, models)
+        state |= {_numbered("model", i): model for i, model in enumerate(stored)}
     state |= _parts(accelerator)
     _check_keys(snapshot, state, () if engine is None else with_deepspeed.KEYS)
     with_deepspeed.check(engine, snapshot, allow_pickle=allow_pickle)
+    if engine is None:
+        for i, (module, optimizer) in enumerate(_pairs(accelerator)):
+            key = _numbered("optimizer", i)
+            state[key] = optimizer_for(snapshot, key, module, optimizer, _is_sharded(accelerator))
     loader_keys = [key for key in state if key.startswith("dataloader")]
     snapshot.restore(
         {key: value for key, value in state.items() if key not in loader_keys},
@@ -190,12 +195,16 @@ def _check_supported(accelerator: Accelerator) -> None:
                 f"{len(accelerator._models)} models are prepared; with DeepSpeed, save_state and "
                 "load_state support one"
             )
+    elif kind is DistributedType.FSDP:
+        models, optimizers = len(accelerator._models), len(accelerator._optimizers)
+        if optimizers and models != optimizers:
+            raise StateError(
+                f"{models} models and {optimizers} optimizers are prepared; with FSDP, save_state "
+                "and load_state need one optimizer for each model, in the same order, as "
+                "Accelerate's own do"
+            )
     elif kind not in [DistributedType(name) for name in _ONE_COPY]:
-        raise StateError(
-            f"save_state and load_state do not support {kind.value}; for FSDP, use the "
-            "Accelerator's own after casnap.integrations.dcp.install(folder), with a folder above "
-            "all checkpoints"
-        )
+        raise StateError(f"save_state and load_state do not support {kind.value}")
 
 
 def _engine(accelerator: Accelerator) -> Any:
@@ -219,15 +228,33 @@ def _metadata_of(accelerator: Accelerator) -> dict[str, Any]:
     return {}
 
 
-def _models(accelerator: Accelerator) -> list[Any]:
-    return [plain_model(accelerator, model) for model in accelerator._models]
+def _is_sharded(accelerator: Accelerator) -> bool:
+    return accelerator.distributed_type is DistributedType.FSDP
+
+
+def _models(accelerator: Accelerator, models: list[Any] | None) -> list[Any]:
+    """Return models, or all, as they are stored: under the names that they have unwrapped."""
+    models = accelerator._models if models is None else models
+    if _is_sharded(accelerator):
+        return [ShardedModel(model) for model in models]
+    return [plain_model(accelerator, model) for model in models]
+
+
+def _pairs(accelerator: Accelerator) -> list[tuple[Any, Any]]:
+    """Return each optimizer, after the model that it is for; none if that is not known."""
+    models, optimizers = accelerator._models, accelerator._optimizers
+    same = len(models) == len(optimizers)
+    return list(zip(models, optimizers, strict=True)) if same else []
 
 
 def _parts(accelerator: Accelerator) -> Iterator[tuple[str, Stateful]]:
     """Yield key and value of each object with a state, save models and objects of an engine."""
     engine = _engine(accelerator)
+    optimizers = accelerator._optimizers if engine is None else []
+    if _is_sharded(accelerator):
+        optimizers = [ShardedOptimizer(*pair) for pair in _pairs(accelerator)]
     for name, values in (
-        ("optimizer", accelerator._optimizers if engine is None else []),
+        ("optimizer", optimizers),
         ("scheduler", with_deepspeed.not_of_engine(engine, accelerator._schedulers)),
         ("dataloader", accelerator._dataloaders),
     ):

@@ -36,7 +36,7 @@ def _no_state_of_before() -> None:
 
 
 def prepared(
-    project: Path, limit: int | None = 2, *, fsdp: bool = False
+    project: Path, limit: int | None = 2, *, fsdp: tuple[int, str] | None = None
 ) -> tuple[Any, StateDict, Any, Any, Any]:
     """Return an Accelerator, the progress, and what it has prepared."""
     from accelerate import Accelerator
@@ -48,8 +48,8 @@ def prepared(
             str(project), automatic_checkpoint_naming=True, total_limit=limit
         ),
     )
-    if fsdp:
-        use_fsdp(accelerator)
+    if fsdp is not None:
+        use_fsdp(accelerator, *fsdp)
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Embedding(4096, 64).requires_grad_(requires_grad=False),
@@ -83,7 +83,8 @@ def train(
     from casnap.integrations.accelerate import load_state, save_state
     from casnap.integrations.dcp import install
 
-    accelerator, progress, model, optimizer, (scheduler, loader) = prepared(project, fsdp=fsdp)
+    how = (2, "SHARDED_STATE_DICT") if fsdp else None
+    accelerator, progress, model, optimizer, (scheduler, loader) = prepared(project, fsdp=how)
     save, load = partial(save_state, accelerator), partial(load_state, accelerator)
     if fsdp:
         install(project)
@@ -209,7 +210,7 @@ def load_and_merge(run: Path, ends: Path) -> None:
 
     from casnap.integrations.dcp import install
 
-    accelerator, progress, model, optimizer, _ = prepared(run, fsdp=True)
+    accelerator, progress, model, optimizer, _ = prepared(run, fsdp=(2, "SHARDED_STATE_DICT"))
     install(run)
     accelerator.load_state()
     assert progress["epoch"] == 4
