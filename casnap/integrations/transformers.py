@@ -20,6 +20,7 @@ import functools
 import inspect
 import logging
 import math
+import os
 import types
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -28,7 +29,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from casnap import RNGState, Snapshot, Stateful
-from casnap.errors import SnapshotNotFoundError, StateError
+from casnap.errors import CasnapError, SnapshotNotFoundError, StateError
 from casnap.extending import (
     ForeignCheckpoints,
     Markers,
@@ -45,7 +46,14 @@ from casnap.extending import (
 )
 from casnap.integrations import with_deepspeed
 from casnap.integrations.folders.rotation import forget
+from casnap.integrations.folders.weights import names_put, put_weights, remove_weights, shapes_of
 from casnap.integrations.notices import is_notice, put_whole
+from casnap.integrations.sharded import (
+    ShardedModel,
+    ShardedOptimizer,
+    adapter_of,
+    optimizer_for,
+)
 from casnap.integrations.trainers import (
     Checkpoints,
     Notices,
@@ -61,6 +69,8 @@ from casnap.integrations.versions import check_methods, check_version
 
 check_version("transformers")
 
+import torch  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers import PreTrainedModel, Trainer  # noqa: E402
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
 from transformers.utils import (  # noqa: E402
@@ -70,6 +80,11 @@ from transformers.utils import (  # noqa: E402
     WEIGHTS_NAME,
     is_peft_available,
 )
+
+try:
+    from transformers.core_model_loading import revert_weight_conversion
+except ImportError:  # of Transformers 4
+    revert_weight_conversion = None
 
 check_methods(
     "transformers",
@@ -94,6 +109,7 @@ _MODEL = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
 _ADAPTER = (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME)
 _STATE = ("optimizer.pt", "scheduler.pt")
 """Files of the Trainer without which it would go on with a fresh optimizer, and say nothing."""
+_WEIGHTS = ("last", "all", "none")
 _NOTICE = (
     "This checkpoint is a snapshot of casnap, which holds the weights, the optimizer and all else "
     "that a run goes on with. Use `casnap run COMMAND`, a Trainer with "
@@ -108,12 +124,18 @@ class CasnapTrainerMixin(_Base):
     ``output_dir`` is the store, unless there is one above it. Weights, optimizer, scheduler, scaler
     and random states are in the snapshot; the small files that the Trainer and its users look for
     (``trainer_state.json``, ``config.json``, the tokenizer) are in it too, and in the folder of the
-    checkpoint. A checkpoint is whole if there is a snapshot. The folder holds no weights, but for
-    the adapter of PEFT: that is put there whole, after the commit, as PEFT itself saves it.
+    checkpoint. A checkpoint is whole if there is a snapshot.
 
+    After the commit, the weights are put into the folder too, whole, for ``from_pretrained`` and
+    other readers: of PEFT the adapter, as PEFT itself saves it. No run goes on from these files.
     Checkpoints that the Trainer itself has written are still loaded and rotated.
+
+    Attributes:
+        casnap_weights: Whose folders have the weights of a model: those of the ``"last"``
+            checkpoint and of the best one, ``"all"``, or ``"none"``. A subclass may set it.
     """
 
+    casnap_weights = "last"
     _saving_checkpoint = False
     _trainer_has_saved = False
     _installed = False
@@ -165,11 +187,7 @@ class CasnapTrainerMixin(_Base):
             StateError: The Trainer is set up in a way that this class does not support.
         """
         self._check_supported()
-        checkpoints = Checkpoints(
-            self.args.output_dir,
-            f"{PREFIX_CHECKPOINT_DIR}-",
-            lambda path: bool(_weights_in(path)),
-        )
+        checkpoints = Checkpoints(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-", _is_its_own)
         if isinstance(resume_from_checkpoint, str):
             resume_from_checkpoint = local_path(resume_from_checkpoint)
             if self._installed and _is_newest(resume_from_checkpoint, checkpoints):
@@ -184,6 +202,11 @@ class CasnapTrainerMixin(_Base):
         return super().train(resume_from_checkpoint, *args, **kw)
 
     def _check_supported(self) -> None:
+        if self.casnap_weights not in _WEIGHTS:
+            raise StateError(
+                f"casnap_weights is one of {', '.join(map(repr, _WEIGHTS))}; got "
+                f"{self.casnap_weights!r:.80}"
+            )
         for owner, name in _alone(type(self)):
             if name.startswith("_load"):
                 _log.warning("casnap loads in place of %s.%s", owner.__qualname__, name)
@@ -193,18 +216,23 @@ class CasnapTrainerMixin(_Base):
                 f"Trainer's, so casnap cannot save in its place: let it call super().{name}(...), "
                 "or run without casnap"
             )
-        names = ("is_fsdp_enabled", "is_fsdp_xla_enabled")
+        names = ("is_fsdp_xla_enabled", "is_distributed_loading_by_transformers")
         unsupported = [name for name in names if getattr(self, name, False)]
         if self.is_deepspeed_enabled:
             unsupported += ["save_only_model with DeepSpeed"] * self.args.save_only_model
             unsupported += ["PEFT with DeepSpeed"] * self._has_adapter
+        kinds = {type(each) for each in self.model.parameters()} - {DTensor}
+        wrappers = sorted(kind.__name__ for kind in kinds if hasattr(kind, "__tensor_flatten__"))
+        unsupported += [f"parameters of the type {name}" for name in wrappers]
+        if self.is_fsdp_enabled and not getattr(self.accelerator, "is_fsdp2", False):
+            unsupported += ["PEFT with FSDP1 (take fsdp_version=2)"] * self._has_adapter
         if self.args.push_to_hub and self.args.hub_strategy != "end":
             unsupported.append(f"hub_strategy={self.args.hub_strategy!r}")
         if unsupported:
             raise StateError(
-                f"CasnapTrainerMixin does not support {', '.join(unsupported)}; for FSDP, use the "
-                "plain Trainer after casnap.integrations.dcp.install(output_dir); checkpoints have "
-                'no weights to push to the hub: hub_strategy="end"'
+                f"CasnapTrainerMixin does not support {', '.join(unsupported)}. FSDP is that of "
+                "TrainingArguments(fsdp=...) or of `accelerate launch`; a checkpoint gets its "
+                'weights after its commit, too late to be pushed to the hub: hub_strategy="end"'
             )
 
     # --- saving ---
@@ -232,14 +260,19 @@ class CasnapTrainerMixin(_Base):
             )
         state: dict[str, Stateful] = {}
         if self._engine is None:
-            state["model"] = self._plain_model()
+            state["model"] = self._model_state(self.model)
         if not self.args.save_only_model:
             state |= self._optimizer_and_scheduler()
             state |= {"scaler": self._scaler} if self._scaler is not None else {}
             state["rng"] = RNGState()
+        # Without an adapter nothing but the small files is wanted; the Trainer asks for them in
+        # the same way for DeepSpeed.
+        weights: dict[str, Any] | None = None if self._has_adapter else {}
+        if self._has_adapter and self.is_fsdp_enabled:
+            weights = adapter_of(self.model)
         with TemporaryDirectory(prefix="casnap-") as staged:
-            files = self._put_files(folder, Path(staged)) if self.args.should_save else {}
-            with_deepspeed.take(
+            files = self._put_files(folder, Path(staged), weights) if self.args.should_save else {}
+            snapshot = with_deepspeed.take(
                 self._engine,
                 state | {"files": Value(files)},
                 folder.absolute(),
@@ -251,23 +284,30 @@ class CasnapTrainerMixin(_Base):
             if self.args.should_save:
                 if self._has_adapter:
                     self._put_adapter(folder, Path(staged))
+                elif self.casnap_weights != "none" and own_rank() == 0:
+                    self._put_weights(snapshot, run_dir)
                 self._rotate(run_dir)
 
     def _optimizer_and_scheduler(self) -> dict[str, Stateful]:
         """Return them, but for what the engine of DeepSpeed has."""
-        state = {"optimizer": self.optimizer} if self._engine is None else {}
+        state: dict[str, Stateful] = {}
+        if self.is_fsdp_enabled:
+            state["optimizer"] = ShardedOptimizer(self.model, self.optimizer)
+        elif self._engine is None:
+            state["optimizer"] = self.optimizer
         for scheduler in with_deepspeed.not_of_engine(self._engine, [self.lr_scheduler]):
             state["scheduler"] = scheduler
         return state
 
-    def _put_files(self, folder: Path, staged: Path) -> dict[str, bytes]:
+    def _put_files(
+        self, folder: Path, staged: Path, weights: dict[str, Any] | None
+    ) -> dict[str, bytes]:
         """Put the small files into the folder of a checkpoint, and return them.
 
         All files are written to ``staged`` first, so that a killed save leaves no file of weights.
         """
-        # Without an adapter nothing but the small files is wanted; the Trainer asks for them in
-        # the same way for DeepSpeed.
-        self._save(str(staged), state_dict=None if self._has_adapter else {})
+        self._save(str(staged), state_dict=weights)
+        remove_weights(folder)
         for file in {*_weights_in(folder), *(folder / name for name in (*_MODEL, *_STATE))}:
             if is_file(file):  # of an earlier run
                 file.unlink()
@@ -281,18 +321,44 @@ class CasnapTrainerMixin(_Base):
 
     def _notices(self, folder: Path) -> list[str]:
         """Return the names of the files that a Trainer without casnap would load."""
-        if self._has_adapter:
-            return [] if self.args.save_only_model else list(_STATE)
-        if self._engine is None or matching(folder, "global_step*"):
-            return [WEIGHTS_NAME]
-        # The Trainer looks for such a name before it has the engine load anything.
-        return [WEIGHTS_NAME, f"global_step{self.state.global_step}"]
+        names = [] if self._has_adapter else [WEIGHTS_NAME]
+        names += [] if self.args.save_only_model else _STATE
+        if self._engine is not None and not matching(folder, "global_step*"):
+            # The Trainer looks for such a name before it has the engine load anything.
+            names.append(f"global_step{self.state.global_step}")
+        return names
 
     def _put_adapter(self, folder: Path, staged: Path) -> None:
         """Put the adapter beside the snapshot, whole, for the tools of PEFT."""
         for path in sorted(staged.rglob("*")):
             if path.name in _ADAPTER:
                 put_whole(folder / path.relative_to(staged), path)
+
+    def _put_weights(self, snapshot: Snapshot, run_dir: str) -> None:
+        """Put the weights beside the snapshot, and take those of others that are to have none."""
+        folder, model = Path(snapshot.path), self._plain_model()
+        checkpoints = Checkpoints(run_dir, f"{PREFIX_CHECKPOINT_DIR}-", _is_its_own).paths()
+        others = [path for path in reversed(checkpoints) if path.name != folder.name]
+        is_rewritten = _is_rewritten(model, shapes_of(snapshot))
+        sizes = inspect.signature(PreTrainedModel.save_pretrained).parameters
+        put_weights(
+            snapshot,
+            others=others,
+            tied=_tied(model),
+            max_shard_size=sizes["max_shard_size"].default,
+            write=partial(self._write_weights, snapshot) if is_rewritten else None,
+        )
+        best = self.state.best_model_checkpoint
+        for other in others if self.casnap_weights == "last" else ():
+            if best is None or os.path.realpath(other) != os.path.realpath(best):
+                try:
+                    remove_weights(other)
+                except (OSError, CasnapError) as e:
+                    _log.warning("the weights of an older checkpoint cannot be removed: %s", e)
+
+    def _write_weights(self, snapshot: Snapshot, folder: Path) -> None:
+        """Have Transformers write the weights, in the form that it reads."""
+        self._save(str(folder), state_dict=dict(snapshot.get_state_dict_for_key("model")))
 
     @property
     def _has_adapter(self) -> bool:
@@ -332,6 +398,10 @@ class CasnapTrainerMixin(_Base):
         if self.state.best_metric is not None:
             metadata["best_metric"] = self.state.best_metric
         return {k: v for k, v in metadata.items() if math.isfinite(v)}
+
+    def _model_state(self, model: Any) -> Stateful:
+        """Return a model as it is stored: under the names that it has without any wrapper."""
+        return ShardedModel(model) if self.is_fsdp_enabled else self._plain_model()
 
     def _plain_model(self) -> Any:
         return plain_model(self.accelerator, self.model)
@@ -391,14 +461,16 @@ class _StoringTrainer(Trainer):
         check_saved_by(snapshot, __name__, ["files"])
         if own_rank() == 0:
             _put_back(snapshot, Path(resume_from_checkpoint))
-        snapshot.restore({"model": self._plain_model() if model is None else model})
+        if model is None or self.is_fsdp_enabled:
+            model = self._model_state(self.model if model is None else model)
+        snapshot.restore({"model": model})
 
     def _load_best_model(self) -> None:
         snapshot = snapshot_at(self.state.best_model_checkpoint)
         if snapshot is None or self._engine is not None:
             super()._load_best_model()
         else:
-            snapshot.restore({"model": self._plain_model()})
+            snapshot.restore({"model": self._model_state(self.model)})
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         snapshot = None if checkpoint is None else snapshot_at(checkpoint)
@@ -407,7 +479,12 @@ class _StoringTrainer(Trainer):
             return
         check_whole(snapshot, "optimizer")
         if "optimizer" in snapshot.contents.trees(own_rank()):
-            snapshot.restore(self._optimizer_and_scheduler())
+            state = self._optimizer_and_scheduler()
+            if self._engine is None:
+                state["optimizer"] = optimizer_for(
+                    snapshot, "optimizer", self.model, self.optimizer, self.is_fsdp_enabled
+                )
+            snapshot.restore(state)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         snapshot = None if checkpoint is None else snapshot_at(checkpoint)
@@ -552,4 +629,28 @@ def _weights_in(folder: Path) -> list[Path]:
     files = matching(folder, "*.safetensors", "*.bin", "*.index.json", "pytorch_model_fsdp*")
     for inner in filter(is_folder, paths_in(folder)):
         files += matching(inner, "adapter_model.*")
-    return [path for path in files if path.name != "training_args.bin" and not is_notice(path)]
+    not_its_own = {"training_args.bin", *names_put(folder)}
+    return [path for path in files if path.name not in not_its_own and not is_notice(path)]
+
+
+def _is_its_own(folder: Path) -> bool:
+    return bool(_weights_in(folder))
+
+
+def _tied(model: Any) -> set[str]:
+    """Return the tensors that Transformers saves under another name alone."""
+    names = getattr(model, "all_tied_weights_keys", None)  # of Transformers 5
+    return set(names or getattr(model, "_tied_weights_keys", None) or ())
+
+
+def _is_rewritten(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether Transformers saves other tensors than the model has, or gives them other names."""
+    if not isinstance(model, PreTrainedModel):
+        return False
+    if getattr(model, "hf_quantizer", None) is not None or model._keys_to_ignore_on_save:
+        return True
+    if revert_weight_conversion is None:
+        return bool(getattr(model, "_checkpoint_conversion_mapping", None))
+    state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    saved = revert_weight_conversion(model, dict(state))
+    return saved.keys() != state.keys() or any(saved[name] is not state[name] for name in state)

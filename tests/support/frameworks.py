@@ -57,9 +57,7 @@ TESTS: dict[str, dict[str, str]] = {
     "Accelerate": {
         "save": f"test_accelerate.py::{_CHANGED}",
         "resume": f"test_accelerate.py::{_RESUMES}",
-        "other world size": (
-            "test_accelerate.py::test_fsdp_resumes_bit_exact_through_the_redirect"
-        ),
+        "other world size": f"test_trainers_fsdp.py::{_CHANGED}",
         "frozen base stored once": f"test_accelerate.py::{_CHANGED}",
         "export": f"test_accelerate.py::{_CHANGED}",
         "killed": f"test_accelerate.py::{_RESUMES}",
@@ -67,6 +65,10 @@ TESTS: dict[str, dict[str, str]] = {
     "Accelerate with DeepSpeed": dict.fromkeys(
         [c for c in COLUMNS if c != "async"],
         f"test_trainers_deepspeed.py::{_CHANGED}",
+    ),
+    "Trainer and Accelerate with FSDP": dict.fromkeys(
+        [c for c in COLUMNS if c not in ("async", "export")],
+        f"test_trainers_fsdp.py::{_CHANGED}",
     ),
     "torchtitan": {
         "save": f"test_torchtitan.py::{_CHANGED}",

@@ -132,7 +132,7 @@ def make(top: Path) -> None:
     from casnap.integrations.dcp import CasnapWriter, install, uninstall
     from casnap.integrations.lightning import CasnapCheckpointIO
 
-    made = trainer(top / "full", language_model(0))
+    made = trainer(top / "full", language_model(0), save_steps=1)
     made.train()
     torch.save(made.model.state_dict(), top / "full.pt")
     language_model(0).save_pretrained(top / "base")
@@ -163,6 +163,7 @@ def make(top: Path) -> None:
 
 FOLDERS = {
     "Transformers": "full/checkpoint-2",
+    "Transformers, an older one": "full/checkpoint-1",
     "Transformers, PEFT": "adapter/checkpoint-2",
     "Lightning": "lightning/best.ckpt",
     "Fabric": "fabric/step_2",
@@ -182,6 +183,14 @@ def _(top: Path) -> bool:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(top / FOLDERS["Transformers"])
     return same(model.state_dict(), torch.load(top / "full.pt"))
+
+
+@case("`AutoModelForCausalLM.from_pretrained`", "Transformers, an older one")
+def _(top: Path) -> bool:
+    import transformers
+
+    transformers.AutoModelForCausalLM.from_pretrained(top / FOLDERS["Transformers, an older one"])
+    return False
 
 
 @case("`AutoModelForCausalLM.from_pretrained`", "Transformers, PEFT")
@@ -293,7 +302,16 @@ def _(top: Path) -> bool:
 def _(top: Path) -> bool:
     from accelerate import load_checkpoint_in_model
 
-    load_checkpoint_in_model(language_model(1), top / FOLDERS["Transformers"])
+    model = language_model(1)
+    load_checkpoint_in_model(model, top / FOLDERS["Transformers"])
+    return same(model.state_dict(), torch.load(top / "full.pt"))
+
+
+@case("`load_checkpoint_in_model` of Accelerate", "Transformers, an older one")
+def _(top: Path) -> bool:
+    from accelerate import load_checkpoint_in_model
+
+    load_checkpoint_in_model(language_model(1), top / FOLDERS["Transformers, an older one"])
     return False
 
 
@@ -390,12 +408,15 @@ def test_every_reader_gives_right_values_or_an_error(top: Path) -> None:
 
 
 def test_no_file_passes_for_weights(top: Path) -> None:
-    """What is called weights is an adapter, with tensors."""
+    """What is called weights is an adapter, with tensors, or the newest model."""
     from safetensors.torch import load_file
 
     for folder in FOLDERS.values():
         for path in (top / folder).rglob("*"):
-            if path.suffix == ".safetensors":
+            if path == top / FOLDERS["Transformers"] / "model.safetensors":
+                model = torch.load(top / "full.pt", weights_only=True)
+                assert same(load_file(path), {k: model[k] for k in model if k != "lm_head.weight"})
+            elif path.suffix == ".safetensors":
                 assert path.name == "adapter_model.safetensors"
                 assert any(tensor.any() for key, tensor in load_file(path).items() if "_B" in key)
             elif path.name != "training_args.bin":

@@ -14,6 +14,7 @@ import torch
 
 from casnap import Snapshot, Store
 from casnap.errors import EntryNotFoundError, SnapshotNotFoundError, StateError
+from casnap.integrations.notices import is_notice
 from tests.support.bitwise import assert_same
 from tests.support.exports import assert_exports
 from tests.support.faults import backend_faults, in_child, kill, start, wait
@@ -150,7 +151,8 @@ class TestTrainer(TrainerContract):
         assert snapshot.metadata.user["loss"] > 0
         beside = {path.name for path in Path(snapshot.path).iterdir()}
         assert beside >= {"trainer_state.json", "config.json", "generation_config.json"}
-        assert not {path for path in beside if path.endswith(".safetensors")}
+        weights = {path for path in beside if path.endswith(".safetensors")}
+        assert weights == {"model.safetensors"}
         model = trainer_of(folder / "out").model
         snapshot.restore({"model": model})
         assert_same(dict(model.state_dict()), dict(end["model"]))
@@ -439,12 +441,16 @@ def test_a_save_with_an_adapter_that_is_killed_is_passed_over(tmp_path: Path) ->
 def test_a_checkpoint_that_is_saved_again_has_no_weights_of_before(tmp_path: Path) -> None:
     def go() -> None:
         trainer_of(tmp_path / "out", plain=True, max_steps=2).train()
-        trainer_of(tmp_path / "out", max_steps=2).train()
+        trainer = trainer_of(tmp_path / "out", max_steps=2)
+        trainer.casnap_weights = "none"
+        trainer.train()
 
     assert in_child(go) == 0
-    beside = {path.name for path in (tmp_path / "out/checkpoint-2").iterdir()}
-    assert "config.json" in beside
-    assert not beside & {"model.safetensors", "optimizer.pt", "scheduler.pt"}
+    folder = tmp_path / "out/checkpoint-2"
+    assert (folder / "config.json").exists()
+    assert not (folder / "model.safetensors").exists()
+    assert is_notice(folder / "optimizer.pt")
+    assert is_notice(folder / "scheduler.pt")
 
 
 def test_trials_share_the_store_of_the_output_dir(tmp_path: Path) -> None:
@@ -571,6 +577,19 @@ def test_what_is_refused(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path / "out")
     trainer.args.push_to_hub = True
     with pytest.raises(StateError, match='hub_strategy="end"'):
+        trainer.train()
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+
+    class Wrapped(torch.Tensor):  # as torchao has them
+        def __tensor_flatten__(self) -> None: ...
+
+        @staticmethod
+        def __tensor_unflatten__() -> None: ...
+
+    trainer = trainer_of(tmp_path / "out")
+    weight = torch.zeros(2).as_subclass(Wrapped)
+    trainer.model.register_parameter("extra", torch.nn.Parameter(weight, requires_grad=False))
+    with pytest.raises(StateError, match="parameters of the type Wrapped"):
         trainer.train()
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
 

@@ -1,0 +1,283 @@
+"""Beside its snapshot, a checkpoint has weights that every program opens: whole, or none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from casnap import Snapshot, Store
+from casnap.errors import SnapshotNotFoundError, StateError
+from casnap.integrations.folders.weights import put_weights, remove_weights
+from casnap.integrations.notices import is_notice
+from tests.guests.integrations.test_transformers import trainer_of
+from tests.support.bitwise import assert_same
+from tests.support.faults import in_child, kill
+from tests.support.launched import launched
+
+pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights as Transformers and vLLM find them: by the index, or in one file."""
+    from safetensors.torch import load_file
+
+    index = folder / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if index.exists():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    found = {k: v for name in names for k, v in load_file(folder / name).items()}
+    return dict(sorted(found.items()))
+
+
+def stored(snapshot: Snapshot) -> dict[str, torch.Tensor]:
+    """Return the weights of a snapshot; of what is tied, the embedding alone."""
+    values = snapshot.get_state_dict_for_key("model")
+    return {k: v for k, v in sorted(values.items()) if k != "lm_head.weight"}
+
+
+def with_weights(run: Path) -> list[str]:
+    return sorted(path.parent.name for path in run.glob("checkpoint-*/model.safetensors"))
+
+
+def test_the_last_folder_is_as_the_trainer_saves_it(tmp_path: Path) -> None:
+    def go() -> None:
+        from transformers import AutoModelForCausalLM
+
+        ours = trainer_of(tmp_path / "ours")
+        ours.train()
+        trainer_of(tmp_path / "plain", plain=True).train()
+        last = tmp_path / "ours/checkpoint-8"
+        assert_same(loaded(last), loaded(tmp_path / "plain/checkpoint-8"))
+        model = AutoModelForCausalLM.from_pretrained(last)
+        assert_same(dict(model.state_dict()), dict(ours.model.state_dict()))
+        assert with_weights(tmp_path / "ours") == ["checkpoint-8"]
+        # It has all but the optimizer, with which a plain Trainer would go on anew.
+        with pytest.raises(KeyError, match=r"^'casnap: This checkpoint is a snapshot of casnap"):
+            trainer_of(tmp_path / "ours", plain=True).train(resume_from_checkpoint=True)
+
+    assert in_child(go) == 0
+
+
+@pytest.mark.parametrize("weights", ["last", "all", "none"])
+def test_whose_folders_have_weights(tmp_path: Path, weights: str) -> None:
+    """The best one too: it is what `load_best_model_at_end` keeps."""
+
+    def go() -> None:
+        trainer = trainer_of(
+            tmp_path, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
+            metric_for_best_model="loss", greater_is_better=True, learning_rate=1e-2,
+            save_total_limit=3,
+        )  # fmt: skip
+        trainer.casnap_weights = weights
+        trainer.train()
+        assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+
+    assert in_child(go) == 0
+    kept = [f"checkpoint-{step}" for step in (2, 6, 8)]
+    assert [s.name for s in Store(tmp_path, create=False).snapshots()] == kept
+    expected = {"last": ["checkpoint-2", "checkpoint-8"], "all": kept, "none": []}
+    assert with_weights(tmp_path) == expected[weights]
+    for folder in expected[weights]:
+        assert_same(loaded(tmp_path / folder), stored(Snapshot(tmp_path / folder)))
+
+
+def test_two_processes_put_them_once(tmp_path: Path) -> None:
+    assert launched(2, lambda: trainer_of(tmp_path, max_steps=4).train()) == [0, 0]
+    assert with_weights(tmp_path) == ["checkpoint-4"]
+    last = tmp_path / "checkpoint-4"
+    assert_same(loaded(last), stored(Snapshot(last)))
+
+
+def test_a_resume_never_trusts_them(tmp_path: Path) -> None:
+    def train(name: str, *, resume: bool = False, steps: int = 4) -> None:
+        trainer = trainer_of(tmp_path / name, max_steps=steps)
+        trainer.train(resume_from_checkpoint=resume)
+        torch.save(trainer.model.state_dict(), tmp_path / f"{name}.pt")
+
+    def spoil() -> None:
+        path = tmp_path / "run/checkpoint-4/model.safetensors"
+        info = path.stat()
+        path.write_bytes(path.read_bytes()[:-8] + b"\xff" * 8)
+        os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
+
+    long = {"steps": 6}
+    assert in_child(lambda: train("whole", **long)) == 0
+    assert in_child(lambda: train("run", **long)) == 0
+    shutil.rmtree(tmp_path / "run/checkpoint-6")
+    Store(tmp_path / "run").delete("checkpoint-6")
+    put_weights(Snapshot(tmp_path / "run/checkpoint-4"))
+    spoil()
+    assert in_child(lambda: train("run", resume=True, **long)) == 0
+    ends = [torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("run", "whole")]
+    assert_same(ends[0], ends[1])
+
+    # Without the snapshot, they are no checkpoint.
+    for snapshot in Store(tmp_path / "run").snapshots():
+        snapshot.store.delete(snapshot.name)
+    last = tmp_path / "run/checkpoint-6"
+    assert (last / "model.safetensors").exists()
+    with pytest.raises(SnapshotNotFoundError, match="holds no whole checkpoint"):
+        trainer_of(tmp_path / "run").train(resume_from_checkpoint=str(last))
+
+
+def test_names_are_those_of_published_models(tmp_path: Path) -> None:
+    """Transformers 5 fuses the experts of a mixture, and saves each as it was published."""
+
+    def go() -> None:
+        import transformers
+
+        for plain in (False, True):
+            trainer = trainer_of(tmp_path / str(plain), plain=plain, max_steps=2)
+            torch.manual_seed(0)
+            config = transformers.MixtralConfig(
+                vocab_size=4096, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                num_attention_heads=2, num_key_value_heads=1, num_local_experts=2,
+            )  # fmt: skip
+            trainer.model = trainer.model_wrapped = transformers.MixtralForCausalLM(config)
+            trainer.train()
+        ours, plain_ones = (loaded(tmp_path / f"{plain}/checkpoint-2") for plain in (False, True))
+        assert "model.layers.0.block_sparse_moe.experts.1.w2.weight" in ours
+        assert_same(ours, plain_ones)
+        remove_weights(tmp_path / "False/checkpoint-2")
+        assert with_weights(tmp_path / "False") == []
+
+    assert in_child(go) == 0
+
+
+# --- kills, links, and places that fail: on a snapshot alone, without a Trainer -----------------
+
+
+@pytest.fixture
+def taken(tmp_path: Path) -> list[Snapshot]:
+    """Return two snapshots of layers, of which two are equal."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+    store = Store(tmp_path / "run")
+    first = store.take({"model": model}, "step_1")
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    return [first, store.take({"model": model}, "step_2")]
+
+
+def folder_of(snapshot: Snapshot) -> Path:
+    return Path(snapshot.path)
+
+
+def test_equal_files_are_links(taken: list[Snapshot]) -> None:
+    one, two = map(folder_of, taken)
+    size = 64 * 64 * 4 + 64 * 4
+    put_weights(taken[0], max_shard_size=size)
+    put_weights(taken[1], max_shard_size=size, others=[one])
+    assert_same(loaded(two), stored(taken[1]))
+    links = {path.name: path.stat().st_nlink for path in two.glob("*.safetensors")}
+    assert sorted(links.values()) == [1, 2, 2]
+    remove_weights(one)
+    assert_same(loaded(two), stored(taken[1]))
+    assert [path.name for path in one.iterdir()] == ["casnap-snapshot.json"]
+
+
+@contextmanager
+def killed_at(number: int) -> Iterator[list[int]]:
+    """Kill this process before the change of a folder that has a number."""
+    count = [0]
+    changes = ("rename", "replace", "unlink", "rmdir", "mkdir", "link", "utime", "fsync")
+    before = {name: getattr(os, name) for name in changes}
+
+    def replaced(name: str) -> Any:
+        def change(*args: Any, **kw: Any) -> Any:
+            count[0] += 1
+            if count[0] == number:
+                kill()
+            return before[name](*args, **kw)
+
+        return change
+
+    for name in changes:
+        setattr(os, name, replaced(name))
+    try:
+        yield count
+    finally:
+        for name in changes:
+            setattr(os, name, before[name])
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_killed_anywhere_the_weights_are_whole_or_none(taken: list[Snapshot], shards: int) -> None:
+    one, two = map(folder_of, taken)
+    size = 64 * 64 * 4 + 64 * 4 if shards > 1 else "1GB"
+    values = [stored(each) for each in taken]
+
+    def read(folder: Path) -> dict[str, torch.Tensor] | None:
+        """Return what there is; a set of files of which one cannot be loaded is none."""
+        files = [*folder.glob("*.safetensors")]
+        if not files or any(map(is_notice, files)):
+            return None
+        return loaded(folder)
+
+    def save() -> None:
+        put_weights(taken[1], max_shard_size=size, others=[one])
+        remove_weights(one)
+
+    for number in range(1, 200):
+        put_weights(taken[0], max_shard_size=size)
+
+        def until(number: int = number) -> None:
+            with killed_at(number):
+                save()
+
+        how = in_child(until)
+        for folder, value in zip((one, two), values, strict=True):
+            if (found := read(folder)) is not None:
+                assert_same(found, value)
+        if how == 0:
+            break
+        assert read(one) is not None or read(two) is not None
+        # The next save has both as they are to be, and leaves nothing of this one.
+        save()
+        assert read(one) is None
+        assert_same(read(two), values[1])
+        left = {path.name.split("-0")[0] for path in two.iterdir()}
+        assert not left - {
+            *("casnap-snapshot.json", "casnap-version.json", "casnap-chunks"),
+            *("model", "model.safetensors", "model.safetensors.index.json"),
+        }
+        assert [path.name for path in one.iterdir()] == ["casnap-snapshot.json"]
+    assert number > 10
+
+
+def test_files_that_were_changed_stay(taken: list[Snapshot]) -> None:
+    put_weights(taken[0])
+    folder = folder_of(taken[0])
+    (folder / "model.safetensors").write_bytes(b"mine")
+    before = folder.stat().st_mtime_ns
+    remove_weights(folder)
+    assert (folder / "model.safetensors").read_bytes() == b"mine"
+    assert folder.stat().st_mtime_ns == before
+    assert not (folder / "casnap-version.json").exists()
+
+
+def test_where_they_cannot_be_put_there_are_none(
+    taken: list[Snapshot], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = folder_of(taken[0])
+    (folder / "model.safetensors").mkdir()
+    put_weights(taken[0])
+    assert "is committed, but its weights cannot be put beside it" in caplog.text
+    assert "casnap pull" in caplog.text
+    assert {path.name for path in folder.iterdir()} == {"casnap-snapshot.json", "model.safetensors"}
+
+
+def test_a_setting_that_there_is_not(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path / "out")
+    trainer.casnap_weights = "newest"
+    with pytest.raises(StateError, match="casnap_weights is one of 'last', 'all', 'none'; got 'ne"):
+        trainer.train()
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
