@@ -59,7 +59,7 @@ TESTED: Mapping[str, Versions] = MappingProxyType(
         "lightning": Versions("lightning", "2.3.3", "2.6.6"),
         "megatron": Versions("megatron-core", "0.16.1", "0.16.1"),
         "pytorch_lightning": Versions("pytorch-lightning", "2.3.3", "2.6.6"),
-        "torch_checkpointing": Versions("torch_checkpointing", "0.1.1", "0.1.1"),
+        "torch_checkpointing": Versions("torch_checkpointing", "0.1.0", "0.1.1"),
         "torchtitan": Versions("torchtitan", "0.3.0", "0.3.0"),
         "transformers": Versions("transformers", "4.51.3", "5.24.0"),
     }
