@@ -94,7 +94,8 @@ for step in range(progress["step"] + 1, 13):
     scheduler.step()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            ema[name].lerp_(parameter, 0.1)
+            if name in ema:
+                ema[name].lerp_(parameter, 0.1)
     progress["step"] = step
     store.take(state, f"step_{step:03d}")
     time.sleep(0.05)

@@ -125,7 +125,7 @@ def test_no_process_outlives_an_attempt(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_is_found_and_named(tmp_path: Path, name: str) -> None:
-    role = proven(tmp_path, FAULTS[name], "--kills", "2")
+    role = proven(tmp_path, FAULTS[name], "--kills", "1")
     assert role == FAULTS[name].role
 
 
