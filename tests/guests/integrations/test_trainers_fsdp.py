@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from casnap import Snapshot
 from casnap.errors import StateError
-from tests.guests.integrations import test_accelerate, test_transformers
-from tests.guests.integrations.test_weight_files import loaded, stored, with_weights
+from tests.support import accelerated, hf_trainer
 from tests.support.accelerate_fsdp import use_fsdp
 from tests.support.bitwise import assert_same
 from tests.support.faults import in_child
+from tests.support.hf_trainer import loaded, stored, with_weights
 from tests.support.launched import kill_all, launched
 from tests.support.trainer_contract import RunContract
 
@@ -97,10 +97,10 @@ class FsdpContract(RunContract):
 class TrainerWithFsdp(FsdpContract):
     kill_at = 5
     kept = ("checkpoint-6", "checkpoint-8")
-    least_bytes = most_new_bytes = test_transformers.FROZEN
+    least_bytes = most_new_bytes = hf_trainer.FROZEN
 
     def trainer(self, folder: Path, *, fsdp: bool = True, **arguments: Any) -> Any:
-        trainer = test_transformers.trainer_of(folder, **arguments)
+        trainer = hf_trainer.trainer_of(folder, **arguments)
         if fsdp:
             use_fsdp(trainer.accelerator, self.version, self.kind)
             trainer.is_fsdp_enabled = True
@@ -178,7 +178,7 @@ def test_an_adapter_stands_beside_its_snapshot(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     def go(name: str, steps: int, *, resume: bool = False) -> None:
-        trainer = test_transformers.trainer_of(
+        trainer = hf_trainer.trainer_of(
             tmp_path / name, adapter="wrapped", max_steps=steps, lr_scheduler_type="constant"
         )
         use_fsdp(trainer.accelerator)
@@ -196,14 +196,14 @@ def test_an_adapter_stands_beside_its_snapshot(tmp_path: Path) -> None:
     values = states[0].get_state_dict_for_key("model")
     for name, tensor in adapter.items():
         assert_same(tensor, values[name.replace(".weight", ".default.weight")])
-    assert states[0].stats.new_bytes < test_transformers.FROZEN
+    assert states[0].stats.new_bytes < hf_trainer.FROZEN
 
 
 def test_an_adapter_with_fsdp1_is_refused(tmp_path: Path) -> None:
     """Its whole tensors cannot be had without the base."""
 
     def go() -> None:
-        trainer = test_transformers.trainer_of(tmp_path / "run", adapter="wrapped")
+        trainer = hf_trainer.trainer_of(tmp_path / "run", adapter="wrapped")
         use_fsdp(trainer.accelerator, 1)
         trainer.is_fsdp_enabled = True
         with pytest.raises(StateError, match="PEFT with FSDP1"):
@@ -216,8 +216,8 @@ class AcceleratorWithFsdp(FsdpContract):
     kill_at = 2
     store = "checkpoints"
     kept = ("checkpoint_2", "checkpoint_3")
-    least_bytes = test_accelerate.FROZEN
-    most_new_bytes = test_accelerate.FROZEN // 10
+    least_bytes = accelerated.FROZEN
+    most_new_bytes = accelerated.FROZEN // 10
 
     @pytest.fixture(autouse=True)
     def _no_state_of_before(self) -> None:
@@ -228,7 +228,7 @@ class AcceleratorWithFsdp(FsdpContract):
     def train(self, folder: Path, kill_at: int | None = None, way: str = "") -> dict[str, Any]:
         from casnap.integrations.accelerate import load_state, save_state
 
-        prepared = test_accelerate.prepared(folder, fsdp=(self.version, self.kind))
+        prepared = accelerated.prepared(folder, fsdp=(self.version, self.kind))
         accelerator, progress, model, optimizer, (scheduler, loader) = prepared
         torch.manual_seed(1)
         if (folder / "checkpoints").exists():
@@ -250,7 +250,7 @@ class AcceleratorWithFsdp(FsdpContract):
         from casnap.integrations.accelerate import load_state
 
         how = (self.version, self.kind) if fsdp else None
-        accelerator, progress, model, optimizer, _ = test_accelerate.prepared(folder, fsdp=how)
+        accelerator, progress, model, optimizer, _ = accelerated.prepared(folder, fsdp=how)
         load_state(accelerator)
         assert progress["epoch"] == 4
         return whole(state_of(model, optimizer))  # type: ignore[no-any-return]
@@ -267,7 +267,7 @@ class TestAcceleratorFsdp2(AcceleratorWithFsdp):
         def go() -> None:
             from casnap.integrations.accelerate import save_state
 
-            accelerator = test_accelerate.prepared(tmp_path, fsdp=(2, "SHARDED_STATE_DICT"))[0]
+            accelerator = accelerated.prepared(tmp_path, fsdp=(2, "SHARDED_STATE_DICT"))[0]
             accelerator._models.append(accelerator._models[0])
             with pytest.raises(StateError, match="2 models and 1 optimizers are prepared"):
                 save_state(accelerator)

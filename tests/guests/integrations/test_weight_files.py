@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,34 +16,12 @@ from casnap import Snapshot, Store
 from casnap.errors import SnapshotNotFoundError, StateError
 from casnap.integrations.folders.weights import put_weights, remove_weights
 from casnap.integrations.notices import is_notice
-from tests.guests.integrations.test_transformers import trainer_of
 from tests.support.bitwise import assert_same
 from tests.support.faults import in_child, kill
+from tests.support.hf_trainer import loaded, stored, trainer_of, with_weights
 from tests.support.launched import launched
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
-
-
-def loaded(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights as Transformers and vLLM find them: by the index, or in one file."""
-    from safetensors.torch import load_file
-
-    index = folder / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.exists():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    found = {k: v for name in names for k, v in load_file(folder / name).items()}
-    return dict(sorted(found.items()))
-
-
-def stored(snapshot: Snapshot) -> dict[str, torch.Tensor]:
-    """Return the weights of a snapshot; of what is tied, the embedding alone."""
-    values = snapshot.get_state_dict_for_key("model")
-    return {k: v for k, v in sorted(values.items()) if k != "lm_head.weight"}
-
-
-def with_weights(run: Path) -> list[str]:
-    return sorted(path.parent.name for path in run.glob("checkpoint-*/model.safetensors"))
 
 
 def test_the_last_folder_is_as_the_trainer_saves_it(tmp_path: Path) -> None:
