@@ -154,6 +154,8 @@ def _words(comparison: Comparison) -> str:
     if comparison.lacking:
         names = ", ".join(comparison.lacking[:4])
         parts.append(f"only one has {names}")
+    if not comparison.compared:
+        parts.append("no snapshots to compare")
     return "; ".join(parts) or f"equal: {amount(comparison.compared, 'snapshot')}"
 
 

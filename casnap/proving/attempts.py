@@ -15,6 +15,8 @@ from casnap.errors import CasnapError
 
 _MARK = "CASNAP_PROVE"
 """The variable by which the processes of an attempt are found: torchrun's workers, too."""
+_ENDED = (b"Z", b"X")
+"""States of processes that have ended, and for which nobody has waited."""
 _LOOK = 0.02
 
 
@@ -97,9 +99,17 @@ class Attempt:
         found = []
         for path in Path("/proc").iterdir():
             with suppress(OSError):
-                if path.name.isdigit() and self._mark in (path / "environ").read_bytes():
+                if path.name.isdigit() and self._is_part(path):
                     found.append(int(path.name))
         return sorted(found, key=lambda pid: (pid != self._process.pid, pid))
+
+    def _is_part(self, process: Path) -> bool:
+        """Whether a process has the mark, or is in the session: some have another environment."""
+        if self._mark in (process / "environ").read_bytes():
+            return True
+        # The name of the program comes before, in brackets, and may have any letters.
+        state, _, _, session = (process / "stat").read_bytes().rpartition(b")")[2].split()[:4]
+        return state not in _ENDED and int(session) == self._process.pid
 
     def _last_line(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()

@@ -75,7 +75,8 @@ class Comparison:
     Attributes:
         compared: How many snapshots were compared.
         differing: The names of those that differ, in order.
-        lacking: The names of snapshots that only one of the runs has.
+        lacking: The names of snapshots that only one of the runs has; of runs that were ended, the
+            names of those that only the first one has taken.
         paths: All paths that differ, in any snapshot.
         roles: What they are to a training.
         first: What differs in the first snapshot that differs; None if none does.
@@ -90,8 +91,8 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether both runs have stored the same."""
-        return not self.differing and not self.lacking
+        """Whether both runs have stored the same, and anything at all."""
+        return self.compared > 0 and not self.differing and not self.lacking
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ class Proof:
     @property
     def is_deterministic(self) -> bool:
         """Whether two unbroken runs have the same weights and moments."""
-        return not self.noise.lacking and not self.noise.roles & {"weights", "moments"}
+        is_all_there = self.noise.compared > 0 and not self.noise.lacking
+        return is_all_there and not self.noise.roles & {"weights", "moments"}
 
     @property
     def ok(self) -> bool:
@@ -352,8 +354,11 @@ def _compared(
     """
     a, b = ([n for n in run.names if f"{run.name}/{n}" in store] for run in (first, second))
     both = [name for name in a if name in set(b)]
-    # A run that was ended may have taken one more, or a retention have deleted one less.
-    lacking = [n for n in dict.fromkeys([*a, *b]) if n not in both] if ended_alone else []
+    if ended_alone:
+        lacking = [n for n in dict.fromkeys([*a, *b]) if n not in both]
+    else:
+        # A run that was ended may have taken one more, or a retention have deleted one less.
+        lacking = [n for n in first.names if n not in second.names]
     changes = {
         name: [
             change
@@ -398,6 +403,22 @@ def _causes(store: Store, proof: Proof) -> list[Cause]:
                 "two unbroken runs differ too, so a resume cannot be told from chance: fix the "
                 "seeds, PYTHONHASHSEED and the order of sets and files; see "
                 "torch.use_deterministic_algorithms",
+            )
+        )
+    if not proof.result.compared:
+        causes.append(
+            Cause(
+                "run",
+                "no name of a snapshot is in both runs: let the names follow from the step, and "
+                "the retention keep more snapshots",
+            )
+        )
+    elif proof.result.lacking:
+        causes.append(
+            Cause(
+                "run",
+                f"only one of the runs has {', '.join(proof.result.lacking[:4])}: it ended too "
+                "soon or too late after a kill, or went on with another step",
             )
         )
     if proof.result.first is not None:

@@ -85,6 +85,27 @@ def test_a_wrong_resume_is_named(tmp_path: Path) -> None:
     assert killed["differing_names"] == [f"step_{step}" for step in range(after + 1, 9)]
 
 
+@pytest.mark.slow
+def test_a_run_that_ends_after_a_kill_is_not_proven(tmp_path: Path) -> None:
+    """Also if each run is ended after some snapshots: what the killed run has is equal."""
+    command = (sys.executable, light(tmp_path / "train.py", "sys.exit()"), "{store}")
+    options = ("--json", "--kills", 1, "--snapshots", 4, "--room", tmp_path / "room")
+    document = json.loads(prove(*options, *command, status=1)[0])
+    killed = document["runs"][2]
+    assert killed["differing_names"] == []
+    assert killed["lacking_names"][-1] == "step_4"
+    assert [cause["role"] for cause in document["causes"]] == ["run"]
+
+
+@pytest.mark.slow
+def test_runs_without_a_common_name_are_not_proven(tmp_path: Path) -> None:
+    script = light(tmp_path / "train.py")
+    script.write_text(script.read_text().replace('f"step_{step}"', 'f"step_{time.time_ns()}"'))
+    options = ("--kills", 1, "--snapshots", 4, "--room", tmp_path / "room")
+    text, _ = prove(*options, sys.executable, script, "{store}", status=1)
+    assert text.count("no snapshots to compare") == 2
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -109,10 +130,10 @@ def test_a_room_that_is_not_new_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_no_process_outlives_an_attempt(tmp_path: Path) -> None:
-    """Also one in a session of its own, as torchrun starts its workers."""
+    """Also one in a session of its own, as torchrun starts its workers, or without environment."""
     pid = tmp_path / "pid"
     worker = f"echo $$ > {pid}; exec sleep 1000"
-    command = ["sh", "-c", f"setsid sh -c '{worker}' & sleep 1000", "{store}"]
+    command = ["sh", "-c", f"setsid sh -c '{worker}' & exec env -i sleep 1000", "{store}"]
     prove("--timeout", "3s", "--room", tmp_path / "room", *command, status=1)
     status = Path(f"/proc/{pid.read_text().strip()}/stat")
     # Nobody may have waited for it, in a container.
