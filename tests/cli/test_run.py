@@ -43,6 +43,13 @@ def test_a_command_that_trains_nothing_is_told_at_its_end() -> None:
     assert (nested.returncode, nested.stdout, nested.stderr) == (0, "2\n", NOT_USED)
 
 
+def test_a_file_called_as_the_process_id_stays(tmp_path: Path) -> None:
+    """Below a shell, the variable has its process id still when a Trainer trains."""
+    script = 'echo mine > $CASNAP_RUN; "$0" -c "import sitecustomize as s; s._tell(2)"; cat [0-9]*'
+    done = run("sh", "-c", script, sys.executable, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("mine\n", "casnap run: 2\n")
+
+
 def test_a_sitecustomize_of_the_user_runs_too(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.mine = 5")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])

@@ -54,8 +54,10 @@ def _install() -> None:
 
 def _tell(text: str) -> None:
     sys.stderr.write(f"casnap run: {text}\n")
-    if file := os.environ.get(_VARIABLE):
-        Path(file).unlink(missing_ok=True)
+    file = Path(os.environ.get(_VARIABLE, ""))
+    # The process id is no file: the command may be a shell, which does not run this.
+    if file.is_absolute():
+        file.unlink(missing_ok=True)
 
 
 def _watch() -> None:
@@ -82,7 +84,7 @@ def _run_hidden() -> None:
         spec.loader.exec_module(module)
 
 
+sys.meta_path.insert(0, _Finder())
 if os.environ.get(_VARIABLE) == str(os.getpid()):
     _watch()
-sys.meta_path.insert(0, _Finder())
 _run_hidden()
