@@ -1,6 +1,6 @@
 """Tensors that a framework has divided among ranks: each rank stores and fills its own boxes.
 
-Imports ``take`` and ``restore``, and no public class.
+Imports ``files``, ``take``, ``restore`` and lower layers, and no public class.
 """
 
 from __future__ import annotations

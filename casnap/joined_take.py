@@ -1,7 +1,8 @@
-"""A take of leaves that a trainer makes itself, by ranks that have joined.
+"""One take, by ranks that have joined, of leaves that their trainer makes itself.
 
 :meth:`casnap.Snapshot.take` captures an app state. A trainer whose framework divides tensors in its
-own way hands over a source of leaves instead (``take/capture.py``). Imports ``snapshot.py``.
+own way hands over a source of leaves instead (``take/capture.py``). Imports
+``snapshot.py``, ``view.py``, ``take`` and lower layers.
 """
 
 from __future__ import annotations

@@ -645,7 +645,7 @@ class Snapshot:
 
         Raises:
             EntryNotFoundError: The app state had no such key, or ranks have values of their own in
-                it: read ``3/<key>`` by :meth:`read_object`.
+                it: read the state of rank 3, for example, as ``3/<key>`` by :meth:`read_object`.
         """
         state: dict[str, Any] = self.read_object(component_of(key), allow_pickle=allow_pickle)
         return state

@@ -1,10 +1,12 @@
-"""The command ``casnap``: lists, checks and cleans stores.
+"""The command ``casnap``: it does from a shell what ``Store`` and ``Snapshot`` do from Python.
 
 Each subcommand is a module that is imported when it is called. Only subcommands that decode tensors
-and values import torch: ``import``, ``export``, ``pull --dtype``, ``check``, ``repair``.
+and values import torch: ``import``, ``export``, ``pull --dtype``, ``diff --elements``, ``check``,
+``repair``.
 
 The highest layer: no other module but ``__main__`` imports it. It imports the public classes,
-``view.py``, and what the rooms below offer. Begin with ``output.py``, then read any subcommand.
+``view.py``, ``proving``, ``report``, ``integrations/folders``, and what lower folders offer (the
+contract ``verbs`` in pyproject.toml). Begin with ``output.py``, then read any subcommand.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def _children(entries: Entries, inner: str, path: str) -> list[Facts]:
 
 
 def _add_keys(children: list[Facts], contents: Contents, bare: str, entry: ContainerEntry) -> None:
-    """Add to each element the key that its path does not show."""
+    """Add the keys of elements whose paths have only a hash of the key."""
     names = [child["entry"].rpartition("/")[2] for child in children]
     if not any(map(is_hashed, names)):
         return

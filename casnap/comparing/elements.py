@@ -50,7 +50,10 @@ class Measure:
         return self._found
 
     def add(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Compare two parts, given as carriers of one shape; any thread may call this."""
+        """Compare two parts of one shape, each as a plain tensor of the stored elements.
+
+        Any thread may call this.
+        """
         with without_torch_modes():
             itemsize = itemsize_of(self._entry)
             # An item of numpy's is a row of bytes.

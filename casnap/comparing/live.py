@@ -205,7 +205,10 @@ def _candidates(
 def _candidates_in(
     contents: Contents, pair: _TensorPair, box: Region, held: torch.Tensor
 ) -> Iterator[Want | Candidate]:
-    """Yield the chunks of a stored tensor that a box of the live one may hold."""
+    """Yield the chunks of a stored tensor that a box of the live one overlaps.
+
+    A chunk that lies whole in the box is read only if its bytes differ.
+    """
     path, old, _, measure = pair
     with naming(contents, path):
         check_tensor(old)

@@ -4,10 +4,15 @@ The digest of a chunk is the digest of its raw bytes, so each writer may choose 
 compressed chunk is stored in planes (``planes.py``); ``delta.py`` has the deltas.
 
 A new codec that compresses a chunk by itself needs a number here, a place in ``BY_SIZE``, and a
-case in :func:`compress` and :func:`decompress`: mypy finds a missing case. Users can choose the
-codec once ``CODECS`` of ``storage/commit_log/settings.py`` has a word for it. `gc` (for old chunks)
-and copies choose in ``storage/writing/chunk_forms.py``. All other code goes by the sets below. An
-older version keeps a chunk that it cannot read, and says so.
+case in :func:`compress` and :func:`decompress`: mypy finds a missing case. The last one in
+``BY_SIZE`` is used at once: copies that compress write chunks and tree nodes with it.
+An older version keeps what it cannot read, and says so; to have it refuse the store instead, name a
+feature (``docs/format.md``, Evolution). ``tools/read_store.py`` must learn the codec too.
+
+Users can choose the codec once ``CODECS`` of ``storage/commit_log/settings.py`` has a word for it;
+``NewStore``, ``Store.configure``, ``cli/config.py`` and ``docs/format.md`` then describe the word.
+`gc` (for old chunks) and copies choose in ``storage/writing/chunk_forms.py``. All other code goes
+by the sets below.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ KNOWN_CODECS = frozenset(map(int, Codec))
 WHOLE_CODECS = KNOWN_CODECS - {int(Codec.DELTA)}
 """The codecs of chunks that can be read without another chunk."""
 BY_SIZE = (Codec.RAW, Codec.PLANES)
-"""The same codecs; the one that makes chunks smallest comes last. Writers prefer later ones."""
+"""The same codecs; the one that makes chunks smallest comes last. Copies that compress use it."""
 
 
 def codec_among(codecs: Iterable[int]) -> Codec:

@@ -1,9 +1,9 @@
 """Reloading the weights of inference engines from a folder that a pull has made.
 
 Each function returns a callback for :meth:`casnap.Store.follow`. The callback makes the calls that
-the engine documents for a reload, with the folder of the version. It raises an error unless the
-engine confirms the load; then the follower calls it again. ``docs/compatibility.md`` says what was
-tried.
+the engine documents for a reload, with the folder of the version. If the engine does not confirm
+the load, the callback raises an error, and ``follow`` calls it again. ``docs/compatibility.md``
+says what was tried.
 """
 
 from __future__ import annotations

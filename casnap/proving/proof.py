@@ -70,7 +70,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The snapshots of equal names of two runs, compared.
+    """How the snapshots of two runs differ, matched by name.
 
     Attributes:
         compared: How many snapshots were compared.
@@ -78,7 +78,7 @@ class Comparison:
         lacking: The names of snapshots that only one of the runs has; of runs that were ended, the
             names of those that only the first one has taken.
         paths: All paths that differ, in any snapshot.
-        roles: What they are to a training.
+        roles: What the paths that differ are to a training.
         first: What differs in the first snapshot that differs; None if none does.
     """
 

@@ -1,4 +1,4 @@
-"""The gloo groups that ranks use. Only this module of the room uses undocumented names of torch.
+"""The gloo groups that ranks use. Only this module of ``ranks`` uses undocumented names of torch.
 
 ``dist.new_group`` would not do. It is a collective of the trainer's default group, it waits for a
 missing rank as long as that group does, and its collectives take no deadline of their own. A

@@ -67,8 +67,10 @@ class Group(Comm):
         self._kind = crc32(f"{operation.partition(' of ')[0]} {number}".encode())
         self._phase = ""
         self._calls = 0
-        carrier = self._carrier_before = link.carrier
-        self._sent_before = (carrier.messages, carrier.nbytes) if carrier is not None else (0, 0)
+        transport = self._transport_before = link.transport
+        self._sent_before = (
+            (transport.messages, transport.nbytes) if transport is not None else (0, 0)
+        )
         # The errors of ranks, which all ranks got while they were in step.
         self._errors: dict[int, ErrorText] = {}
         self.ended = False
@@ -121,8 +123,8 @@ class Group(Comm):
     @property
     @override
     def largest_team(self) -> int:
-        carrier = self._link.carrier
-        return 1 if carrier is None else carrier.largest_team
+        transport = self._link.transport
+        return 1 if transport is None else transport.largest_team
 
     @property
     @override
@@ -218,11 +220,13 @@ class Group(Comm):
     @property
     @override
     def traffic(self) -> Traffic:
-        carrier = self._link.carrier
-        if carrier is None:
+        transport = self._link.transport
+        if transport is None:
             return Traffic(self._calls)
-        of_others = self._sent_before if carrier is self._carrier_before else (0, 0)
-        return Traffic(self._calls, carrier.messages - of_others[0], carrier.nbytes - of_others[1])
+        of_others = self._sent_before if transport is self._transport_before else (0, 0)
+        return Traffic(
+            self._calls, transport.messages - of_others[0], transport.nbytes - of_others[1]
+        )
 
     @override
     def leave(self) -> None:
@@ -298,7 +302,7 @@ class Group(Comm):
         """Do the first exchange of the operation, in the last operation's group or in a new one."""
         until = time.monotonic() + self.timeout
         phase = self._phase or f"beginning {self.operation}"
-        if self._link.carrier is not None:
+        if self._link.transport is not None:
             self._link.begin(self.operation, phase)
             try:
                 with self._link.warning_of_absent(self.operation, self.timeout):
@@ -329,26 +333,26 @@ class Group(Comm):
         """Send and receive the parts that were only announced; return the parts of all ranks."""
         coming = {rank: told.sizes[rank] for rank, part in enumerate(told.parts) if part is None}
         if room is None or sum(coming.values()) > len(room):
-            rooms = {rank: memoryview(bytearray(nbytes)) for rank, nbytes in coming.items()}
+            buffers = {rank: memoryview(bytearray(nbytes)) for rank, nbytes in coming.items()}
         else:
             ends = accumulate(coming.values())
-            rooms = {
+            buffers = {
                 rank: room[end - nbytes : end]
                 for (rank, nbytes), end in zip(coming.items(), ends, strict=True)
             }
         others = [rank for rank, part in enumerate(parts) if len(part) and rank != self.rank]
-        if rooms or others:
+        if buffers or others:
             # The same object may go to several ranks.
             outgoing = {id(parts[rank]): parts[rank] for rank in others}
             tensors = {key: gloo.as_tensor(part) for key, part in outgoing.items()}
             self._communicate(
                 lambda: self._link.connected.transfer(
                     {rank: tensors[id(parts[rank])] for rank in others},
-                    {rank: gloo.as_tensor(into) for rank, into in rooms.items()},
+                    {rank: gloo.as_tensor(into) for rank, into in buffers.items()},
                     self.timeout,
                 )
             )
-        return [rooms[rank] if part is None else part for rank, part in enumerate(told.parts)]
+        return [buffers[rank] if part is None else part for rank, part in enumerate(told.parts)]
 
     def _communicate(self, talk: Callable[[], T], error: ErrorText | None = None) -> T:
         """Talk to the other ranks. If that fails, find out which rank is at fault.

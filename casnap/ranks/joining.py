@@ -1,4 +1,4 @@
-"""The beginning of an operation: its ranks, and the link between them, which the process keeps."""
+"""Joining: find the ranks of an operation and the link between them. The process keeps the link."""
 
 from __future__ import annotations
 

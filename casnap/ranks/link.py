@@ -31,7 +31,7 @@ from casnap.ranks import gloo
 from casnap.ranks.failures import STORE_SILENT, ErrorText, Failure, LinkFailedError
 from casnap.ranks.processes import Process
 from casnap.ranks.shared_memory import OwnMemory, SharedMemory
-from casnap.ranks.topology import Carrier, carrier_of
+from casnap.ranks.topology import Transport, transport_of
 from casnap.runtime.environment import team_ranks
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ class Link:
         suffix: Distinguishes links of the same ranks; "" for the link where operations begin.
 
     Attributes:
-        carrier: The connections; None before they are made, and once this rank knows that they
+        transport: The connections; None before they are made, and once this rank knows that they
             broke.
         shared: The memory that the ranks share, once they do. It is freed with the group.
         memory: The part of it that this rank gives.
@@ -125,7 +125,7 @@ class Link:
         self.ranks = ranks
         self.size = len(ranks)
         self.rank = rank
-        self.carrier: Carrier | None = None
+        self.transport: Transport | None = None
         self.shared: SharedMemory | None = None
         self.memory: OwnMemory | None = None
         self._store = store
@@ -311,10 +311,10 @@ class Link:
     # --- connecting ---
 
     @property
-    def connected(self) -> Carrier:
+    def connected(self) -> Transport:
         """The connections. They exist once an operation has begun."""
-        assert self.carrier is not None
-        return self.carrier
+        assert self.transport is not None
+        return self.transport
 
     def connect(self, seconds: float, timeout: float, operation: str, phase: str) -> None:
         """Make a new group once all ranks have come, and begin an operation.
@@ -347,7 +347,7 @@ class Link:
         self._processes = self._of_this_host()
         self.begin(operation, phase)
         try:
-            self.carrier = self._within(
+            self.transport = self._within(
                 lambda _: self._connected(patience, start.team_ranks),
                 self._connecting,
                 "the ranks could not be connected: one of them hangs, or cannot be reached, or "
@@ -368,8 +368,8 @@ class Link:
         )
         return {rank: a.process for rank, a in zip(near, arrivals, strict=True) if a is not None}
 
-    def _connected(self, patience: float, team_size: int) -> Carrier:
-        carrier = carrier_of(
+    def _connected(self, patience: float, team_size: int) -> Transport:
+        transport = transport_of(
             lambda later: gloo.new_group(
                 self._store, self._name, self.rank, self.size, patience, connects_later=later
             ),
@@ -378,11 +378,11 @@ class Link:
             team_size,
         )
         try:
-            carrier.connect(3 * patience)
+            transport.connect(3 * patience)
         except RuntimeError:
-            carrier.close()
+            transport.close()
             raise
-        return carrier
+        return transport
 
     def _gather_ranks(
         self, pauses: Iterable[None], operation: str, timeout: float, team_size: int
@@ -490,10 +490,10 @@ class Link:
 
     def close(self) -> None:
         """Break the connection; every rank that waits in it fails at once."""
-        carrier, self.carrier = self.carrier, None
+        transport, self.transport = self.transport, None
         self.shared = self.memory = None
-        if carrier is not None:
-            carrier.close()
+        if transport is not None:
+            transport.close()
 
     def broke_before(self) -> bool:
         """Whether the connection broke in an earlier operation that this rank had already ended.

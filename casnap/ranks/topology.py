@@ -67,7 +67,7 @@ class Incoming(NamedTuple):
         steps: The number of the call that each rank is at.
         sizes: The length of each rank's part; ``FAILED`` if the rank has failed.
         sums: The checksum of each part.
-        parts: Each part; None if it was only announced, and comes by :meth:`Carrier.transfer`.
+        parts: Each part; None if it was only announced, and comes by :meth:`Transport.transfer`.
     """
 
     steps: list[int]
@@ -90,7 +90,7 @@ class Traffic(NamedTuple):
     nbytes: int = 0
 
 
-class Carrier(ABC):
+class Transport(ABC):
     """The connections of one rank with others.
 
     Attributes:
@@ -130,13 +130,13 @@ class Carrier(ABC):
 
     @abstractmethod
     def transfer(
-        self, parts: Mapping[int, torch.Tensor], rooms: Mapping[int, torch.Tensor], seconds: float
+        self, parts: Mapping[int, torch.Tensor], buffers: Mapping[int, torch.Tensor], seconds: float
     ) -> None:
         """Send and receive the parts that the exchange has only announced.
 
         Args:
             parts: The part for each rank that gets one.
-            rooms: The memory for the part of each rank that sends one.
+            buffers: The memory for the part of each rank that sends one.
             seconds: How long to wait for each part.
         """
 
@@ -145,8 +145,8 @@ class Carrier(ABC):
         gloo.break_connections(self.pg, self.peers)
 
 
-class Mesh(Carrier):
-    """The carrier of a few ranks: each is connected to every other.
+class Mesh(Transport):
+    """The transport of a few ranks: each is connected to every other.
 
     An exchange announces the length of each part. The transfer then sends it straight to its rank.
     """
@@ -174,11 +174,11 @@ class Mesh(Carrier):
 
     @override
     def transfer(
-        self, parts: Mapping[int, torch.Tensor], rooms: Mapping[int, torch.Tensor], seconds: float
+        self, parts: Mapping[int, torch.Tensor], buffers: Mapping[int, torch.Tensor], seconds: float
     ) -> None:
         # Each rank begins with its next one, so that not all talk to the same rank.
         order = [(self.rank + i) % self.size for i in range(1, self.size)]
-        works = [self.pg.recv([rooms[i]], i, 0) for i in reversed(order) if i in rooms]
+        works = [self.pg.recv([buffers[i]], i, 0) for i in reversed(order) if i in buffers]
         works += [self.pg.send([parts[i]], i, 0) for i in order if i in parts]
         self.messages += len(parts)
         self.nbytes += sum(map(len, parts.values()))
@@ -206,8 +206,8 @@ _Part: TypeAlias = tuple[int, int, int, bytearray]
 """A part for one rank: the rank that sends it, the rank that gets it, its checksum, its content."""
 
 
-class Teams(Carrier):
-    """The carrier of many ranks: teams, each with a speaker.
+class Teams(Transport):
+    """The transport of many ranks: teams, each with a speaker.
 
     A part goes from its sender to the speaker of the sender's team, from there to the speaker of
     the receiver's team, and from there to the receiver.
@@ -246,7 +246,7 @@ class Teams(Carrier):
 
     @override
     def transfer(
-        self, parts: Mapping[int, torch.Tensor], rooms: Mapping[int, torch.Tensor], seconds: float
+        self, parts: Mapping[int, torch.Tensor], buffers: Mapping[int, torch.Tensor], seconds: float
     ) -> None:
         pass  # the exchange has brought all parts
 
@@ -483,13 +483,13 @@ def _teams(hosts: Sequence[int], most: int) -> list[list[int]]:
     )
 
 
-def carrier_of(
+def transport_of(
     new_group: Callable[[bool], tuple[Any, object]],
     rank: int,
     hosts: Sequence[int],
     team_ranks: int,
-) -> Carrier:
-    """Return the carrier of a rank: a mesh if one team has room for all ranks, else teams.
+) -> Transport:
+    """Return the transport of a rank: a mesh if one team has room for all ranks, else teams.
 
     A part takes one step in a mesh, and three steps between teams.
 
@@ -502,9 +502,9 @@ def carrier_of(
     """
     if len(hosts) <= team_ranks:
         pg, kept = new_group(False)
-        carrier: Carrier = Mesh(pg, rank, len(hosts))
+        transport: Transport = Mesh(pg, rank, len(hosts))
     else:
         pg, kept = new_group(True)
-        carrier = Teams(pg, rank, _teams(hosts, team_ranks))
-    carrier.kept = kept
-    return carrier
+        transport = Teams(pg, rank, _teams(hosts, team_ranks))
+    transport.kept = kept
+    return transport

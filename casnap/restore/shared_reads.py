@@ -247,7 +247,10 @@ class _SharedFetch:
         return self._room_for(_nbytes_of(local)) + sum(_nbytes_of([text]) for text in remote)
 
     def _texts(self, requested: list[bytes]) -> tuple[list[bytes], list[bytes]]:
-        """Return each request once: first of ranks that see this rank's memory, then of others."""
+        """Return two lists of requests, each request once.
+
+        The first has the requests of ranks that see this rank's memory, the second the others.
+        """
         each = [
             {t for t, reads in zip(requested, self._readers, strict=True) if t and reads == near}
             for near in (True, False)

@@ -76,7 +76,7 @@ def schedule_reads(
     window: int,
     in_memory: bool = False,
 ) -> Schedule:
-    """Assign the units that several ranks want to readers and windows.
+    """Give each unit that several ranks want a reader and a window.
 
     Args:
         requests: Groups of ranks, each with the request that all ranks of the group make, as

@@ -1,4 +1,5 @@
 """Threads, buffers and the environment, without any knowledge of stores and tensors.
 
-This room imports only :mod:`casnap.errors`. Begin with ``threads.py``.
+This folder imports only :mod:`casnap.errors`; ``torch_modes.py`` alone imports torch.
+Begin with ``threads.py``.
 """

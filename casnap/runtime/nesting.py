@@ -12,7 +12,7 @@ from types import FrameType
 
 from casnap.errors import CasnapError
 
-# Rooms that call the library as a user does.
+# Folders and modules that call the library as a user does.
 _OUTSIDE = ("integrations", "cli", "testing", "preemption")
 # Modules and functions that only wait, and hold nothing.
 _WAITING = ("casnap.take.pending", "casnap.runtime.threads")

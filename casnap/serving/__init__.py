@@ -1,7 +1,7 @@
 """Folders of safetensors that are kept at the newest snapshot, for inference engines.
 
 A :class:`Follower` fills live tensors instead. This folder is a verb, which ``Store`` calls: its
-modules import what the rooms below offer (the contract ``verbs`` in pyproject.toml). Begin with
+modules import what lower folders offer (the contract ``verbs`` in pyproject.toml). Begin with
 ``pull.py``, then read ``writing.py``.
 """
 

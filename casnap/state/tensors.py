@@ -71,7 +71,9 @@ _MAX_BYTES = 1 << 62
 
 
 def describe(path: str, value: Any) -> Leaf:
-    """Return the entry and the carrier of a tensor, numpy array or numpy scalar.
+    """Return the leaf of a tensor, numpy array or numpy scalar: its entry and its bytes.
+
+    The bytes come as a carrier: a plain tensor (see the docstring of this module).
 
     Args:
         path: Its logical path.

@@ -1,6 +1,6 @@
 """The bytes side: a repository of chunks, trees and commits on any backend, without torch.
 
-Its rooms; each may import those that are listed before it:
+Its folders are its rooms. Each may import the rooms that are listed before it:
 
 - ``commit_log``: the roots of a store, its settings and record, and put-if-absent.
 - ``packs``: files of many chunks, how they are written and read.

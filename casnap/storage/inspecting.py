@@ -1,6 +1,6 @@
-"""The names of the rooms that check, repair and usage use besides the storage's face.
+"""The names of the storage's rooms that check, repair and usage use besides the storage's face.
 
-These verbs must know packs, segments and roots as they lie in the store; no other code needs that.
+These three must know packs, segments and roots as they lie in the store; no other code needs that.
 All names are for looking, except one: a repair writes by :class:`Mending`.
 """
 

@@ -51,8 +51,9 @@ def _pending() -> list[PendingTake]:
 def wait_for_room(store_id: str, name: str, options: TakeOptions, *, is_alone: bool) -> None:
     """Wait until a take may begin, and raise the errors of earlier takes that no call has raised.
 
-    A ``try_take`` raises none: its caller would take them for errors of this take. On many ranks,
-    all raise the same: a take that may still be pending on another rank is left out.
+    A ``try_take`` raises none: its caller would take them for errors of this take. On many ranks
+    all must raise the same errors. So an error of a take that may still be pending on another rank
+    waits for a later call.
 
     Args:
         store_id: The id of the store. Errors of its takes are raised.

@@ -221,9 +221,9 @@ def send_damaged(sender: int, where: int) -> tuple[Seen, Seen]:
     """Tell all something; of what one rank sends, one byte is turned on its way."""
     fresh(partial(talk, 60))
     (link,) = links()
-    carrier = link.connected
-    assert isinstance(carrier, Teams)
-    send = carrier._begin_sending
+    transport = link.connected
+    assert isinstance(transport, Teams)
+    send = transport._begin_sending
     kept: list[bytes] = []
 
     def damaged(target: int, common: bytes, *told: Any) -> list[Any]:
@@ -239,9 +239,9 @@ def send_damaged(sender: int, where: int) -> tuple[Seen, Seen]:
             comm.all_gather(b"%d" % comm.rank * 6000)
 
     if dist.get_rank() == sender:
-        carrier._begin_sending = damaged  # type: ignore[method-assign]
+        transport._begin_sending = damaged  # type: ignore[method-assign]
     seen = watch(tell)
-    carrier._begin_sending = send  # type: ignore[method-assign]
+    transport._begin_sending = send  # type: ignore[method-assign]
     # Who heard nothing of it learns of it in the next operation.
     watch(partial(talk, 60))
     dist.barrier()

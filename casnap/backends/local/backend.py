@@ -147,7 +147,7 @@ class LocalBackend(Backend):
     @override
     @property
     def endpoint(self) -> str:
-        """A name for the mounted file system, which it has until this host is booted again."""
+        """A name for the mounted file system. It holds until this host is booted again."""
         with translated(self.uri):
             return f"{boot_id()} {os.stat(self.uri).st_dev}"
 

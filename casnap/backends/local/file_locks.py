@@ -1,9 +1,9 @@
 """Files in ``tmp/`` of a local store: a lock on a file says that its writer lives.
 
 The kernel frees the locks of a process that dies. A writer locks its temporary file. A take under
-way locks an empty file, which announces the take: its name says on which root the take is based. An
-announcement of a stopped process does not count, since nobody knows when the process goes on. If it
-does, its take starts again.
+way locks an empty file, which announces the take. The file's name says on which root the take is
+based. The announcement of a suspended process (SIGSTOP) does not count, since nobody knows when the
+process goes on. If it does, its take starts again.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _look_at(name: str, folder: int, *, min_age: float = 0.0, lease: float = 0.0
 
 
 def _is_held_by_stopped(info: os.stat_result) -> bool:
-    """Whether a process of this host has locked a file, and is stopped by a signal."""
+    """Whether a process of this host has locked a file, and is suspended by a signal."""
     device = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}"
     try:
         locks = [line.split() for line in Path("/proc/locks").read_text("ascii").splitlines()]

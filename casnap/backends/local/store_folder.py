@@ -122,10 +122,10 @@ class StoreFolder:
 
     @contextmanager
     def base_folder(self, *, make: bool = True) -> Iterator[OpenFolder]:
-        """Open the folder of the objects for a ``with`` block that changes some.
+        """Open the folder of the objects for a ``with`` block that changes some of the objects.
 
-        If the record seems to be another file than before, it is read, since another store may have
-        come here. All changes then happen in this very folder, even if it is moved at the time.
+        If ``casnap.json`` seems to be another file than before, it is read, since another store may
+        have come here. All changes then happen in this very folder, even if it is moved meanwhile.
 
         Args:
             make: Whether to make the folder if it is missing.

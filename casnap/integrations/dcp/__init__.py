@@ -9,9 +9,9 @@
 
 ``install("/ckpts")`` does the same for code that only gives DCP a path.
 
-This folder is a verb on the storage, as ``take`` and ``restore`` are, and no guest: DCP is torch's
-own interface. So it imports what the rooms below offer (the contract ``verbs`` in pyproject.toml),
-and by the door what is there. To read the code, begin with ``writer.py``.
+This folder is a verb, as ``take`` and ``restore`` are, and no guest: DCP is torch's own interface.
+So it imports what lower folders offer (the contract ``verbs`` in pyproject.toml), and the names of
+``casnap.extending``. To read the code, begin with ``writer.py``.
 """
 
 import torch

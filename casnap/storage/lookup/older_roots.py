@@ -26,7 +26,8 @@ from casnap.storage.lookup.pack_lengths import GONE, listed_packs
 class OlderRoot(NewestRoot):
     """An older root that stands in for the newest root.
 
-    It does so as long as no newer root appears, and the newest one still lacks a file.
+    It stands in until a root follows ``newest``, or until the file ``lacked`` changes: until it
+    appears, or has another length.
 
     Args:
         backend: The place.

@@ -192,7 +192,7 @@ def thin_run(
     session: Session,
     added: str,
 ) -> dict[str, Row]:
-    """Return the new rows of the snapshots that the commit of a new snapshot thins, by name.
+    """The commit of a new snapshot also thins older ones: return their new rows, by name.
 
     An error only gives a warning: the next commit will thin them.
 

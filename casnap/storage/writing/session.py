@@ -220,7 +220,7 @@ class Session:
     # --- chunks and nodes of other stores ---
 
     def use(self, codec: Codec) -> None:
-        """Use another codec for the chunks that are written from now on."""
+        """Use another codec for the chunks and tree nodes that are written from now on."""
         self._codec = codec
         self.new_packs.use(codec)
 

@@ -312,7 +312,10 @@ def _take_in(
 
 
 def _replicated(state: CapturedState, scopes: list[Scope], comm: Comm) -> dict[int, RankPlan]:
-    """Return this rank's plans for leaves that all ranks hold, and for leaves of rank 0."""
+    """Return this rank's plans, by leaf number: its share of the leaves that all ranks hold.
+
+    On other ranks than 0, the leaves that are taken from rank 0 have empty plans.
+    """
     shared = sorted(
         (i for i, s in enumerate(scopes) if s is Scope.REPLICATED and i not in state.inline),
         key=lambda i: state.leaves[i].path,

@@ -171,7 +171,7 @@ def answers_of(
 
 
 def compare_replicas(holdings: list[Holdings]) -> dict[bytes, Replica]:
-    """Compare the leaves that are declared equal on all ranks, by id."""
+    """Compare the leaves declared equal on all ranks; return, by leaf id, what was found."""
     descriptions = equal_on_all_ranks(
         [[(held.leaf_id, held.description) for held in of_rank.replicated] for of_rank in holdings]
     )

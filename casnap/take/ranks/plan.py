@@ -236,7 +236,7 @@ class _Planner:
                 self._plan_cut_cells(*run)
 
     def _share_out(self, covered: Iterable[CoveredRun]) -> None:
-        """Share out the cells that lie whole in a box among the ranks that hold the box."""
+        """For each box: divide the cells that lie whole in it among the ranks that hold it."""
         by_box: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for first_cell, stop, (box,) in covered:
             by_box[box].append((first_cell, stop))

@@ -43,7 +43,7 @@ _cell_slots = Pool(SHARED_BYTES, 1)
 
 
 class _OpenJoint(msgspec.Struct, array_like=True, gc=False):
-    """A joint for which a rank takes parts.
+    """A joint (cells that one rank puts together) for which a rank takes parts.
 
     Attributes:
         leaf_id: The id of the leaf.
@@ -59,7 +59,7 @@ class _OpenJoint(msgspec.Struct, array_like=True, gc=False):
 
 
 class _SentPart(msgspec.Struct, array_like=True, gc=False):
-    """A part that a rank has sent.
+    """A part of a joint (cells that one rank puts together) that another rank has sent.
 
     Attributes:
         leaf_id: The id of the leaf.
@@ -91,7 +91,7 @@ class _PartList(msgspec.Struct, array_like=True):
 
 
 class _Joint:
-    """A joint that this rank puts together.
+    """A joint: a run of cells, cut alike by shard edges, that this rank puts together.
 
     Attributes:
         leaf: The leaf.
@@ -302,13 +302,17 @@ class SplitCells:
 
     @property
     def _may_open(self) -> bool:
-        """Whether there is room for this rank's next joint."""
+        """Whether there is memory for this rank's next joint."""
         if self._next is None:
             return False
         return self._bytes_in_use + sum(self._next[2]) <= len(self._room) or not self._bytes_in_use
 
     def _open_more(self) -> list[list[_OpenJoint]]:
-        """Open this rank's next joints, as far as there is room; return them for each sender."""
+        """Open this rank's next joints, as far as there is memory.
+
+        Returns:
+            For each rank, the newly opened joints (runs of split cells) of which it sends parts.
+        """
         new_joints: list[list[_OpenJoint]] = [[] for _ in range(self._size)]
         while self._next is not None and self._may_open:
             leaf, first_cell, sizes, senders = self._next
