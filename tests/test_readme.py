@@ -31,6 +31,7 @@ FRAMEWORKS = {
         "accelerate",
         "deepspeed",
         "megatron",
+        "fine-tuning-tools",
         "torch-checkpointing",
         "torchtitan",
         "data",

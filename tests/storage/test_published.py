@@ -80,7 +80,7 @@ def test_no_other_snapshot_is_given_a_published_tag(store: Store) -> None:
         store.tag("step_1", "new", "stable")
     assert store["step_1"].tags == ()
     store.untag("step_0", "stable")
-    with pytest.raises(SnapshotNotFoundError, match="it was on 'step_0', which was deleted or"):
+    with pytest.raises(SnapshotNotFoundError, match="it was on 'step_0', which does not have"):
         store.tagged("stable")
     store.tag("step_1", "stable")
     assert store.tagged("stable").name == "step_1"
