@@ -157,13 +157,13 @@ def test_parts_are_what_torch_says(snapshot, data):
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_parts_of_every_dtype(store):
     plain = {n: noise(d, (40, 3001)) for n, d in TENSOR_DTYPES.items() if not n.startswith("q")}
-    tiny = {f"tiny {n}": t[:2, :2].clone() for n, t in plain.items()}
+    tiny = {f"tiny {n}": noise(t.dtype, (2, 2)) for n, t in plain.items()}
     taken = store.take({"s": StateDict({**plain, **tiny})}, "dtypes", overwrite=True)
     for name, tensor in {**plain, **tiny}.items():
         for index in (1, (slice(None), 1), (slice(0, 2), slice(1, None, 7)), (..., -1)):
             part = taken.read_object(f"0/s/{name}", index=index)
             assert part.dtype == tensor.dtype
-            assert raw(part) == raw(tensor[index].clone()), (name, index)
+            assert raw(part) == raw(tensor[index]), (name, index)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize")

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Detected call of `lr_scheduler.step",
     "ignore:The epoch parameter",
     "ignore:Sparse invariant checks",
+    "ignore:Converting a tensor with requires_grad=True",  # of LBFGS itself, in torch 2.8
 )
 
 
