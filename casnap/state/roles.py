@@ -33,7 +33,8 @@ _COUNTERS = frozenset(
 def role_of(path: str, entry: Entry) -> Role:
     """Return what a path is to a training, by its names and its entry alone.
 
-    The first rule that holds decides. The words of a component are its runs of letters.
+    The first rule that holds decides. The words of a component are its runs of letters. A tensor
+    of several fractions is of weights or moments, whatever its name: a proof may ignore others.
 
     ==============  ============================================================================
     ``generators``  the second component is ``torch``, ``numpy`` or ``python``, as in the states
@@ -64,12 +65,13 @@ def role_of(path: str, entry: Entry) -> Role:
     is_of_generator = bool(_OF_RANDOM_STATES.intersection(names[1:2]) or words & _GENERATORS)
     if is_of_generator and not is_fractions:
         return "generators"
-    if words & _LOADER or key_words & _DATA:
-        return "loader"
-    if words & _SCALER or _OF_SCALER.intersection(names):
-        return "scaler"
-    if words & _SCHEDULER or _OF_SCHEDULER.intersection(names):
-        return "scheduler"
+    if not is_fractions or _is_one_number(entry):
+        if words & _LOADER or key_words & _DATA:
+            return "loader"
+        if words & _SCALER or _OF_SCALER.intersection(names):
+            return "scaler"
+        if words & _SCHEDULER or _OF_SCHEDULER.intersection(names):
+            return "scheduler"
     if "state" in names[1:-1] or _OF_MOMENTS.intersection(names):
         return "moments"
     if last_words & _COUNTERS and _is_one_number(entry):

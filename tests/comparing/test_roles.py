@@ -43,6 +43,8 @@ def test_each_path_has_a_role(store: Store) -> None:
         "draw": np.random.default_rng(0),
         "train_loader": StateDict(position=7, state={"epoch": 1}),
         "batches": StateDict(position=7),
+        # A model, whatever the key is called.
+        "sampler": StateDict({"scaler.weight": torch.ones(3)}),
         "progress": StateDict(global_step=3, best_loss=0.5, run="name"),
         "trainer": StateDict(
             lr_schedulers=[{"last_epoch": 3}],
@@ -73,6 +75,7 @@ EXPECTED = {
     "train_loader/position": "loader",
     "train_loader/state/epoch": "loader",
     "batches/position": "loader",
+    "sampler/scaler.weight": "weights",
     "progress/global_step": "counters",
     "progress/best_loss": "values",
     "progress/run": "values",
