@@ -422,7 +422,7 @@ class Store:
         """Return the place of a new snapshot.
 
         Args:
-            call: The verb, for errors.
+            call: The name of the call, for errors.
             app_state: The user's argument for the app state, of any type.
             name: The user's argument for the name.
         """

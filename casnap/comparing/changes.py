@@ -28,7 +28,7 @@ class Elements:
 
     Attributes:
         differing: How many elements differ, in any bit.
-        total: How many there are. Of a live sharded tensor, those that this rank holds.
+        total: How many elements there are; of a live sharded tensor, how many this rank holds.
         largest: The largest absolute difference; 0.0 if only signs of zeros or NaNs differ. The
             bytes of what is no number have no difference.
         largest_relative: The largest difference, relative to the larger one of the two numbers.
@@ -149,8 +149,8 @@ class Diff:
     def by_role(self) -> dict[Role, list[Change]]:
         """Return the changes by what their paths are to a training.
 
-        Containers whose elements come or go are left out. What may make others differ, such as a
-        generator, comes before them.
+        Containers whose elements come or go are left out. A role that may make others differ, such
+        as generators, comes before these.
         """
         parents = {c.path.rpartition("/")[0] for c in self.changes if c.kind != "changed"}
         found: dict[Role, list[Change]] = {role: [] for role in ROLES}

@@ -105,7 +105,7 @@ def _compared(contents: Contents, captured: CapturedState, rank: int) -> Diff:
 def _stored(
     contents: Contents, components: list[str], rank: int
 ) -> tuple[dict[str, Entry], list[str]]:
-    """Return the entries that this rank would restore, by path, and what is not compared."""
+    """Return, by path, the entries that this rank would restore; and what is not compared."""
     stored, left_out = dict[str, Entry](), list[str]()
     for key in sorted(contents.keys()):
         component = component_of(key)
@@ -184,8 +184,8 @@ def _candidates(
 ) -> Iterator[Want | Candidate]:
     """Yield the chunks of the stored tensors, each with the part of a live one that may hold it.
 
-    A chunk is compared as a whole where this rank holds all of it. Of other chunks, the rank reads
-    all, and compares its part.
+    A chunk is compared as a whole where this rank holds all of it. Other chunks are read,
+    and compared in the part that this rank holds.
     """
     begun = set[int]()
     for i, pair in pairs.items():

@@ -115,8 +115,8 @@ class _CodeError(ValueError):
     """The metadata name a class or function that is none of DCP's metadata."""
 
 
-def _only_known(verb: str, term: Term) -> None:
-    if verb == "storage" or term.name not in _KNOWN:
+def _only_known(step: str, term: Term) -> None:
+    if step == "storage" or term.name not in _KNOWN:
         raise _CodeError(term.name or "a storage")
 
 

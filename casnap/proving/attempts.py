@@ -59,11 +59,11 @@ class Attempt:
             timeout: Seconds that the command may take.
 
         Returns:
-            Whether it was killed.
+            Whether the command was killed.
 
         Raises:
-            CasnapError: It failed by itself, or did not end in time. The message has its last
-                line.
+            CasnapError: The command failed by itself, or did not end in time. The message has
+                the last line of its output.
         """
         stop = time.monotonic() + timeout
         try:
@@ -95,7 +95,7 @@ class Attempt:
         self._process.wait()
 
     def _processes(self) -> list[int]:
-        """Return the processes of the attempt: itself first, or else it might start others."""
+        """Return the processes of the attempt: the command first, or it might start others."""
         found = []
         for path in Path("/proc").iterdir():
             with suppress(OSError):

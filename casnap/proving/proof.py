@@ -74,7 +74,7 @@ class Comparison:
 
     Attributes:
         compared: How many snapshots were compared.
-        differing: The names of those that differ, in order.
+        differing: The names of the snapshots that differ, in order.
         lacking: The names of snapshots that only one of the runs has; of runs that were ended, the
             names of those that only the first one has taken.
         paths: All paths that differ, in any snapshot.
@@ -101,10 +101,10 @@ class Proof:
 
     Attributes:
         unbroken: The run that nobody killed.
-        again: The same once more.
+        again: The second run that nobody killed.
         killed: The run that was killed and started again.
         noise: How the two unbroken runs differ.
-        result: How the killed run differs from the first, apart from paths of the noise.
+        result: How the killed run differs from ``unbroken``, apart from paths of the noise.
         causes: What the difference usually means.
         seed: The seed of the moments of the kills.
     """
@@ -133,7 +133,7 @@ def prove(options: Options) -> Proof:
     """Run a command whole, whole again, and killed; compare what the runs have stored.
 
     Raises:
-        CasnapError: The room is not new, the command does not say where to store, takes too few
+        CasnapError: The folder is not new, the command does not say where to store, takes too few
             snapshots, fails by itself or does not end.
     """
     check_command(options.command, options.resume_command)
@@ -164,7 +164,7 @@ def check_command(command: Sequence[str], resume_command: Sequence[str] = ()) ->
     """Check that commands say where to store.
 
     Raises:
-        CasnapError: One does not.
+        CasnapError: A command does not.
     """
     for each in filter(None, (command, resume_command)):
         if not any(PLACE in argument for argument in each):
@@ -215,7 +215,7 @@ class _Watch:
         return (self._last - self._first) / max(1, len(self.seen) - 1)
 
     def look(self) -> int:
-        """Note what is there now; return how many snapshots were taken so far."""
+        """Note which snapshots are there now; return how many snapshots were taken so far."""
         before = len(self.seen)
         for snapshot in self._store.snapshots(self._run):
             name, commit = snapshot.name.removeprefix(f"{self._run}/"), snapshot.commit_id
@@ -241,7 +241,7 @@ class _Runs:
         """Run the command to its end, or until it has taken enough snapshots.
 
         Raises:
-            CasnapError: It takes fewer than two snapshots.
+            CasnapError: The run takes fewer than two snapshots.
         """
         watch, began = _Watch(self._store, name), time.monotonic()
         most = self._options.snapshots
@@ -259,7 +259,7 @@ class _Runs:
         """Run the command, kill it at random moments, and start it again until it ends.
 
         Raises:
-            CasnapError: It ended before it could be killed, again and again.
+            CasnapError: The run ended before it could be killed, again and again.
         """
         for number in range(_TRIES):
             run = self._killed(f"{name}{number or ''}", unbroken, is_last=number == _TRIES - 1)
@@ -307,7 +307,7 @@ class _Moment:
     Args:
         watch: Looks at the snapshots of the run.
         aim: After how many snapshots to kill; 0 for not at all.
-        delay: How many seconds after.
+        delay: How many seconds after these snapshots to kill.
         most: After how many snapshots the run is complete; None if it ends by itself.
     """
 

@@ -56,7 +56,7 @@ class Comm(ABC):
 
     @property
     def largest_team(self) -> int:
-        """The most ranks whose parts one rank passes on. The more, the less to send at once."""
+        """The most ranks whose parts one rank passes on: if many, send fewer bytes at once."""
         return 1
 
     @property
@@ -75,8 +75,8 @@ class Comm(ABC):
         Args:
             parts: A part for each rank. Their lengths may differ, or be 0. An object that goes to
                 several ranks is sent once where that is possible.
-            room: Used memory to receive into. It is used if all parts fit that come straight from
-                their ranks.
+            room: Memory to receive into. It is used if all parts that come straight from their
+                ranks fit into it.
             is_proven: Whether the receiver verifies the content itself, so that the parts need no
                 checksum.
 

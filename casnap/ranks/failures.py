@@ -79,8 +79,8 @@ def error_text(error: BaseException) -> ErrorText:
 def error_of_ranks(operation: str, texts: dict[int, ErrorText]) -> CasnapError:
     """Return the error to raise on this rank for errors of other ranks.
 
-    It tells the error of the lowest rank that failed. It has the type and reason of that error if
-    the type is one of casnap; else it is a RankError.
+    The returned error tells the error of the lowest rank that failed, and has its type and reason
+    if the type is one of casnap; else it is a RankError.
 
     Args:
         operation: The operation in words, for the message.

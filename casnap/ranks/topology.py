@@ -193,7 +193,7 @@ class _Common(msgspec.Struct, array_like=True):
         step: The number of the call that the speaker is at.
         astray: The ranks that are at another call → its number.
         failed: The ranks that have failed.
-        told: The parts for all: the rank that sends it, its checksum, its content.
+        told: The parts for all ranks: for each its sender, its checksum, its content.
     """
 
     step: int
@@ -423,7 +423,7 @@ class Teams(Transport):
             target: The rank that gets the message.
             common: The half that other ranks get too.
             single: The half for this rank alone.
-            sums: The checksums of both.
+            sums: The checksums of both halves.
             tensors: Tensors of common halves by their ids, to make each tensor once.
         """
         lengths = _HEAD.pack(len(common), len(single), *sums)

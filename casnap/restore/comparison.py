@@ -34,7 +34,7 @@ _HARMLESS_HOOKS = (
 def compare(
     contents: Contents, state: KeyState, module: torch.nn.Module, report: RestoreReport
 ) -> KeyState:
-    """Report how a module differs from the snapshot; return its key without what does not fit.
+    """Report how a module differs from the snapshot; return its key, only with what fits.
 
     Names and values that a module may change while it loads are not compared. Where a module may
     allow other names, only shapes are compared.
@@ -157,7 +157,7 @@ def _has_own_loader(module: torch.nn.Module) -> bool:
 
 
 def _other_shapes(state: KeyState) -> dict[str, str]:
-    """Return the tensors of a module that do not fit their entries, in words, by path."""
+    """Return, by path and in words, why tensors of a module do not fit their entries."""
     shapes = {}
     components = live_components(state.current)
     for component, value in zip(components, state.current.values(), strict=True):
@@ -177,7 +177,7 @@ def _other_shapes(state: KeyState) -> dict[str, str]:
 
 
 def why_refused(contents: Contents, state: KeyState) -> list[str]:
-    """Return why a value cannot load its state in the snapshot, in words; empty if it can.
+    """Return, in words, why a value cannot load its state in the snapshot; empty if it can.
 
     Only the loaders of torch and casnap are known. Any other loader raises its own errors.
     """

@@ -164,7 +164,7 @@ def entries_seen(
 
 
 def _of_own_submodules(contents: Contents, state: KeyState, rank: int) -> KeyState | None:
-    """Return the key with the entries of this module's own submodules; None if it is no pipeline.
+    """Return the key with the entries of this module's submodules; None if not in a pipeline.
 
     In a pipeline, each rank took other submodules: its stage. The pipeline may be cut at other
     places now.
@@ -191,8 +191,8 @@ def _of_own_submodules(contents: Contents, state: KeyState, rank: int) -> KeySta
 def _versions_of_stages(contents: Contents, state: KeyState, rank: int) -> dict[str, Any]:
     """Return the versions of the submodules, as the stages of a pipeline took them.
 
-    The stage that the rank of this number took is read first. It has all versions that this rank
-    wants, unless the pipeline is cut elsewhere now; then the other stages are read too.
+    The stage that the rank of the same number took is read first. It has all versions that this
+    rank wants, unless the pipeline is cut elsewhere now; then the other stages are read too.
     """
     versions = dict[str, Any]()
     wanted = set(getattr(state.current, "_metadata", ()))

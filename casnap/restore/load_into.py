@@ -129,7 +129,7 @@ def match(
     device: torch.device | str | None,
     report: RestoreReport,
 ) -> tuple[dict[str, Listed], dict[str, Shards]]:
-    """Return the entries below a prefix, and the memory of the tensors that fit, by the names here.
+    """Return, by the names here, the entries below a prefix, and the memory of tensors that fit.
 
     Args:
         contents: The snapshot.
@@ -228,7 +228,7 @@ def _places(
 ) -> dict[str, Shards]:
     """Return the memory to fill for each name that both sides have; report what cannot be filled.
 
-    Tensors on the meta device get new memory; tied ones get the same.
+    Tensors on the meta device get new memory; tied tensors share the new memory.
     """
     device_asked = None if device is None else torch.device(device)
     places: dict[str, Shards] = {}

@@ -264,7 +264,7 @@ class Loading:
                         yield self._candidate(want, target, cells.region(number))
 
     def _candidate(self, want: Want, target: _TensorToFill, cell: Region) -> Want | Candidate:
-        """Return a chunk with the part of a tensor that may hold it whole; else the chunk alone."""
+        """Return a chunk, with the part of a tensor that may hold it if one can hold all of it."""
         box, tensor, held = target
         if held is None or not isinstance(box, Region) or cell.intersect(box) != cell:
             return want
@@ -301,7 +301,7 @@ class Loading:
 
 
 def _preparation(tensors: Iterable[torch.Tensor]) -> Callable[[Slot], object] | None:
-    """Return a function that pins a buffer for tensors on a device; None if there are none."""
+    """Return a function that pins a buffer for the tensors' device; None if all are on the CPU."""
     device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
     return None if device is None else partial(pin, device=device)
 
@@ -320,7 +320,7 @@ def naming(contents: Contents, path: str) -> Iterator[None]:
 def _target(
     entry: TensorEntry, box: Region | Selection, tensor: torch.Tensor, held: torch.Tensor | None
 ) -> _TensorToFill:
-    """Return a tensor to fill, with the one that may hold its elements, if that can be hashed."""
+    """Return a tensor to fill; with ``held``, if that can be hashed as the entry's elements."""
     target = as_copyable(tensor.detach())
     if held is None or is_wrapper(held) or not is_its_storage(held) or is_numpy(entry):
         return _TensorToFill(box, target, None)
@@ -330,7 +330,10 @@ def _target(
 
 
 def with_item_axis(entry: TensorEntry, carrier: torch.Tensor) -> torch.Tensor:
-    """Return a carrier in the shape of its entry; for numpy, with one more axis: the bytes."""
+    """Return an entry's carrier (a plain tensor of its elements) in the shape of the entry.
+
+    For numpy it has one more axis: the bytes of an element.
+    """
     if is_numpy(entry):
         return carrier.reshape(*entry.shape, itemsize_of(entry))
     return as_copyable(carrier)
@@ -356,7 +359,7 @@ def _copies(cells: Grid, target: memoryview) -> Iterator[_Move]:
 
 
 def _filling(number: int, target: memoryview) -> _Move:
-    """Return the move of a cell to a run of memory that it fills whole."""
+    """Return the move of a cell whose bytes fill a run of memory whole."""
     return _Move(number, len(target), len(target), _copy_to(target), target)
 
 
@@ -371,7 +374,7 @@ def _copy_to(target: memoryview, offset: int = 0) -> Sink:
 def _moves(
     entry: TensorEntry, cells: Grid, region: Region | Selection, target: torch.Tensor
 ) -> Iterator[_Move]:
-    """Yield moves that fill a tensor with elements of an entry, for the cells that hold some."""
+    """Yield moves that fill a tensor with elements of an entry: one for each cell that has some."""
     if isinstance(region, Selection):
         itemsize = itemsize_of(entry)
         for number, source, place in region.cells(cells):

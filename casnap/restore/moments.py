@@ -153,9 +153,9 @@ def _why_unfit(
 ) -> str:
     """Return why a moment of another shape does not fit a parameter; empty if that is not known.
 
-    It does not fit if a module in the snapshot has the parameter in another shape. Nor does it if
-    its own shape is not the shape that the optimizer's moment has here, or that torch gives to such
-    a moment.
+    A moment does not fit if a module in the snapshot has the parameter in another shape. Nor does
+    it fit if the moment's stored shape is not the shape that the optimizer's moment has here, or
+    that torch gives to such a moment.
 
     Args:
         optimizer: The optimizer.
@@ -237,7 +237,7 @@ def without_named_misfits(
 
 
 def _parameter_of(path: str) -> str:
-    """Return the name of the parameter that a path in a state belongs to; empty if to none.
+    """Return the name of the parameter that a path in a state belongs to; empty if there is none.
 
     The path has ``state/<name>/<moment>``, or in the flattened form ``state.<name>.<moment>``.
     """

@@ -249,7 +249,7 @@ class LiveWeights:
     def _matched(
         self, contents: Contents
     ) -> tuple[dict[str, tuple[str, TensorEntry]], dict[str, Shards]]:
-        """Return the path and entry of each tensor, and its memory, by its name here."""
+        """Return, by name here, the path and entry of each tensor, and the memory of each."""
         report = RestoreReport()
         listed, places = match(contents, self._live(), self._prefix, self._rename, None, report)
         if report.mismatched or (self._strict and report):
@@ -287,7 +287,7 @@ def _digest(digests: bytes, number: int) -> bytes:
 
 
 def _changed_runs(cells: Grid, old: bytes, new: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the runs of cells that differ, each its first cell, and one past its last cell.
+    """Yield the runs of cells that differ: the first cell of each, and one past its last cell.
 
     The cells of a run are one box: they lie at the same place of the axes before ``cells.axis``.
     """
@@ -339,7 +339,7 @@ def _note_bases(
 
 
 def _load(contents: Contents, loading: Loading, bases: _Bases) -> None:
-    """Read all chunks; use deltas of chunks that the tensors hold, where the store has some."""
+    """Read all chunks; where the store has a delta upon a chunk that tensors hold, use that."""
 
     def fill(digest: Digest, memory: memoryview) -> bool:
         tensor, part = bases[digest]

@@ -217,8 +217,8 @@ def _compared(
     """Report how the keys differ from the snapshot.
 
     Returns:
-        The keys that can be restored, as far as they fit; their tensors to fill in place; and the
-        groups of these that share memory, but are not the same in the snapshot.
+        The keys that can be restored, as far as they fit; the tensors of these keys to fill in
+        place; and the groups of these tensors that share memory, but differ in the snapshot.
     """
     states: list[KeyState] = []
     targets: dict[str, Shards] = {}
@@ -255,8 +255,8 @@ def _without_conflicts(
     A value that is no module gets a tensor for each name, and need not keep the tie.
 
     Returns:
-        What :func:`_compared` returns, without the reported tensors. Each group that is left has a
-        tensor of a value that is no module.
+        What :func:`_compared` returns, without the reported tensors. Each group that is left has at
+        least one tensor of a value that is no module.
     """
     entries = {
         path: entry for state in states for path, entry in state.entries.items() if path in targets
@@ -327,7 +327,7 @@ def _what_failed(
 def _by_stored_keys(
     contents: Contents, app_state: Mapping[str, Stateful], rename: Rename, report: RestoreReport
 ) -> dict[str, Stateful]:
-    """Return an app state by the keys of the snapshot; report the keys that it lacks.
+    """Return an app state by the keys of the snapshot; report keys the snapshot lacks.
 
     All ranks know the keys of all ranks here, so all ranks find the same keys missing.
     """
@@ -410,13 +410,13 @@ def _agree(
 class _Missed(msgspec.Struct, array_like=True):
     """A message about a key that the take kept, in whole or in part, for single ranks alone.
 
-    New ranks, which the take did not have, cannot have that.
+    New ranks, which the take did not have, cannot have what was kept so.
 
     Attributes:
         what: What new ranks cannot have: the key, or some of its paths, in words.
         is_one: Whether ``what`` is singular in grammar.
         holders: The ranks for which the snapshot keeps it.
-        is_random: Whether it is the state of random generators.
+        is_random: Whether the key is the state of random generators.
         new_ranks: The new ranks.
     """
 
@@ -550,7 +550,7 @@ def _load(
 def _holders(entry: Entry, target: Shards | None, live: Shards | None) -> tuple[torch.Tensor, ...]:
     """Return the live tensors that may already hold what is to be read: one for each box.
 
-    If the boxes of the live tensors are others, there are none.
+    If the live tensors have other boxes than the read has, none is returned.
 
     Args:
         entry: The entry to read.

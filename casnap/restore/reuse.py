@@ -29,7 +29,7 @@ class Candidate(NamedTuple):
     Attributes:
         want: The chunk.
         part: The part of a tensor that may hold the elements of the chunk.
-        keep: Called if it does hold them, instead of reading the chunk.
+        keep: Called instead of reading the chunk, if the part does hold these elements.
     """
 
     want: Want
@@ -38,7 +38,7 @@ class Candidate(NamedTuple):
 
 
 def lacking(candidates: Iterable[Want | Candidate]) -> Iterator[Want]:
-    """Yield the chunks that have to be read; keep the others.
+    """Yield the chunks that have to be read; call ``keep`` of the others.
 
     The parts are hashed on the calling thread's current stream of their device, or by threads of
     the host. A part may still be written to until it is hashed.
@@ -63,7 +63,7 @@ def lacking(candidates: Iterable[Want | Candidate]) -> Iterator[Want]:
 
 
 def _lacking_of(window: Sequence[Candidate]) -> list[Want]:
-    """Return the chunks to read; keep the others at once, since reads may change their parts."""
+    """Return the chunks to read; call ``keep`` of the others now: reads may change their parts."""
     wants = list[Want]()
     by_device: dict[torch.device, list[Candidate]] = {}
     for each in window:
@@ -108,7 +108,7 @@ def _digest(part: torch.Tensor) -> Digest:
 
 
 def _by_device(device: torch.device, parts: Sequence[torch.Tensor]) -> list[Digest | None]:
-    """Return the digest of each part; None if the device cannot hash it, so that it is read."""
+    """Return the digest of each part; None where the device has none, so that the chunk is read."""
     from casnap.state.device_hash import CellRun, hasher_of  # which needs numpy
 
     digests: list[Digest | None] = [None] * len(parts)
@@ -133,7 +133,7 @@ def _by_device(device: torch.device, parts: Sequence[torch.Tensor]) -> list[Dige
 
 
 def _audit(device: torch.device, kept: Candidate) -> None:
-    """Hash a part on the host that, by the device's digest, holds its chunk.
+    """Check on the host that a part holds its chunk, as the device's digest says.
 
     Raises:
         DeviceError: The part holds other bytes.

@@ -156,7 +156,7 @@ class _SharedFetch:
         return None
 
     def run(self, window: int, only_in_memory: bool) -> None:
-        """Read this rank's part of the chunks that several want, and the chunks it alone wants.
+        """Read this rank's part of the chunks that several ranks want, and what it alone wants.
 
         Chunks that the index does not have are left for :meth:`fetch_the_rest`.
         """
@@ -260,7 +260,10 @@ class _SharedFetch:
     # --- which rank reads which bytes ---
 
     def _by_unit(self, nbytes: int, share: int) -> dict[Unit, list[Digest]]:
-        """Return the chunks to read by unit, in order; a unit has fewer raw bytes than a share."""
+        """Return the chunks to read, by unit (a run of a pack), in the order of units.
+
+        A unit has fewer raw bytes than a share.
+        """
         digests = list(self._left)
         places = self._store.find(digests)
         by_unit: dict[Unit, list[Digest]] = {}
@@ -275,7 +278,7 @@ class _SharedFetch:
     ) -> tuple[Schedule, bool]:
         """Agree on a schedule; return it, and whether all ranks want the same.
 
-        If several ranks want the same units, one of them sends the list.
+        If several ranks want the same units, one of these ranks sends the list of units.
         """
         units = [
             (pack, [(n, sum(self._nbytes(d) + _EXTRA for d in by_unit[pack, n])) for _, n in group])
@@ -305,7 +308,7 @@ class _SharedFetch:
     def _split(
         self, by_unit: dict[Unit, list[Digest]], schedule: Schedule
     ) -> tuple[list[list[list[Digest]]], list[Digest]]:
-        """Return the chunks to request, by window and reader, and those to read alone."""
+        """Return the chunks to request, by window and reader; and chunks to read alone."""
         assignments = {
             (pack, n): assigned for pack, runs in schedule.units for n, assigned in runs.items()
         }
@@ -326,7 +329,7 @@ class _SharedFetch:
         return requests, read_alone
 
     def _requested(self, requests: list[list[list[Digest]]]) -> list[list[bytes]]:
-        """Return the requests to this rank, by window and rank, if all ranks want the same."""
+        """If all ranks want the same, return requests to this rank, by window and rank."""
         rank, size = self._comm.rank, self._comm.size
         each = [self._request(lists[rank]) for lists in requests]
         return [[b"" if reader == rank else text for reader in range(size)] for text in each]

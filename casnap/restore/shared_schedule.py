@@ -112,7 +112,7 @@ def schedule_reads(
 def _wanted_units(
     requests: Sequence[tuple[list[int], bytes | memoryview]], load: list[int]
 ) -> dict[Unit, list[tuple[int, int]]]:
-    """Return the wanted units, each with the groups that want it, and how many bytes of it.
+    """Return the wanted units: for each, the groups that want it, and how many bytes each wants.
 
     A pack that one rank alone wants only adds to the load of that rank: its units are left out. If
     many ranks restore shards, this is so for most packs.

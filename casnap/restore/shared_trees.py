@@ -1,8 +1,8 @@
 """The trees of a snapshot, read by rank 0 for all ranks: at a remote place each read is a request.
 
 Rank 0 reads many nodes together, and sends each node to one rank of every cache whose ranks need
-it. That rank keeps it there. A rank verifies a node by the digest that it looks for. If a node does
-not come, or is damaged, each rank reads it itself.
+it. That rank keeps the node in the cache. A rank verifies a node by the digest that it looks for.
+If a node does not come, or is damaged, each rank reads it itself.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 def targets_of(state: KeyState) -> dict[str, Shards]:
-    """Return the tensors to fill from the snapshot, by path; others are made when they are read.
+    """Return, by path, the live tensors to fill in place; others are made when they are read.
 
     If the loader of the value is known, its live tensors are filled. An unknown loader gets new
     tensors: it may overwrite its own before it reads the new ones, or compare the two.

@@ -194,7 +194,7 @@ def _spans(run: CellRun) -> Iterable[tuple[int, int]]:
 
 
 def _batches(spans: Sequence[tuple[int, int]]) -> tuple[list[Batch], list[int]]:
-    """Divide cells into batches, each of aligned cells only, or of others only.
+    """Divide cells into batches, each of aligned cells only, or of unaligned ones only.
 
     Args:
         spans: The address of each cell, and its bytes.

@@ -21,7 +21,7 @@ _MAX_ITEMSIZE = 64 << 10  # the smallest chunk size, so that no chunk cuts an el
 
 
 def is_numpy(entry: TensorEntry) -> bool:
-    """Whether an entry is a numpy array or scalar, so that its carrier is flat bytes."""
+    """Whether an entry is a numpy array or scalar, whose carrier (``tensors.py``) is flat bytes."""
     return entry.kind in NUMPY_KINDS
 
 
@@ -41,7 +41,7 @@ def numpy_itemsize(entry: TensorEntry) -> int:
 
 
 def describe_numpy(path: str, value: Any) -> tuple[TensorEntry, torch.Tensor]:
-    """Return the entry and the carrier of an array or scalar.
+    """Return the entry of an array or scalar, and its carrier: its flat bytes.
 
     Raises:
         UnsupportedTypeError: The value cannot be stored.
@@ -106,7 +106,7 @@ def _no_bytes() -> torch.Tensor:
 
 
 def assemble_numpy(path: str, entry: TensorEntry, content: torch.Tensor) -> object:
-    """Return the array or scalar of a filled carrier.
+    """Return the array or scalar that a filled carrier, its flat bytes, makes.
 
     Raises:
         UnsupportedTypeError: numpy is not installed.

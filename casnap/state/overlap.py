@@ -77,7 +77,7 @@ _Filling: TypeAlias = tuple[torch.Tensor, object]  # a strided tensor, and its n
 
 
 def fill_shared_memory(fillings: Iterable[_Filling]) -> bool:
-    """Copy new contents into tensors that share memory, if all of them can hold theirs at once.
+    """Copy new contents into tensors that share memory, if all can hold their contents at once.
 
     Returns:
         Whether the tensors were filled. If not, none was changed.

@@ -64,9 +64,9 @@ class PickleMachine:
 
     Args:
         data: The bytes that hold the pickle.
-        check: Called before each step that makes or changes an object, with a verb and a term. The
-            verbs ``call``, ``new``, ``build`` and ``item`` come with a call, ``storage`` comes with
-            a storage. It refuses a step by raising a :class:`RefusedError`.
+        check: Called before each step that makes or changes an object, with its kind and a term.
+            The kinds ``call``, ``new``, ``build`` and ``item`` come with a call, ``storage`` comes
+            with a storage. It refuses a step by raising a :class:`RefusedError`.
         newest: The newest protocol that may be used: 2, as torch.save does, or up to 5, as
             ``pickle.dump`` does.
     """
@@ -208,13 +208,13 @@ class PickleMachine:
         self._ask("storage", term)
         self._stack.append(term)
 
-    def _do_call(self, verb: str) -> None:
+    def _do_call(self, step: str) -> None:
         args, callee = self._stack.pop(), self._stack.pop()
         if kind_of(args) != "tuple" or kind_of(callee) not in ("global", "call"):
             raise RefusedError("its pickle calls a value that is not a function")
         name = callee.name if callee.kind == "global" else f"the result of {callee.name}"
         term = Term("call", name, list(args.parts))
-        self._ask(verb, term)
+        self._ask(step, term)
         self._stack.append(term)
 
     def _do_build(self) -> None:
@@ -225,9 +225,9 @@ class PickleMachine:
         self._ask("build", top)
         top.state = state
 
-    def _ask(self, verb: str, term: Term) -> None:
+    def _ask(self, step: str, term: Term) -> None:
         if self._check is not None:
-            self._check(verb, term)
+            self._check(step, term)
 
 
 _STEPS: dict[bytes, Callable[[PickleMachine], None]] = {
@@ -260,8 +260,8 @@ _STEPS: dict[bytes, Callable[[PickleMachine], None]] = {
     b"u": partial(PickleMachine._do_set_items, count=None),
     b"c": PickleMachine._do_find_global,
     b"Q": PickleMachine._do_storage,
-    b"R": partial(PickleMachine._do_call, verb="call"),
-    b"\x81": partial(PickleMachine._do_call, verb="new"),
+    b"R": partial(PickleMachine._do_call, step="call"),
+    b"\x81": partial(PickleMachine._do_call, step="new"),
     b"b": PickleMachine._do_build,
 }
 

@@ -1,4 +1,4 @@
-"""The parameters of quantized tensors, whose carriers are plain integers."""
+"""The parameters of quantized tensors, whose carriers (``tensors.py``) are plain integers."""
 
 from __future__ import annotations
 

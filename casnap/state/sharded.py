@@ -294,7 +294,7 @@ def _chunk(length: int, count: int, index: int) -> _Run:
 
 
 def _cut_runs(runs: _Axis, start: int, stop: int) -> Iterator[_Run]:
-    """Yield the runs of the indices number ``start`` to ``stop``, counted over all runs."""
+    """Number the indices of all runs in a row; yield the runs of numbers ``start`` to ``stop``."""
     passed = 0
     for run_start, run_stop in runs:
         begin, end = (

@@ -309,7 +309,7 @@ def itemsize_of(entry: TensorEntry) -> int:
 
 
 def allocate(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return an empty carrier for an entry.
+    """Return an empty carrier for an entry: a plain tensor for its elements.
 
     Args:
         entry: The entry. It comes from a store, so it is checked before memory is taken.

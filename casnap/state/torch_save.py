@@ -152,13 +152,13 @@ class _StepCheck:
             for f in torch.serialization.get_safe_globals()
         }
 
-    def __call__(self, verb: str, term: Term) -> None:
+    def __call__(self, step: str, term: Term) -> None:
         """Refuse a step, or let it pass."""
-        if verb == "storage":
+        if step == "storage":
             self._check_storage(term)
-        elif verb == "call":
+        elif step == "call":
             self._check_call(term.name, term.parts)
-        elif term.name not in self._registered and (verb, term.name) not in _CHANGES:
+        elif term.name not in self._registered and (step, term.name) not in _CHANGES:
             raise RefusedError(f"its pickle makes or changes {with_article(term.name)}")
 
     def _check_storage(self, term: Term) -> None:

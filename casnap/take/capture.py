@@ -154,7 +154,7 @@ class CapturedState:
         )
 
     def assign(self, plans: dict[int, RankPlan]) -> None:
-        """Set the plans for leaves that other ranks hold too: of these, hash only planned cells."""
+        """Set the plans for leaves that other ranks hold too; only planned cells are hashed."""
         self.plans = plans
         # A planned leaf may be hashed in part, so another leaf of its memory is hashed by itself.
         self.same_as = {i: twin for i, twin in self.same_as.items() if twin not in plans}
@@ -175,7 +175,9 @@ class CapturedState:
         self.leaves = [Leaf(path, entry, b"") for path, entry, _ in self.leaves]
 
     def pieces(self, share: float = 0.0) -> Iterator[Piece]:
-        """Yield the bytes that this rank hashes or sends, shared memory once; parts of cells first.
+        """Yield the bytes that this rank hashes or sends: parts of cells first.
+
+        Memory that several leaves share comes once.
 
         Args:
             share: Where to begin with the leaves that this rank hashes as a whole, from 0 to 1.
@@ -352,7 +354,7 @@ def _state_of(key: str, value: Stateful) -> dict[str, Any]:
     """Return the state of a value.
 
     Raises:
-        StateError: ``state_dict()`` raised an error of a storage, which is not that of the take.
+        StateError: ``state_dict()`` raised an error of a storage other than the take's.
     """
     try:
         return value.state_dict()

@@ -1,6 +1,7 @@
-"""The commit of a take: rank 0 puts one root for all ranks, which hand over their packs.
+"""The commit of a take: the ranks hand over their packs, and rank 0 puts one root for all.
 
-A single process is the only rank. The same root prunes the run. The marker files come after it.
+A single process is the only rank. The same root prunes the run. The marker files are written
+after the root.
 """
 
 from __future__ import annotations
@@ -216,7 +217,11 @@ class TakeCommit:
         return instruction.result
 
     def _listed(self, session: Session, writers: list[int]) -> Handover:
-        """Let the writers among the ranks write the segments; return this rank's new handover."""
+        """Send this rank's unlisted records to the rank that writes them into a segment.
+
+        Returns:
+            The new handover of this rank.
+        """
         comm = self.comm
         parts = [b""] * comm.size
         if unlisted := session.unlisted:

@@ -49,7 +49,7 @@ _NEW_IN_A_ROW, _LOOKS_AGAIN = 2, 8
 
 
 class Streaks:
-    """Which leaves were new, with all chunks, in the last takes of this process to a store.
+    """Which leaves had only new chunks in the last takes that this process made to a store.
 
     To hash such leaves on the device first would only cost time.
     """
@@ -59,13 +59,13 @@ class Streaks:
         self._new_in_a_row: dict[str, int] = {}
 
     def is_asked(self, path: str) -> bool:
-        """Whether this take asks for a leaf."""
+        """Whether this take asks the store for the chunks of a leaf."""
         if self._new_in_a_row.get(path, 0) < _NEW_IN_A_ROW:
             return True
         return (self._takes + crc32(path.encode())) % _LOOKS_AGAIN == 0
 
     def note(self, is_new: Mapping[str, bool]) -> None:
-        """Note a take: for each leaf that it asked for, whether all chunks were new."""
+        """Note a take: for each leaf that it asked for, whether all chunks of the leaf were new."""
         self._takes += 1
         for path, all_new in is_new.items():
             if all_new:
@@ -83,7 +83,7 @@ _streaks: dict[str, Streaks] = {}
 
 
 class _Asked(NamedTuple):
-    """Cells that were asked for.
+    """Cells for which the store was asked.
 
     Attributes:
         device: The device that holds them.
@@ -170,7 +170,7 @@ class Asking:
             pieces: All pieces of the state.
 
         Raises:
-            DeviceError: A device has computed a wrong digest, or a tensor has changed since.
+            DeviceError: A device has computed a wrong digest, or a tensor was changed after that.
         """
         window, nbytes, made = list[Piece](), 0, 0
         for piece in pieces:
@@ -223,7 +223,7 @@ class Asking:
     def _divided(
         self, device: torch.device, piece: Piece, digests: list[Digest], known: list[bool]
     ) -> Iterator[Piece]:
-        """Note the cells of a piece, and yield those that the store lacks."""
+        """Note the cells of a piece; yield the cells that the store lacks, as pieces."""
         path, memory = self._state.leaves[piece.leaf].path, piece.on_device
         assert memory is not None
         self._all_new[path] = self._all_new.get(path, True) and not any(known)
@@ -286,7 +286,7 @@ class Asking:
             hasher: The hasher of the take, which has hashed all cells that crossed.
 
         Raises:
-            DeviceError: A device has computed a wrong digest, or a tensor has changed since.
+            DeviceError: A device has computed a wrong digest, or a tensor was changed after that.
         """
         for asked in self._known:
             # Since then, another take or a restore may have seen the device compute a wrong digest.

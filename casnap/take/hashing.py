@@ -34,8 +34,8 @@ class Digests:
         state: The state whose chunks they are.
 
     Attributes:
-        shared: Leaf → cell → its digest, for leaves whose cells several ranks hash. If the leaf is
-            so small that its entry holds the bytes, they take the place of the digest.
+        shared: Leaf → cell → the cell's digest, for leaves whose cells several ranks hash. If a
+            leaf is so small that its entry holds the bytes, these take the place of the digest.
     """
 
     def __init__(self, state: CapturedState) -> None:
@@ -72,7 +72,7 @@ class Digests:
         return split_digests(bytes(self._whole[leaf][start * DIGEST_SIZE : stop * DIGEST_SIZE]))
 
     def of_leaf(self, leaf: int) -> bytes:
-        """Return the digests of all chunks of a leaf that this rank hashes alone, in a row."""
+        """Return, in a row, the digests of all chunks of a leaf that this rank hashes alone."""
         return bytes(self._whole[leaf])
 
 
@@ -107,7 +107,7 @@ class Hasher:
     def hash_all(self, batches: Batches, crew: Crew) -> None:
         """Hash all batches and write all new chunks: the way of a process that takes alone.
 
-        It uses a thread a core, at most eight, and at most as many as the crew allows.
+        It uses one thread for each core, but at most eight, and no more than the crew allows.
         """
         source = SharedItems(batches(PIECE_BYTES), crew)
         crew.run(lambda: self.hash(source, None), crew.limited(min(cores(), 8)))
@@ -138,7 +138,7 @@ class Hasher:
         """Keep the bytes of a piece if ranks share its leaf, and the leaf's entry holds the bytes.
 
         Returns:
-            Whether they were kept. Then the piece is not hashed.
+            Whether the bytes were kept. If so, the piece is not hashed.
         """
         cells = self.digests.shared.get(piece.leaf)
         if cells is None or self._state.leaves[piece.leaf].entry.payload.nbytes > INLINE_BYTES:

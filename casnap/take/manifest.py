@@ -1,8 +1,9 @@
 """The manifest of a take: which entries are global, which belong to one rank, and their trees.
 
 An entry is *global* if it is sharded, declared as replicated, or equal on every rank, as digests
-show. All other entries belong to their ranks. Each path has an owner among the ranks, which gets
-the digests of its cells and makes its entry; rank 0 gets finished entries only.
+show. All other entries belong to their ranks. Each path has an owner, one of the ranks. The
+owner gets the digests of the path's cells and makes the path's entry. Rank 0 gets finished entries
+only.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def build_manifest(
 def joined(
     contributions: list[_Contribution], components: Iterable[str], put_node: Put
 ) -> tuple[Manifest, Stats]:
-    """Return the manifest of what all ranks contribute; rank 0 alone puts it together."""
+    """Return the manifest of what all ranks contribute, and its stats; only rank 0 calls this."""
     manifest = Manifest({}, {})
     nbytes = sum(contribution.own_bytes for contribution in contributions)
     count = sum(contribution.own_entries for contribution in contributions)
@@ -141,7 +142,7 @@ class _Builder:
                 scopes[i] = Scope.EQUAL if is_equal else Scope.PER_RANK
 
     def _hashed(self, undecided: list[list[int]]) -> list[_Hashed]:
-        """Return the message to each owner.
+        """Return the message to each owner: what this rank hashed of the owner's leaves.
 
         Args:
             undecided: The undecided leaves of each owner.
@@ -231,7 +232,7 @@ def _answers(hashed: list[_Hashed], division: Division) -> list[bytes]:
 def _sharded_entries(
     division: Division, cells: Mapping[bytes, dict[int, bytes]], put_node: Put
 ) -> dict[str, KnownEntry]:
-    """Return the entries of the sharded tensors that this rank owns, by path."""
+    """Return, by path, the entries of the sharded tensors that this rank owns."""
     entries: dict[str, KnownEntry] = {}
     first_cells: dict[str, list[int]] = {}
     for leaf_id, owned in division.owned.items():
@@ -248,7 +249,7 @@ def _sharded_entries(
 
 
 def _runs(by_cell: Mapping[int, bytes]) -> Iterable[tuple[int, bytes]]:
-    """Yield runs of cells: the first cell, and the digests of all cells of the run, in a row."""
+    """Yield runs of cells: the first cell, and the joined digests of all cells of the run."""
     first_cell, run = -1, list[bytes]()
     for cell in sorted(by_cell):
         if run and cell != first_cell + len(run):
@@ -275,9 +276,9 @@ def _assembled(
 
 
 def _payload(nbytes: int, digests: bytes, put_node: Put) -> Payload:
-    """Return a payload of chunks; a long list of digests is stored as nodes, which the entry names.
+    """Return a payload of chunks; a long list of digests is stored as nodes.
 
-    So an unchanged tensor costs one comparison.
+    The entry then names the top nodes alone, so an unchanged tensor costs one comparison.
     """
     depth = 0
     while len(digests) > INLINE_DIGESTS * DIGEST_SIZE:

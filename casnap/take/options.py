@@ -107,7 +107,7 @@ class Attempt:
             return if_failed(e)
 
     def tolerates(self, error: BaseException) -> bool:
-        """Return whether the run goes on after an error of the take; log it then."""
+        """Return whether the run goes on after an error of the take; if so, log the error."""
         if not self.goes_on or not isinstance(error, OF_STORAGE):
             return False
         # A call and its part in the background may both fail, but only one is counted.

@@ -107,7 +107,7 @@ class PendingTake:
         attempt: Says whether the run goes on after an error of the take.
 
     Attributes:
-        number: Its place among all takes of this process that were started, from 1 on.
+        number: The place of this take among all that this process has started, from 1 on.
         error: The error that it has ended with; None if there is none yet.
         error_seen: Whether the caller has got the error, or gets it from the call that began this
             take.
@@ -152,7 +152,7 @@ class PendingTake:
         return self._thread is not None
 
     def start(self) -> None:
-        """Start the thread, unless it has been started. It first waits for the takes before it.
+        """Start the thread, unless it has been started. It first waits for the takes before this.
 
         Raises:
             UnavailableError: No thread can be started.
@@ -217,7 +217,7 @@ class PendingTake:
         return f"{what_failed(repr(self.name), error)}: {type(error).__name__}: {error}"
 
     def note_seen(self) -> None:
-        """Note that the caller has got its error."""
+        """Note that the caller has got the error of this take."""
         self.error_seen = True
         if self.done():
             # The traceback of an error keeps the captured state alive.
@@ -269,7 +269,7 @@ def _raise_unseen(store_id: str, last_count: int, so: str) -> None:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Raise no error of an earlier take within a ``with`` block: its take may be the last one."""
+    """Raise no error of earlier takes within a ``with`` block: the block's take may be the last."""
     global _held_back
     _held_back = True
     try:

@@ -116,7 +116,7 @@ def _runs_on_device(number: int, grid: Grid, content: torch.Tensor) -> Iterator[
 
 
 def _runs_in_row(grid: Grid) -> Iterator[tuple[int, list[int], int, int]]:
-    """Yield runs of cells that lie in a row: the first cell, the bytes of each, begin and end."""
+    """Yield runs of cells that lie in a row: first cell, bytes of each, begin and end in bytes."""
     first_cell, start, sizes, total = 0, 0, list[int](), 0
     for size in grid.sizes():
         if sizes and total + size > PIECE_BYTES:
@@ -187,7 +187,7 @@ def _runs_in_boxes(
 
 
 def _as_one_box(box: Region, following: Region) -> Region | None:
-    """Return two boxes joined, if the bytes of the second then follow those of the first."""
+    """Return two boxes as one if the second's bytes then follow the first's; else None."""
     for axis, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         if following.offsets[axis] != start:
             sizes = (*box.sizes[:axis], size + following.sizes[axis], *box.sizes[axis + 1 :])
@@ -233,7 +233,7 @@ def _copied(
 
 
 def batched(pieces: Iterable[Piece], nbytes: int = PIECE_BYTES) -> Iterator[list[Piece]]:
-    """Group pieces into batches of about ``nbytes`` bytes, worth the switch to a thread."""
+    """Group pieces into batches of about ``nbytes`` bytes, so that switching threads pays."""
     remaining = iter(pieces)
     while True:
         batch, total = list[Piece](), 0

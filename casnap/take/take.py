@@ -181,7 +181,7 @@ class _Steps:
         return lambda nbytes: batched(self.unknown_pieces(), nbytes)
 
     def begin_asking(self) -> None:
-        """If a device can hash, begin to ask the store within the call: known chunks stay there."""
+        """If a device can hash, begin to ask the store within the call: known chunks stay on it."""
         if not self.state.devices:
             return
         store = self._repository
@@ -260,7 +260,7 @@ class _Steps:
         return not self._is_gone
 
     def _background_ranks(self) -> Comm:
-        """Return the communicator for the part of an async take in the background."""
+        """Return the communicator for the background part of an async take."""
         return self._comm.background(self._seed) if self._options.max_pending > 1 else self._comm
 
     def tell_ranks_later(self, error: BaseException) -> None:
@@ -287,7 +287,7 @@ class _Steps:
     ) -> TakeResult:
         """Store the new chunks, then the manifest, and commit.
 
-        It starts again if a collector was faster, or if room was made on a full disk.
+        The take starts again if a collector was faster, or if room was made on a full disk.
 
         Args:
             batches_for: Returns the batches to hash.

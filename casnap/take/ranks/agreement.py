@@ -16,15 +16,15 @@ from casnap.take.options import TakeOptions, unclear_commits
 
 
 class Agreement(msgspec.Struct, array_like=True):
-    """The message in which a rank says what it asks of a take; all ranks follow that of rank 0.
+    """The message in which a rank says what it asks of a take; all follow rank 0's message.
 
     Attributes:
         store_id: The id of the store.
         name: The name of the snapshot.
         keys: The keys of the app state, as components: a key need not be Unicode.
         options: Other things that must be the same on all ranks, by their names in errors.
-        codec: How chunks are stored. Only rank 0 looks how the store is set.
-        seed: A random number. That of rank 0 chooses which bytes of replicas are compared.
+        codec: How chunks are stored. Only rank 0 looks up the setting of the store.
+        seed: A random number. The number of rank 0 chooses which bytes of replicas are compared.
         root: The newest root, which rank 0 reads for all ranks where each look is a request.
         lists: Whether rank 0 lists the packs for all ranks before they rely on some.
     """

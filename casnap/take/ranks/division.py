@@ -60,7 +60,7 @@ class Division(NamedTuple):
             none.
         owned: The sharded tensors that this rank owns.
         plans: Leaf → what this rank does for it, for leaves that other ranks hold too. All ranks
-            put cells together in this order.
+            put cells together in the order of this dict.
         splits: Whether shard edges cut a cell of any tensor, of any rank.
         is_single_process: Whether a single process hashes everything that it has.
     """
@@ -90,7 +90,7 @@ def divide(
         comm: The ranks.
         state: The state of this rank.
         app_state: The values that it was captured from.
-        options: What the caller declares about them.
+        options: What the caller declares about the values.
         chunk_size: The chunk size of the store, in bytes.
         seed: Chooses the samples; the same on all ranks.
 
@@ -250,7 +250,7 @@ def _matches(path: str, globs: Sequence[str]) -> bool:
 def _samples(
     state: CapturedState, scopes: list[Scope], declared: _Declarations, sampler: Sampler
 ) -> dict[int, list[bytes]]:
-    """Return samples of all tensors that must be equal on several ranks, by leaf."""
+    """Return, by leaf, samples of all tensors that must be equal on several ranks."""
     contents: dict[int, Sequence[torch.Tensor | bytes]] = {}
     for i, (path, _, content) in enumerate(state.leaves):
         if isinstance(content, Shards):

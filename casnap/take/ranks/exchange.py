@@ -80,7 +80,7 @@ class _Message:
 
 
 class _Offer:
-    """New chunks that a thread holds; and once this is decided, which of them it is to write."""
+    """New chunks that a thread offers to write; once decided, which of these it is to write."""
 
     def __init__(self, chunks: list[tuple[Digest, int]]) -> None:
         self.chunks = chunks
@@ -107,7 +107,7 @@ class Decider:
             messages: The offers of each rank.
 
         Returns:
-            For each rank, one byte an offer: 1 if the rank is to write that chunk.
+            For each rank, one byte for each of its offers: 1 if the rank is to write that chunk.
         """
         holders: dict[Digest, list[tuple[int, int]]] = {}
         decisions, sizes = [], dict[Digest, int]()
@@ -162,7 +162,7 @@ class Exchange:
         self._load = 0
 
     def run(self, batches: Batches, hash_batches: Hash) -> None:
-        """Hash on some threads, and hold rounds until all ranks have hashed everything.
+        """Hash on some threads, and hold rounds of messages until all ranks have hashed everything.
 
         Raises:
             RankError: Another rank failed, died or hangs.
@@ -188,9 +188,10 @@ class Exchange:
     # --- the threads that hash ---
 
     def _without_parts(self, batches: Iterable[list[Piece]]) -> Iterator[list[Piece]]:
-        """Yield the pieces that this rank hashes; add the parts that it sends to the split cells.
+        """Yield the pieces that this rank hashes; hand on the parts of cells that it sends.
 
-        Parts are added at once, in their order, so that their memory is released on any error.
+        Parts are handed to ``_split_cells`` at once, in their order, so that their memory is
+        released on any error.
         """
         for batch in batches:
             if batch:
@@ -201,7 +202,7 @@ class Exchange:
             yield [piece for piece in batch if piece.part is None]
 
     def _with_whole_cells(self, source: SharedItems[list[Piece]]) -> Iterator[list[Piece]]:
-        """Yield the batches that one thread hashes: of this rank's pieces, and of joined cells."""
+        """Yield the batches that one thread hashes: of pieces, and of cells put together here."""
         try:
             for batch in source:
                 yield batch
@@ -225,10 +226,10 @@ class Exchange:
                 self._split_cells.drop()
 
     def _take_whole_cells(self, wait_while: Callable[[], bool]) -> list[Piece]:
-        """Return some cells that were put together; wait for one while a condition holds.
+        """Return cells that this rank has put together; if none, wait while a condition holds.
 
-        No thread waits while there is one: other ranks cannot send more parts before these cells
-        are hashed.
+        No thread waits while there are such cells: other ranks cannot send more parts before
+        these cells are hashed.
         """
 
         def waits() -> bool:
@@ -244,9 +245,9 @@ class Exchange:
             return [self._whole_cells.popleft() for _ in range(min(len(self._whole_cells), 16))]
 
     def _select_share(self, digests: list[Digest], sizes: list[int]) -> list[bool]:
-        """Return which of some chunks that the store lacks this rank is to write.
+        """Return, for each of some chunks that the store lacks, whether this rank is to write it.
 
-        It waits for the round in which that is decided.
+        This call waits for the round in which the ranks decide that.
         """
         offer = _Offer(list(zip(digests, sizes, strict=True)))
         with self._changed, self._waiting_for_ranks():
@@ -313,7 +314,7 @@ class Exchange:
     def _messages(
         self, offers: list[_Offer], decisions: list[bytes], is_last: bool
     ) -> tuple[list[memoryview], list[list[_Chunk]]]:
-        """Return the message to each rank, and the chunks that it offers, in order."""
+        """Return, for each rank, the message to it, and the chunks offered to it, in order."""
         size = self._comm.size
         by_rank: list[list[_Chunk]] = [[] for _ in range(size)]
         for offer in offers:
@@ -355,7 +356,7 @@ class Exchange:
             self._changed.notify_all()
 
     def _check_all_go_on(self, idle: list[float]) -> None:
-        """Check that no rank talks without going on, because its storage hangs, for example."""
+        """Check that each rank that talks goes on too: its storage may hang, for example."""
         timeout = self._comm.timeout
         stuck = [rank for rank, seconds in enumerate(idle) if seconds > timeout]
         if stuck:

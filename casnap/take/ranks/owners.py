@@ -192,11 +192,11 @@ def check_replicated(
 
     Args:
         holdings: What each rank holds.
-        replicas: What the owner found about them.
+        replicas: What this rank found about the leaves that it owns, by id.
         paths_by_id: Id → path, for the named paths that this rank owns.
 
     Raises:
-        StateError: Some are not equal.
+        StateError: Some of the paths are not equal on all ranks.
     """
     wrong = {
         path: leaf_id

@@ -5,8 +5,8 @@ computes its own share (:func:`replicated_runs`). A sharded tensor is planned by
 boxes that each rank holds (:func:`plan_tensor`).
 
 A cell that lies whole in a box is hashed by a rank that holds the box. A cell that shard edges cut
-is put together by one rank, the *joiner*: other ranks send it the parts that their boxes hold. It
-puts a few such cells together at a time, a *joint*.
+is put together by one rank, the *joiner*: other ranks send it the parts that their boxes hold. A
+*joint* is a run of such cells, cut alike, that the joiner puts together at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _JOINT_BYTES = 4 << 20
 
 
 class SentPart(Struct, frozen=True, array_like=True, gc=False):
-    """The part of a joint that one box holds.
+    """The part of a joint (a run of cells that one rank puts together) that one box holds.
 
     Attributes:
         first_cell: The first cell of the joint.
@@ -52,7 +52,7 @@ class RankPlan(Struct, array_like=True):
         runs: The runs of whole cells to hash, in order: the first cell, and one past the last. Each
             run lies in a single box that the rank holds.
         sends: The parts that the rank sends, in the order of cells.
-        joints: The runs of cells that the rank puts together and hashes, in order.
+        joints: The runs of cut cells that the rank puts together and hashes, in order.
         senders: For each joint, the ranks that send parts of it.
     """
 
@@ -110,7 +110,8 @@ def plan_tensor(
         The plan of each rank that has something to do.
 
     Raises:
-        StateError: No rank holds some box, boxes overlap, or one lies outside the tensor.
+        StateError: No rank holds some part of the tensor, boxes overlap, or a box lies outside
+            the tensor.
     """
     grid = grid_of(shape, itemsize, chunk_size)
     if not grid.count:
@@ -163,7 +164,7 @@ class _CellRuns:
         self._starts = [0, *accumulate(sizes)]
 
     def share(self, part: int, parts: int) -> list[tuple[int, int, int]]:
-        """Return the cells that begin in one of several equal parts of the bytes.
+        """Return the cells that begin in number ``part`` of ``parts`` equal parts of the bytes.
 
         Returns:
             Parts of the runs: the number of the run, the first cell, and one past the last.
@@ -257,7 +258,7 @@ class _Planner:
         return self._cells.run(stop)[0] - self._cells.run(first_cell)[0]
 
     def _plan_cut_cells(self, first_cell: int, stop: int, boxes: tuple[int, ...]) -> None:
-        """Plan which ranks put together a run of cells that the same boxes cut."""
+        """Divide a run of cells, all cut by the same boxes, into joints; plan each joint."""
         holders = {rank for box in boxes for rank in self._held[box].ranks}
         most = min(_JOINT_BYTES // self._cells.cell, -(-(stop - first_cell) // len(holders)))
         while first_cell < stop:
@@ -271,7 +272,7 @@ class _Planner:
             first_cell = end
 
     def _plan_joint(self, first_cell: int, stop: int, parts: list[_SharedBox]) -> None:
-        """Plan which rank joins the cells of a joint, and which ranks send it the parts."""
+        """Plan which rank puts a joint's cells together, and which ranks send it the parts."""
         elements_by_rank: defaultdict[int, int] = defaultdict(int)
         for region, ranks in parts:
             for rank in ranks:
@@ -290,13 +291,13 @@ class _Planner:
         self.ranks[joiner].senders.append(sorted(senders))
 
     def _near(self, ranks: list[int], joiner: int) -> list[int]:
-        """Return the ranks that are on the joiner's host; if there are none, all of them."""
+        """Return which of some ranks are on the joiner's host; if none is, all of them."""
         if self._hosts is None or len(ranks) == 1:
             return ranks
         return [r for r in ranks if self._hosts[r] == self._hosts[joiner]] or ranks
 
     def _joiner(self, elements_by_rank: dict[int, int], nbytes: int) -> int:
-        """Choose the rank that joins some cells.
+        """Choose the rank that puts some cells together.
 
         Args:
             elements_by_rank: Rank → how many elements of the cells it holds.
@@ -314,7 +315,7 @@ class _Planner:
 
 
 def _covered_runs(runs: list[tuple[int, int, int]]) -> list[CoveredRun]:
-    """Return disjoint runs of the same cells, each with the numbers of the runs that cover it.
+    """Cut runs of cells into disjoint runs; return each with the numbers of the runs over it.
 
     Args:
         runs: Runs, sorted: the first cell, one past the last, and the number of the run.

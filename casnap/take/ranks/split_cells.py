@@ -214,7 +214,10 @@ class SplitCells:
             return self._may_open or any(self._next_joint(rank) for rank in range(self._size))
 
     def _next_joint(self, rank: int) -> _OpenJoint | None:
-        """Return the open joint of the next part for a rank; None if no part can be sent now."""
+        """Return the open joint that the next part for a rank belongs to.
+
+        None if there is no part for the rank, or the joint of the next one is not open yet.
+        """
         box, joints = self._outbox[rank], self._taking[rank]
         if not box:
             return None
@@ -240,7 +243,7 @@ class SplitCells:
             give_back(piece for pieces in drawn for piece, _ in pieces)
 
     def _draw(self, rank: int) -> list[tuple[Piece, _OpenJoint]]:
-        """Take parts for a rank out of its outbox, with their joints."""
+        """Take parts for a rank out of its outbox, each with the open joint that it belongs to."""
         drawn: list[tuple[Piece, _OpenJoint]] = []
         room = max(1, _WINDOW_BYTES // (self._size * self._largest_team))
         with self._lock:
@@ -282,7 +285,7 @@ class SplitCells:
         """Take in the messages of all ranks.
 
         Returns:
-            The cells that are whole now, and whether there will be no more.
+            The cells that are whole now, and whether no rank will send more parts.
         """
         for rank, content in enumerate(messages):
             if not content:
@@ -333,9 +336,9 @@ class SplitCells:
     def _fill(
         self, part: _SentPart, region: Region | None = None, content: memoryview | None = None
     ) -> None:
-        """Note that a part has come, and copy it to its place unless it is there.
+        """Note that a part of a joint has come, and copy it to its place unless it is there.
 
-        Cells that are whole then are to be hashed.
+        Once the last part has come, the joint's cells are whole, and are to be hashed.
         """
         joint = self._open[part.leaf_id, part.first_cell]
         opened = joint.opened
@@ -365,7 +368,7 @@ class SplitCells:
 
 
 def _copy(target: memoryview, outer: Region, part: Region, content: memoryview) -> None:
-    """Copy a part to its place in the box ``outer``, whose bytes are the first of ``target``."""
+    """Copy a part to its place in the box ``outer``; ``target`` begins with that box's bytes."""
     itemsize = len(content) // part.numel
     start = part.start_in(outer)
     if start is not None:
