@@ -58,6 +58,7 @@ from casnap.integrations.trainers import (
     Checkpoints,
     Notices,
     Value,
+    agreed,
     both_there_error,
     check_saved_by,
     check_whole,
@@ -110,6 +111,7 @@ _ADAPTER = (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME)
 _STATE = ("optimizer.pt", "scheduler.pt")
 """Files of the Trainer without which it would go on with a fresh optimizer, and say nothing."""
 _WEIGHTS = ("last", "all", "none")
+_NEVER_SAVED = ""
 _NOTICE = (
     "This checkpoint is a snapshot of casnap, which holds the weights, the optimizer and all else "
     "that a run goes on with. Use `casnap run COMMAND`, a Trainer with "
@@ -183,6 +185,8 @@ class CasnapTrainerMixin(_Base):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kw: Any) -> Any:
         """Train, as the Trainer does. ``True`` resumes from the last checkpoint that is whole.
 
+        If only saves that were cut off have left folders, training begins anew, with a warning.
+
         Raises:
             StateError: The Trainer is set up in a way that this class does not support.
         """
@@ -198,7 +202,8 @@ class CasnapTrainerMixin(_Base):
             self._tell(f"the checkpoints of {kind} in {folder} are snapshots")
         if resume_from_checkpoint is True:
             with join(None, None, f"looking for the last of {self.args.output_dir}") as comm:
-                resume_from_checkpoint = checkpoints.last(comm) or True
+                found = agreed(comm, partial(_last_or_none, checkpoints))
+            resume_from_checkpoint = None if found == _NEVER_SAVED else found or True
         return super().train(resume_from_checkpoint, *args, **kw)
 
     def _check_supported(self) -> None:
@@ -576,6 +581,15 @@ def install(tell: Callable[[str], object] | None = None) -> None:
 
 def _is_newest(path: str, checkpoints: Checkpoints) -> bool:
     return [Path(path).absolute()] == [p.absolute() for p in checkpoints.paths()[-1:]]
+
+
+def _last_or_none(checkpoints: Checkpoints) -> str | None:
+    """Return the last whole checkpoint. Where the first save was cut off, nothing is lost yet."""
+    last, folders = checkpoints.find_last(), checkpoints.paths()
+    if last is None and folders and not any(is_file(f / Markers.FILE) for f in folders):
+        _log.warning("%s holds no whole checkpoint: training begins anew", folders[0].parent)
+        return _NEVER_SAVED
+    return last
 
 
 def _put_back(snapshot: Snapshot, folder: Path) -> None:

@@ -497,6 +497,26 @@ def test_with_install_the_newest_checkpoint_that_a_tool_names_may_be_cut_off(
     assert_same(load(tmp_path / "end"), load(uninterrupted / "end"))
 
 
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_run_whose_first_save_was_cut_off_begins_anew(tmp_path: Path, *, installed: bool) -> None:
+    out = tmp_path / "out"
+    (out / "checkpoint-2").mkdir(parents=True)
+
+    def go() -> None:
+        from casnap.integrations.transformers import install
+
+        if installed:
+            install()
+        resume = str(out / "checkpoint-2") if installed else True
+        run(out, tmp_path / "end", resume=resume, plain=installed)
+
+    assert in_child(go) == 0
+    assert "checkpoint-8" in Store(out)
+    # A checkpoint that was whole is not given up: its store may be elsewhere for a while.
+    shutil.rmtree(out / "casnap-store")
+    assert in_child(go) != 0
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     import transformers
 
