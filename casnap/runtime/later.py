@@ -21,10 +21,16 @@ def imported_later(package: dict[str, Any]) -> tuple[Callable[[str], Any], list[
 
     Returns:
         The function, and all names that the module passes on.
+
+    Raises:
+        ImportError: There is compiled code alone.
     """
+    name = package["__name__"]
+    if (text := package["__loader__"].get_source(name)) is None:
+        raise ImportError(f"the .py file of {name} is missing: casnap needs its sources", name=name)
     modules = {
         alias.name: str(node.module)
-        for node in ast.walk(ast.parse(package["__loader__"].get_source(package["__name__"])))
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if alias.asname == alias.name and not alias.name.startswith("_")
