@@ -148,8 +148,8 @@ class Fit:
     """Conditions for loading a snapshot, besides those of the tensors that are filled.
 
     Attributes:
-        names: By path of a dict, the names that this rank has in it. If the snapshot has a further
-            name there, it does not fit.
+        names: The path of a dict → the names that this rank has in it. If the snapshot has a
+            further name there, it does not fit.
         problems: Problems that the caller has found already, in words.
     """
 

@@ -22,7 +22,7 @@ progress, sizes, classes    ``Progress``, ``without_torch_modes``; ``size``; ``o
 ==========================  ====================================================================
 
 Each name is loaded at its first use. So this module may lie below modules whose names it offers
-(``joined_take.py``, ``divided.py``). Begin with the guide.
+(``serving/``, ``joined_take.py``, ``divided.py``). Begin with the guide.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ else:
 class JoinedTake:
     """One take, which all ranks make together.
 
-    Each rank makes one of these objects, then calls :meth:`take` or :meth:`begin` once. Then the
-    ranks leave ``comm``.
+    Each rank makes one of these objects, then calls :meth:`take` or :meth:`begin` once, after
+    which the ranks leave ``comm``.
 
     Args:
         path: The path of the snapshot, or its name in ``store``.

@@ -1,6 +1,6 @@
 """Choose which snapshot of a name, or of a run, counts: the one of this store or of its mirror.
 
-Imports ``view.py``; ``store.py`` imports this.
+Imports ``view.py`` and lower layers; ``store.py`` imports this.
 """
 
 from __future__ import annotations

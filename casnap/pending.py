@@ -1,4 +1,7 @@
-"""A take in the background, as its caller sees it. Imports ``take/pending.py``."""
+"""A take in the background, as its caller sees it.
+
+Imports ``take/pending.py`` and lower layers; ``snapshot.py`` imports this.
+"""
 
 from __future__ import annotations
 

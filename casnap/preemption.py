@@ -1,6 +1,6 @@
 """A last take before the machine is taken away: all ranks agree that a signal came.
 
-Imports ``take`` and ``state``; no public class imports it.
+Imports ``take``, ``state`` and lower layers; no public class imports it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A snapshot: take, restore and read, under TorchSnapshot's names.
 
-Imports ``view.py`` and ``pending.py``; ``store.py`` imports this.
+Imports ``view.py``, ``pending.py`` and lower layers; ``store.py`` imports this.
 """
 
 from __future__ import annotations

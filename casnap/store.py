@@ -1,6 +1,6 @@
 """A store: many snapshots at one URI, which share their chunks.
 
-Imports ``snapshot.py``, ``latest.py`` and ``view.py``.
+Imports ``snapshot.py``, ``latest.py``, ``view.py`` and lower layers.
 """
 
 from __future__ import annotations
@@ -967,7 +967,7 @@ class Store:
 
         The rules apply to each run, that is each folder of snapshots, on its own. They apply to the
         very table that the commit changes, so they see tags, takes and overwrites that other
-        processes have committed before. A collection in the background frees the bytes, as after
+        processes have committed so far. A collection in the background frees the bytes, as after
         :meth:`delete`.
 
         Args:
@@ -1000,7 +1000,7 @@ class Store:
         mirror still lacks, stay whole.
 
         Args:
-            rules: By pattern of whole keys of the app state, how many of the newest snapshots of
+            rules: A pattern of whole keys of the app state → how many of the newest snapshots of
                 each run keep these keys: ``{"optim/**": 2}``. ``*`` matches any characters.
             prefix: Thin only runs in and below this folder.
             dry_run: Only report which keys would be removed.

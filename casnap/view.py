@@ -1,4 +1,7 @@
-"""The snapshots of a store that lie below a prefix. ``Store`` and ``Snapshot`` are built on it."""
+"""The snapshots of a store that lie below a prefix. ``Store`` and ``Snapshot`` are built on it.
+
+Imports ``storage`` and lower layers, and no other public module.
+"""
 
 from __future__ import annotations
 

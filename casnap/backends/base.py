@@ -166,7 +166,7 @@ class ReadHints(BackendCore):
     """Faster reads: the place learns of reads early, and hands over each buffer once it is full.
 
     Attributes:
-        has_page_cache: Whether this machine's memory keeps objects that were read. Then casnap
+        has_page_cache: Whether this machine's memory keeps objects that were read. If so, casnap
             needs no cache for them, and reads with as many threads as there are cores.
     """
 
@@ -325,10 +325,10 @@ class Backend(ReadHints, BucketRules, Announcements, Markers):
     """A place where objects live: the core, which each has, and parts that have defaults.
 
     Attributes:
-        costly_requests: Whether each call takes a round trip, and may be paid for. Then callers
+        costly_requests: Whether each call takes a round trip, and may be paid for. If so, callers
             list a folder rather than look at each object, ask for much at once, and remember it.
         in_flight: How many calls at once are worth it.
-        syncs_folders: Whether each folder that was written to takes time to sync. Then a take
+        syncs_folders: Whether each folder that was written to takes time to sync. If so, a take
             writes its packs into one folder.
         max_chunk_bytes: The largest chunks that a store here may have.
         folder: The folder of this machine that holds the objects; None if there is none.

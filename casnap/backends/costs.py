@@ -15,13 +15,13 @@ class Costs(NamedTuple):
         sharing: How many threads share a buffer. Most threads that read from a server only wait.
         few: The most chunks that are searched for in parts of a large index. To find more, the
             index is read whole.
-        probes: How many newer roots are read one by one. Then the others are listed.
+        probes: How many newer roots are read one by one, before the others are listed.
         stands: For how many seconds after a root was seen it counts as still there.
         recent: For how many seconds a root that was the newest is recent enough to begin with.
-        small_records: The most records of a segment that hosts keep, since each commit merges it
-            into its own. To a reader that has not cached it, each segment costs a request.
-        levels: For each level of segments, the most records, bases and packs that a segment of it
-            has, and how many segments of it are merged with a new one.
+        small_records: A segment of up to this many records is small: the next commit merges it into
+            its own, so the host that wrote it keeps it. A reader without it pays a request.
+        levels: For each level, the most records, bases and packs of its segments; and how many of
+            its segments to merge with a new one.
         merged: How many small segments there must be for a collector to merge them, when it writes
             other segments anew.
         many_records: If the index has more records, the packs are listed folder by folder.
@@ -39,8 +39,8 @@ class Costs(NamedTuple):
             themselves and the store sets none. Otherwise they wait for the next collection.
         free_looks: Whether a look at one file costs next to nothing. Otherwise callers leave out
             looks that only make sure, and prefer one listing to many looks.
-        waiting: Whether a thread that reads or writes only waits for a server. Then as many run at
-            once as calls are in flight, however few cores there are.
+        waiting: Whether a thread that reads or writes only waits for a server. If so, as many
+            threads run at once as calls are in flight, however few cores there are.
         writes_hints: Whether the last pack of nodes of a commit gets hints, so that a reader need
             not read the index.
         keeps_counts: Whether a process goes on from the counts of its last collection. So the next

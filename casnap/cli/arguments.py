@@ -115,8 +115,8 @@ def _open_place(
     Args:
         uri: The URI.
         backends: A list that gets the backend in use, so that the caller can count its requests.
-        is_destination: Whether snapshots go there. Then this completes a store whose making was cut
-            off.
+        is_destination: Whether snapshots go there. If so, this completes a store whose
+            making was cut off.
     """
     place = Location.of_store(uri, options_of(uri), may_take=is_destination, is_typed=True)
     backends.append(place.backend)

@@ -36,8 +36,8 @@ def part_of(contents: Contents, path: str | None, *, only_tensors: bool = False)
     Args:
         contents: The snapshot.
         path: The path; None for everything that rank 0 sees.
-        only_tensors: Whether to ignore containers. Then the stages of a pipeline, whose containers
-            differ from rank to rank, are one model.
+        only_tensors: Whether to ignore containers. If so, the stages of a pipeline, whose
+            containers differ from rank to rank, are one model.
 
     Raises:
         EntryNotFoundError: There is no such path, or several ranks have entries of their own there
@@ -112,7 +112,7 @@ def _name(base: str, path: str) -> str:
 
 
 def equal_tensors(tensors: Mapping[str, StoredTensor], without: Collection[str]) -> dict[str, str]:
-    """Return, by name, each tensor that equals an earlier one, and the earliest equal name.
+    """Return the name of each tensor that equals an earlier one → the name of the earliest one.
 
     Args:
         tensors: The tensors by name.

@@ -129,7 +129,7 @@ class ExportReport:
     Attributes:
         dry_run: Whether nothing was written.
         format: The format.
-        files: By name, the length of each file in the output folder, or of the output file. A dry
+        files: The name of each file in the output folder, or of the output file → its length. A dry
             run of the formats torch and dcp counts only the bytes of their tensors.
         tensors: How many tensors were written.
         nbytes: The bytes of these tensors.
@@ -137,8 +137,8 @@ class ExportReport:
             them. An export of the whole snapshot also lists here the keys that only ranks other
             than rank 0 have.
         tied: Each name that was left out → the name of the equal tensor that was written.
-        equal: By name, tensors with the bytes of an earlier tensor, and its name: perhaps tied
-            weights.
+        equal: The name of each written tensor that has the bytes of an earlier one → the name of
+            the earliest one: perhaps tied weights.
         seconds: How long the export took.
     """
 

@@ -59,9 +59,9 @@ class _DcpMetadata(NamedTuple):
     """The decoded metadata.
 
     Attributes:
-        values: By name, the tensor, or None for an object.
-        paths: By name, the object path.
-        places: By name and offsets of a box, the bytes of the box; objects have no offsets.
+        values: Name → the tensor; None for an object.
+        paths: Name → the object path.
+        places: Name and offsets of a box → the place of its bytes; objects have no offsets.
     """
 
     values: dict[str, _DcpTensor | None]

@@ -165,7 +165,10 @@ def _format_of(file: Path) -> str:
 
 
 def _weights_in(folder: Path) -> list[Path]:
-    """Return the files of weights in a folder; an index or first file means a set."""
+    """Return the files of weights in a folder, or its indexes instead, if it has any.
+
+    If the files are all shards of one model, only the first is returned.
+    """
     for index, weights in (("*.safetensors", "*.safetensors"), ("*.bin", "*_model*.bin")):
         files = matching(folder, index + INDEX_SUFFIX) or matching(folder, weights)
         if files:

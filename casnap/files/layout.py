@@ -127,9 +127,10 @@ class FileLayout(NamedTuple):
 
     Attributes:
         files: The files of tensors.
-        others: The contents of the other files, by name.
+        others: The name of each other file → its content.
         tied: Each name that is left out → the name of the equal tensor that is written instead.
-        equal: By name, tensors with the bytes of an earlier tensor, and the name of that tensor.
+        equal: The name of each written tensor that has the bytes of an earlier one → the name of
+            the earliest one.
         left_out: The paths of values that safetensors cannot hold.
     """
 

@@ -159,7 +159,7 @@ def header_of(
     """Return the beginning of a file, where each tensor's bytes begin, and the file's length.
 
     Args:
-        tensors: By name, the dtype by torch's name, and the shape.
+        tensors: The name of each tensor → its dtype, as torch names it, and its shape.
         metadata: The content of ``__metadata__``.
 
     Raises:

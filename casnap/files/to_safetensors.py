@@ -88,7 +88,7 @@ def index_of(shards: Mapping[str, str], total: int) -> bytes:
     """Return the index of shards.
 
     Args:
-        shards: By name of a tensor, the name of its file.
+        shards: The name of each tensor → the name of its file.
         total: The bytes of all tensors.
     """
     index = {"metadata": {"total_size": total}, "weight_map": shards}

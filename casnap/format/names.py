@@ -174,7 +174,7 @@ def components_of(keys: Sequence[Key]) -> list[str]:
 
 
 def is_hashed(component: str) -> bool:
-    """Whether a path component is a hash. Then only the spec of its dict has the key."""
+    """Whether a path component is a hash. If so, only the spec of its dict has the key."""
     return component.startswith("%k")
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import zstandard
 
 WIDTHS = (1, 2, 4, 8)
-"""The numbers of planes that a chunk may be cut into: each is the bytes of an element."""
+"""How many planes a chunk may be cut into: as many as an element has bytes."""
 # A plane is stored compressed only if that leaves less than this share of it. Else it is not worth
 # the time of each reader.
 _WORTH = 0.97

@@ -248,7 +248,7 @@ def _pairs(accelerator: Accelerator) -> list[tuple[Any, Any]]:
 
 
 def _parts(accelerator: Accelerator) -> Iterator[tuple[str, Stateful]]:
-    """Yield key and value of each object with a state, save models and objects of an engine."""
+    """Yield key and value of each object with a state, except models and objects of an engine."""
     engine = _engine(accelerator)
     optimizers = accelerator._optimizers if engine is None else []
     if _is_sharded(accelerator):

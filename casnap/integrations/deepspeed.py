@@ -567,7 +567,7 @@ def _targets(
         engine: The engine.
         states: The states of the optimizer to fill.
         with_frozen: Whether to fill frozen parameters too.
-        look: Whether the targets are only compared. Then master weights stand for states that the
+        look: Whether the targets are only compared. If so, master weights stand for states that the
             optimizer does not have yet.
     """
     module, optimizer = engine.module, engine.optimizer

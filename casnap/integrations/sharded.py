@@ -76,7 +76,7 @@ def optimizer_for(
     """Return what loads an optimizer, in the form in which it was stored.
 
     Raises:
-        StateError: It was stored by the numbers of parameters, and ranks have divided these.
+        StateError: It was stored by the indices of parameters, and ranks have divided these.
     """
     try:
         groups = snapshot.read_object(f"{key}/param_groups")

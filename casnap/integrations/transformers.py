@@ -8,9 +8,9 @@
         pass
 
 :func:`install` gives the mixin to every Trainer of the process, for programs that nobody edits.
-A Trainer with casnap is of a class that is made when it is: the mixin, then the classes of the user
-and of tools, then :class:`_StoringTrainer`, then the Trainer. So what subclasses do when they save
-and load is done too.
+The class of a Trainer with casnap is made together with the Trainer: the mixin, then the classes of
+the user and of tools, then :class:`_StoringTrainer`, then ``Trainer`` itself. So what subclasses
+do when they save and load is done too.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ class CasnapTrainerMixin(_Base):
                 self._rotate(run_dir)
 
     def _optimizer_and_scheduler(self) -> dict[str, Stateful]:
-        """Return them, but for what the engine of DeepSpeed has."""
+        """Return them, except what the engine of DeepSpeed has."""
         state: dict[str, Stateful] = {}
         if self.is_fsdp_enabled:
             state["optimizer"] = ShardedOptimizer(self.model, self.optimizer)

@@ -98,11 +98,11 @@ def _components_of(entry: ContainerEntry) -> Iterable[str]:
 
 
 def balance(inner: str, entry: Entry, components: Iterable[str], most: int) -> int:
-    """Return a number for an entry. If no element is lacking, the numbers of a key add up to 0.
+    """Return a number for an entry. All numbers of a key add up to 0 if no element is lacking.
 
-    Each entry adds the hash of its path, save the entry of the key itself. Each container subtracts
-    the hashes of the paths of its elements. So each tree is summed up once, and the sums of the
-    trees that a rank sees are added up.
+    An entry adds the hash of its path, except the key's own entry. A container subtracts the hash
+    of each element's path. Each tree is summed up only once, and the sums of the trees that a rank
+    sees are added.
 
     Args:
         inner: The path of the entry below its key.
@@ -124,7 +124,7 @@ class _Elements:
     """The elements of a container that were not seen yet.
 
     Attributes:
-        names: The components of a dict's elements; None where they are numbers.
+        names: The components of a dict's elements; None if they are indices.
         count: How many there are.
     """
 

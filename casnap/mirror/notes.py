@@ -204,10 +204,10 @@ def mark_mirrored(
 
     Args:
         store: The mirrored store.
-        mirrored: By full name, the commit id of each snapshot that the mirror holds. If the mirror
-            gets snapshots of a run again, that run is no longer noted as succeeded.
-        succeeded: By full name, the commit id of each snapshot that the mirror never gets, since
-            another store continues its run.
+        mirrored: The full name of each snapshot that the mirror holds → its commit id. If the
+            mirror gets snapshots of a run again, that run is no longer noted as succeeded.
+        succeeded: The full name of each snapshot that the mirror never gets, since another store
+            continues its run → its commit id.
         moved: The number of the last publish that the mirror has followed, or never will; 0: none.
         check: Raises if the root that the commit follows has another mirror.
     """

@@ -77,10 +77,10 @@ def curve(names: Sequence[str], values: Sequence[float | None]) -> Markup:
 
 
 def curves(runs: Mapping[str, Sequence[tuple[float, float]]]) -> Markup:
-    """Draw a metric of several runs: a line for each, over steps or numbers of snapshots.
+    """Draw a metric of several runs: a line for each, over the steps or the order of the snapshots.
 
     Args:
-        runs: By name of a run, its points: the step or number, and the value.
+        runs: The name of each run → its points: the step or the place in the order, and the value.
     """
     height, points = 150.0, [point for run in runs.values() for point in run]
     first, last = (pick(x for x, _ in points) for pick in (min, max))

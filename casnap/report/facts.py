@@ -62,7 +62,7 @@ class ModuleChanges:
     Modules that never change are left out.
 
     Attributes:
-        snapshots: The names of the snapshots, without the first one, which has none before it.
+        snapshots: The names of the snapshots, without the first one, which follows no other.
         modules: The names of the modules.
         shares: For each module, a list of shares from 0 to 1, one for each snapshot.
     """
@@ -80,7 +80,7 @@ class RunFacts:
         folder: The name of the folder in the store; empty for the store itself.
         snapshots: The facts of each snapshot.
         changes: The changes in the last snapshots.
-        sizes: By path, the bytes below it in the last snapshot.
+        sizes: Path → the bytes below it in the last snapshot.
     """
 
     folder: str

@@ -122,8 +122,8 @@ def key_state(
         stateful: The value in the app state.
         report: Gets the key if the snapshot lacks it.
         rank: This rank.
-        kept_for_others: Gets, by the key's component, the paths that only other ranks have, with
-            these ranks.
+        kept_for_others: Gets the key's component → the paths that only other ranks have → these
+            ranks.
 
     Returns:
         None if the snapshot has nothing of the key for this rank.

@@ -167,7 +167,10 @@ def _advice(
     *,
     renames: bool,
 ) -> Iterator[str]:
-    """Yield advice about a state that does not fit; ``states`` are the keys that can be read."""
+    """Yield advice about a state that does not fit.
+
+    ``states`` are the keys that both the state and the snapshot have, with the entries that fit.
+    """
     has = contents.keys()
     if renames or not has.issuperset(app_state):
         keys = ", ".join(sorted(has))

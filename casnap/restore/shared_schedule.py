@@ -161,7 +161,7 @@ class _Windows:
 
         Args:
             reader: The rank that reads the unit.
-            lists: The numbers of the groups, each with how many bytes of the unit it wants.
+            lists: The index of each group, and how many bytes of the unit it wants.
         """
         last_window, fill, bounds = self._last, self._filled, self._bounds
         adds = [(self._lists + i, nbytes) for i, nbytes in lists]

@@ -4,9 +4,9 @@ A visitor is neither a thread nor a task: one thread of a pool may begin a gener
 end it, and coroutines of one thread overlap. So the gate counts each entrance as a visit of its
 own. The thread and the context of a visit only tell who would wait for itself.
 
-An interrupt may come before the first and after the last line of each call. So methods take the
-lock itself, not the condition, which could lose the lock then; a visit ends before its end calls
-anything; and who waits looks again from time to time.
+An interrupt may come before the first and after the last line of each call. It could make ``with``
+over the ``Condition`` leave the lock taken, so methods take the lock itself. A visit is counted as
+ended before anything else is called. Who waits looks again from time to time.
 """
 
 from __future__ import annotations

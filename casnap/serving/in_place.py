@@ -235,9 +235,9 @@ class _ChangedFolder(ExportOutput):
     """The output of a pull in place: it changes some files, and renames new ones into the folder.
 
     Args:
-        link: The folder.
+        link: The path of the folder. A plain pull would have its link there.
         folder: The same folder, open.
-        files: By name, handles of the files that are changed where they are.
+        files: The name of each file that is changed where it is → its handle.
         old: The version that the folder holds; None if it is unknown.
         out: Where new files are written before they are renamed.
         nbytes: About how many bytes the new files will have.

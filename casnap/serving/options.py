@@ -152,7 +152,7 @@ class PullReport:
             ``Store.wait_served`` waits for this number.
         published_time: When that root was put, in seconds since the epoch, by its writer's clock.
         switched: Whether this pull made the version current.
-        changed: The tensors that the version before did not have, or had with other bytes.
+        changed: The tensors that the version before lacked, or held with other bytes.
         tensors: How many tensors the version has.
         total_bytes: The bytes of all files.
         linked_bytes: The bytes of files that are links to the version before, or stay in place.
@@ -162,8 +162,8 @@ class PullReport:
             which is smaller for deltas, nodes of trees, and parts of the index. Reads of other
             threads in this store count too.
         left_out: The paths of values that safetensors cannot hold.
-        equal: By name, tensors with the bytes of an earlier tensor, and its name: perhaps tied
-            weights.
+        equal: The name of each tensor that has the bytes of an earlier one → the name of the
+            earliest one: perhaps tied weights.
         seconds: How long the pull took.
         written_bytes: The bytes of tensors that were written: copied or fetched, and not in place.
     """

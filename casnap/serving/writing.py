@@ -108,7 +108,7 @@ class Writer:
     """Writes the files of a version.
 
     Attributes:
-        same: By file name, the name of an equal file of the old version; "" if there is none.
+        same: The name of each file → that of an equal file of the old version; "" if none is equal.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ class Term:
     Attributes:
         kind: ``tuple``, ``list``, ``dict``, ``global``, ``call`` or ``storage``.
         name: The name of a global, or of the function that a call calls.
-        parts: The elements; the keys and values in turn; the arguments of a call.
+        parts: The elements; each key, followed by its value; the arguments of a call.
         depth: For a tuple, how deep tuples are nested.
         state: For a call, the state that its result is given.
     """

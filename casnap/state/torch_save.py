@@ -272,7 +272,7 @@ class TensorPlace(NamedTuple):
         offset: Its offset, in elements.
         shape: Its sizes.
         strides: Its strides, in elements.
-        metadata: Names of flags and whether each is set, in turn.
+        metadata: The name of each flag, followed by whether it is set.
     """
 
     storage: Term

@@ -15,8 +15,8 @@ The rest of casnap uses only the names below; import-linter refuses any other. C
 usage look into the rooms: ``inspecting.py``, above all rooms, lists the names that they use
 besides.
 
-The rooms import ``backends``, ``format``, ``runtime`` and ``errors``; neither ``state``, ``ranks``
-nor torch. Begin with ``reading/repository.py`` and ``writing/session.py``.
+The rooms import ``backends``, ``format``, ``runtime``, ``errors`` and ``version``; neither
+``state``, ``ranks`` nor torch. Begin with ``reading/repository.py`` and ``writing/session.py``.
 """
 
 from __future__ import annotations

@@ -354,7 +354,8 @@ def _state_of(key: str, value: Stateful) -> dict[str, Any]:
     """Return the state of a value.
 
     Raises:
-        StateError: ``state_dict()`` raised an error of a storage other than the take's.
+        StateError: ``state_dict()`` itself met an error of some storage. It must not look like an
+            error of the take's storage.
     """
     try:
         return value.state_dict()

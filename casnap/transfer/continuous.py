@@ -175,7 +175,7 @@ def _not_copied(copied: dict[str, set[bytes]], jobs: Iterable[CopyJob]) -> Itera
     """Yield the snapshots that were not copied yet, in the order of their roots.
 
     Args:
-        copied: By name at the destination, the commits that were copied.
+        copied: Name at the destination → the commits that were copied.
         jobs: The snapshots.
     """
     for job in sorted(jobs, key=lambda job: job.row.seq):

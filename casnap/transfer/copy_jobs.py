@@ -23,7 +23,7 @@ class Placement(NamedTuple):
 
     Attributes:
         notes: The notes that its row gets there.
-        replaced: By full name, the snapshots of the destination that it replaces.
+        replaced: The full name of each snapshot of the destination that it replaces → its row.
         tags: Tags that it gets there besides its own.
     """
 
@@ -92,7 +92,7 @@ class CopyOptions:
             goes on from there.
         part_seconds: About how many seconds after which they are committed too: a link may be slow.
         hooks: The hooks of commits to the destination.
-        gets_all: Whether the destination gets each snapshot. Then it gets deltas even on a disk.
+        gets_all: Whether the destination gets each snapshot. If so, it gets deltas even on a disk.
     """
 
     dry_run: bool = False

@@ -26,8 +26,8 @@ class DeltaCopier:
     Args:
         source: The store to read from.
         session: The session of the store to write to.
-        candidates: By chunk of the source, a chunk that it may resemble. If the destination has the
-            candidate, it becomes the base of a delta, and the session relies on it.
+        candidates: A chunk of the source → a chunk that it may resemble. If the destination has the
+            candidate, the candidate becomes the base of a delta, and the session relies on it.
     """
 
     def __init__(

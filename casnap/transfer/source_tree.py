@@ -15,11 +15,11 @@ class SourceTree:
     Args:
         contents: The snapshot.
         visited: The keys of nodes that were visited before; this adds the keys of new ones.
-        owners: By key of a visited node, the copied snapshot that it belongs to.
+        owners: The key of each visited node → the copied snapshot that it belongs to.
 
     Attributes:
-        nodes: By key, the digests of the nodes that were visited so far; parents come first.
-        shared_with: By new name, the copied snapshots that have the subtrees that were left out.
+        nodes: The key of each node that was visited so far → its digest; parents come first.
+        shared_with: New name → a copied snapshot that has some of the subtrees that were left out.
     """
 
     def __init__(

@@ -151,8 +151,8 @@ def is_stale(error: BaseException) -> bool:
 def is_of_the_place(error: BaseException) -> bool:
     """Whether an error of casnap says that a place could not be looked at.
 
-    Then nobody knows whether the object is there. An error that the system did not cause says what
-    is there instead: a folder, a link, a pipe.
+    If so, nobody knows whether the object is there. A ``BackendError`` that no error of the system
+    caused is none of these: it says that something else is there, a folder, a link or a pipe.
     """
     cause = error.__cause__
     return isinstance(error, UnavailableError) or (

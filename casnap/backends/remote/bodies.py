@@ -37,7 +37,7 @@ class Body(aiohttp.Payload):
     @property
     @override
     def consumed(self) -> bool:
-        """Whether sending has begun. Then aiohttp does not send the body again by itself."""
+        """Whether sending has begun. If so, aiohttp does not send the body again by itself."""
         return self._begun
 
     @override

@@ -107,7 +107,7 @@ def ranks_of(answers: Sequence[object]) -> tuple[int, ...]:
 
     Args:
         answers: For each rank, in order, its rank in the world; or any other object, if its planner
-            has dropped that number. Then the ranks are known only if they are the whole world.
+            has dropped that number. If so, the ranks are known only if they are the whole world.
 
     Raises:
         StateError: The ranks are unknown.

@@ -5,7 +5,7 @@ folders of earlier processes that it saw at its first save beside them. When the
 it deletes each snapshot whose known folder is gone (``docs/decisions/0060-rotated-folders.md``).
 
 A checkpoint may also be a folder of several snapshots, with the same names in each checkpoint, as
-Accelerate saves with FSDP. Then the loop deletes that folder.
+Accelerate saves with FSDP. The loop deletes the folder of such a checkpoint.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RunFolder:
     def is_same(self) -> bool:
         """Whether the folder is still at its path: nobody has moved it or mounted a disk there.
 
-        Some file systems change a folder's inode. Then the markers in it decide.
+        Some file systems change a folder's inode. If so, the markers in the folder decide.
         """
         return _identity(self._path) == self._identity or any(
             self._commit_of(self._folder(name).name) == commit

@@ -45,7 +45,7 @@ class ModelPart(NamedTuple):
         """Return where elements of the checkpoint lie in the model.
 
         Args:
-            indices: The numbers of elements in the flat tensor of the checkpoint, ascending.
+            indices: The indices of elements in the flat tensor of the checkpoint, ascending.
 
         Returns:
             An index that selects the elements of this part, and the place of each of them in the
@@ -90,7 +90,7 @@ class Places:
     """The places of a checkpoint's tensors in a model.
 
     Args:
-        regions: By name of a tensor, its parts.
+        regions: The name of each tensor → its parts.
         targets: All tensors of the model.
     """
 

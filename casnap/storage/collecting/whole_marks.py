@@ -194,7 +194,7 @@ class WholeMarks:
             yield SealedSegment(*self._store.index.sealed(ref))
 
     def places_of(self, digests: Collection[bytes]) -> Iterator[Placed]:
-        """Yield all places of some digests that the root lists, save deltas of endless chains."""
+        """Yield all places of some digests that the root lists, except deltas of endless chains."""
         if not digests:
             return
         for segment in self._segments():

@@ -69,8 +69,9 @@ class PutIfAbsent:
     def has_one_winner(self, puts: int, threads: int) -> bool:
         """Put one fresh key several times; return whether exactly one put won, and is stored.
 
-        Race only on servers that refuse a second put in turn. On a server where all puts win, a
-        race can confuse the listing of a folder: `rclone serve s3` then lists deleted objects.
+        Use several threads only on a server that refuses the second of two puts made one after the
+        other. Where all puts win, a race can confuse the listing of a folder: `rclone serve s3`
+        then lists deleted objects.
 
         Args:
             puts: How many times to put the key.

@@ -197,7 +197,7 @@ def _put_config(
         expire = (TEMPORARY, NOTE)
         left = (n for n in backend.names("tmp") if not any(e.fullmatch(n) for e in expire))
         others.update(f"tmp/{name}" for name in left)
-    # Another process may have just made the store. It then has a record, which comes first.
+    # Another process may have just made the store. If so, the store has a record: it comes first.
     if others and not has_object(backend, CONFIG_KEY):
         raise _foreign_error(backend, others)
     honoured = honours_put_if_absent(backend)

@@ -630,7 +630,12 @@ def _link_of_a_stranger(way: Path) -> Path | None:
 
 
 def _guarded(store: Path, way: Path, use: _Use, *, is_parent: bool) -> LocalBackend:
-    """Return the backend of a store that a path leads to; it refuses changes of others' stores."""
+    """Return the backend of a store that a path leads to.
+
+    Unless a person has typed the path, the backend refuses to write if the store belongs to
+    neither this user nor root, or if others may write to it. The latter is allowed if
+    ``is_parent``.
+    """
     is_ours = use.is_typed or _why_distrusted(store, is_parent=is_parent) is None
     check = None if is_ours else partial(_check_ours, store, is_parent=is_parent)
     return _led_to(store, way, check)

@@ -212,7 +212,7 @@ class ChunkCache:
         (self._folder / _URI).write_text(self._uri, "utf-8", "surrogateescape")
 
     def _room_for(self, nbytes: int) -> int:
-        """Make room for bytes if need be; return for how many there is room, and count these."""
+        """Make room for bytes if need be. Return for how many there is room; note these as used."""
         nbytes = min(nbytes, self.nbytes // PAGE * PAGE)
         count = self._all / "used"
         content = count.read_bytes()

@@ -229,8 +229,8 @@ class DeltaReader:
     ) -> bytes | None:
         """Return a chunk from one of its places, with every chunk of its chain verified; or None.
 
-        If two collectors recoded at once, the chain may come back to the chunk itself. It then goes
-        on from another place of the chunk.
+        If two collectors recoded at once, the chain may come back to the chunk itself. Then this
+        returns None, and the chunk is looked for at its other places.
 
         Args:
             digest: The digest of the chunk.

@@ -80,12 +80,12 @@ def bases_in(
 ) -> dict[Digest, Digest]:
     """Return the base of each chunk of a snapshot that has one, as :func:`cell_pairs` finds it.
 
-    It returns no bases if it meets damage: the snapshot before may have been collected meanwhile.
-    If the snapshot itself is damaged, the next reader will report it.
+    If this meets damage, it returns no bases: the earlier snapshot may have been collected
+    meanwhile. If the snapshot itself is damaged, the next reader will report it.
 
     Args:
         contents: The snapshot.
-        root: The root whose table has the snapshot before.
+        root: The root whose table lists the earlier snapshot.
         is_there: See :func:`snapshot_before`.
         last_there: See :func:`snapshot_before`.
     """

@@ -46,7 +46,7 @@ class TagMove(Struct, frozen=True, kw_only=True):
             the published versions.
         time: Seconds since the epoch, by the clock of the process that moved the tag.
         by: The user and the host that moved the tag, as they call themselves.
-        previous: The full name of the snapshot that had the tag before; "" for none.
+        previous: The full name of the snapshot that the tag was moved from; "" for none.
     """
 
     name: str

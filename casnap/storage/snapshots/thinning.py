@@ -44,7 +44,7 @@ class Thinned:
     """A snapshot that was thinned.
 
     Attributes:
-        before: The row that the snapshot had before.
+        before: Its row before it was thinned.
         keys: The keys that it lost.
     """
 

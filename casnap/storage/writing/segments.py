@@ -28,7 +28,7 @@ from casnap.storage.packs.pack_writer import new_id
 from casnap.storage.reading.repository import Repository
 
 MERGE_MOST = 640_000
-"""The most records and bases of a segment. It then has less than 48 MiB, however many packs."""
+"""The most records and bases of a segment. So it has less than 48 MiB, however many packs."""
 _SMALL = 1 << 15
 # The most records, bases and packs of a merged segment. They have 53, 40 and 16 bytes each.
 _MOST = 900_000

@@ -81,11 +81,11 @@ class Session:
         base_root: The root that rank 0 has just read for all ranks; by default a recent one.
         earlier: A reliance from before the session, which may grow until the session commits or
             hands over. The session then takes it over.
-        puts_root: Whether this process puts the root. It then checks that the place keeps writers
+        puts_root: Whether this process puts the root. If so, it checks that the place keeps writers
             apart.
         copies: Whether the session copies chunks out of packs. In one process, such sessions wait
             for each other.
-        dry_run: Whether the session only says what it could rely on. It then leaves no trace.
+        dry_run: Whether the session only says what it could rely on. If so, it leaves no trace.
 
     Attributes:
         store: The store.
@@ -311,7 +311,8 @@ class Session:
 
         Args:
             change: The change of the table.
-            update_root: Returns the last root with other fields changed for the next root.
+            update_root: Gets the newest root, and returns it with those fields changed, besides the
+                table, that the next root shall have.
 
         Returns:
             The root; None if the change returned None.

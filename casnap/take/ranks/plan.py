@@ -25,7 +25,7 @@ from casnap.format.grid import Grid, grid_of
 from casnap.format.region import Region, cover_once
 
 CoveredRun: TypeAlias = tuple[int, int, tuple[int, ...]]
-"""A run of cells, and the numbers of the boxes that hold some of each cell."""
+"""A run of cells, and the indices of the boxes that hold some of each cell."""
 
 # The most bytes of cells that are cut alike and put together at once, for fewer messages.
 _JOINT_BYTES = 4 << 20
@@ -315,10 +315,13 @@ class _Planner:
 
 
 def _covered_runs(runs: list[tuple[int, int, int]]) -> list[CoveredRun]:
-    """Cut runs of cells into disjoint runs; return each with the numbers of the runs over it.
+    """Cut runs of cells, which may overlap, at all their edges.
 
     Args:
-        runs: Runs, sorted: the first cell, one past the last, and the number of the run.
+        runs: Runs, sorted: the first cell, one past the last, and the index of the box.
+
+    Returns:
+        Each piece, with the indices of the boxes whose runs contain it.
     """
     if all(a[1] <= b[0] for a, b in pairwise(runs)):
         return [(first_cell, stop, (i,)) for first_cell, stop, i in runs]
