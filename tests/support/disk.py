@@ -27,7 +27,7 @@ def dense() -> torch.nn.Sequential:
 
 
 def assert_bounded(
-    folder: Path, train: Callable[[Path], None], kept: int = 2, more: int = 1, parts: int = 1
+    folder: Path, train: Callable[[Path], None], kept: int = 2, more: float = 1, parts: int = 1
 ) -> None:
     """Have a trainer save in this process, which is a child; look at what is left on the disk.
 

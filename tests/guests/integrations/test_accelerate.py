@@ -337,9 +337,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
             load_state(accelerator)
         with pytest.raises(SnapshotNotFoundError, match="no checkpoint at"):
             load_state(accelerator, tmp_path / "nowhere")
-        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.distributed_type = DistributedType.MEGATRON_LM
         for refused in (save_state, load_state):
-            with pytest.raises(StateError, match=r"do not support FSDP; .*install\(folder\)"):
+            with pytest.raises(StateError, match="do not support MEGATRON_LM"):
                 refused(accelerator)
 
     assert in_child(work) == 0

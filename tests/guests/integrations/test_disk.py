@@ -116,4 +116,6 @@ def test_a_disk_of_accelerate_with_fsdp(tmp_path: Path) -> None:
 def test_a_disk_holds_what_the_trainer_keeps_and_one_state(
     tmp_path: Path, train: Callable[[Path], None]
 ) -> None:
-    assert in_child(lambda: assert_bounded(tmp_path / "run", train)) == 0
+    # Its newest folder has the weights too: a third of a state that Adam trains.
+    more = 1 + 1 / 3 if train is by_transformers else 1
+    assert in_child(lambda: assert_bounded(tmp_path / "run", train, more=more)) == 0
