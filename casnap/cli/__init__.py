@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 try:
     import click
-    from click.shell_completion import CompletionItem
 
     import casnap
     from casnap.cli.output import CommandError, quote, say
