@@ -14,8 +14,11 @@ FROZEN = 4096 * 32 * 4
 
 
 class Numbers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, length: int = 24) -> None:
+        self._length = length
+
     def __len__(self) -> int:
-        return 24
+        return self._length
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
         ids = (torch.arange(8) * 31 + i) % 4096

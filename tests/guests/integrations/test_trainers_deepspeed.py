@@ -19,6 +19,7 @@ from casnap import Snapshot
 from casnap.errors import StateError
 from tests.support.bitwise import assert_same
 from tests.support.exports import assert_exports
+from tests.support.hf_trainer import Numbers
 from tests.support.launched import kill_all, launched
 from tests.support.trainer_contract import RunContract
 
@@ -174,15 +175,6 @@ def test_what_accelerate_refuses(tmp_path: Path) -> None:
 # --- Transformers -----------------------------------------------------------------------------
 
 
-class Numbers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    def __len__(self) -> int:
-        return 48
-
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        ids = (torch.arange(8) * 31 + i) % 4096
-        return {"input_ids": ids, "labels": ids}
-
-
 def trainer_of(folder: Path, stage: int, **arguments: Any) -> Any:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import transformers
@@ -214,7 +206,7 @@ def trainer_of(folder: Path, stage: int, **arguments: Any) -> Any:
         transformers.GPT2Config(vocab_size=4096, n_positions=8, n_embd=32, n_layer=1, n_head=2)
     )
     model.transformer.wte.requires_grad_(requires_grad=False)  # tied to the head, and frozen
-    return Ours(model=model, args=args, train_dataset=Numbers())
+    return Ours(model=model, args=args, train_dataset=Numbers(48))
 
 
 def trained(
