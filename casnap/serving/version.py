@@ -30,7 +30,7 @@ from casnap.runtime.descriptors import Descriptor
 from casnap.runtime.fork import cached_property
 from casnap.runtime.threads import cores, mapped
 from casnap.runtime.typing import override
-from casnap.storage import Fill
+from casnap.storage import Contents, Fill
 
 RECORD, CHUNKS = "casnap-version.json", "casnap-chunks"
 """The files of a version's record and of the digests of its chunks."""
@@ -155,6 +155,36 @@ class VersionRecord(Struct):
     tensors: dict[str, VersionTensor]
     files: dict[str, VersionFile]
     digest: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        contents: Contents,
+        files: dict[str, VersionFile],
+        tensors: dict[str, VersionTensor],
+        *,
+        mapping: dict[str, Any],
+        exact: bool,
+        tied: dict[str, str],
+        left_out: list[str],
+    ) -> VersionRecord:
+        """Return the record of a version of a snapshot, without its digest."""
+        return cls(
+            version=1,
+            store=contents.store.backend.uri,
+            store_id=contents.store.config.store_id,
+            snapshot=contents.name,
+            commit=contents.row.commit.hex(),
+            time=contents.row.time,
+            metadata=contents.metadata,
+            mapping=mapping,
+            exact=exact,
+            chunk_bytes=contents.store.config.chunk_size,
+            tied=tied,
+            left_out=left_out,
+            tensors=tensors,
+            files=files,
+        )
 
     @property
     def content(self) -> str:

@@ -188,21 +188,14 @@ class Writer:
         listed = b"".join(chunks)
         for name, raw in {**layout.others, CHUNKS: listed}.items():
             files[name] = VersionFile(len(raw), len(raw), digest_of(raw).hex())
-        record = VersionRecord(
-            version=1,
-            store=contents.store.backend.uri,
-            store_id=contents.store.config.store_id,
-            snapshot=contents.name,
-            commit=contents.row.commit.hex(),
-            time=contents.row.time,
-            metadata=contents.metadata,
+        record = VersionRecord.of(
+            contents,
+            files,
+            tensors,
             mapping=self._options.mapping,
             exact=not any(tensor.cast_from for tensor in tensors.values()),
-            chunk_bytes=contents.store.config.chunk_size,
             tied=layout.tied,
             left_out=layout.left_out,
-            tensors=tensors,
-            files=files,
         )
         return record, listed
 

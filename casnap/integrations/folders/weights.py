@@ -30,7 +30,6 @@ from casnap.serving.version import (
     Version,
     VersionFile,
     VersionRecord,
-    read_record,
 )
 from casnap.serving.writing import layout_of, write_version
 
@@ -91,7 +90,7 @@ def remove_weights(folder: Path) -> None:
         PlaceError: The folder cannot be looked at.
     """
     info = status(folder)
-    parts, version = matching(folder, *_PARTS), _version_in(folder)
+    parts, version = matching(folder, *_PARTS), Version.at(folder)
     for part in parts:
         shutil.rmtree(part) if is_folder(part) else part.unlink()
     if version is not None:
@@ -108,7 +107,7 @@ def remove_weights(folder: Path) -> None:
 
 def names_put(folder: Path) -> set[str]:
     """Return the names of the files of weights that were put into a folder, and are unchanged."""
-    version = _version_in(folder)
+    version = Version.at(folder)
     names = [] if version is None else _names(version)
     return {name for name in names if version is not None and _is_ours(version, folder / name)}
 
@@ -133,7 +132,7 @@ def _pull(
         groups.setdefault(first, [first]).append(name)
     equal = [sorted(names, key=lambda name: name in tied)[1:] for names in groups.values()]
     left_out = [name for names in equal for name in names if name in tied]
-    old = next((version for version in map(_version_in, others) if version is not None), None)
+    old = next((version for version in map(Version.at, others) if version is not None), None)
     try:
         # What is linked is not read: each time, another part of it is verified.
         if old is not None and old.damaged(contents.row.seq):
@@ -159,22 +158,8 @@ def _record_of(snapshot: Snapshot, staged: Path) -> VersionRecord:
             files[path.name] = VersionFile(
                 info.st_size, 0, digest_of(b"").hex(), mtime_ns=info.st_mtime_ns
             )
-    contents = snapshot.contents
-    record = VersionRecord(
-        version=1,
-        store=contents.store.backend.uri,
-        store_id=contents.store.config.store_id,
-        snapshot=contents.name,
-        commit=contents.row.commit.hex(),
-        time=contents.row.time,
-        metadata=contents.metadata,
-        mapping={},
-        exact=False,
-        chunk_bytes=contents.store.config.chunk_size,
-        tied={},
-        left_out=[],
-        tensors={},
-        files=files,
+    record = VersionRecord.of(
+        snapshot.contents, files, {}, mapping={}, exact=False, tied={}, left_out=[]
     )
     record.digest = record.own_digest()
     return record
@@ -182,7 +167,7 @@ def _record_of(snapshot: Snapshot, staged: Path) -> VersionRecord:
 
 def _publish(staged: Path, folder: Path) -> None:
     """Move the files of a version into a folder: for a reader, all of them at once."""
-    version = _version_in(staged)
+    version = Version.at(staged)
     assert version is not None
     first, *more = _names(version)
     if more:
@@ -192,11 +177,6 @@ def _publish(staged: Path, folder: Path) -> None:
             (staged / name).rename(folder / name)
     shutil.rmtree(staged)
     sync_folder(os.path.realpath(folder))
-
-
-def _version_in(folder: Path) -> Version | None:
-    record = read_record(folder / RECORD)
-    return None if record is None else Version(folder, record)
 
 
 def _is_ours(version: Version, path: Path) -> bool:
