@@ -1,4 +1,4 @@
-"""An app state at one moment: its leaves, and which of them are the same memory."""
+"""Capture an app state: list its leaves, and find the leaves that share memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from casnap.take.staging import (
 
 
 class Scope(Enum):
-    """Whether a leaf is global, and which ranks hash it."""
+    """Whether the entry of a leaf is global or its rank's own, and which ranks hash the leaf."""
 
     UNDECIDED = "global if all ranks turn out to hold the same, else its rank's"
     PER_RANK = "its rank's"
@@ -87,9 +87,9 @@ class CapturedState:
     Attributes:
         leaves: All leaves, in order.
         spans: Which leaves belong to which key.
-        grids: Leaf → how it is cut into cells. Small leaves that are not sharded have none.
-        inline: The entries of small leaves that are not sharded, with their bytes.
-        same_as: Leaf → an earlier leaf that is the same memory seen the same way.
+        grids: Leaf → its grid of cells. Small leaves that are not sharded have none.
+        inline: Leaf → its entry with its bytes, for small leaves that are not sharded.
+        same_as: Leaf → an earlier leaf with the same address, shape, strides and dtype.
         sharded: Whether any leaf is a sharded tensor.
         plans: Leaf → what this rank does for it. Only leaves that other ranks hold too, in whole or
             in part, have one.
@@ -143,7 +143,7 @@ class CapturedState:
         self.devices = devices_of(elsewhere)
 
     def _is_same(self, leaf: int, twin: int) -> bool:
-        """Whether two leaves at one address are the same elements in the same order."""
+        """Whether two leaves with the same address have the same elements in the same order."""
         a, b = self.leaves[leaf].content, self.leaves[twin].content
         return (
             isinstance(a, torch.Tensor)
@@ -171,17 +171,18 @@ class CapturedState:
         return sum(sizes) + sum(cells)
 
     def drop_tensors(self) -> None:
-        """Keep only the paths and entries, once the bytes have been copied."""
+        """Release the tensors, once their bytes have been copied; paths and entries stay."""
         self.leaves = [Leaf(path, entry, b"") for path, entry, _ in self.leaves]
 
     def pieces(self, share: float = 0.0) -> Iterator[Piece]:
-        """Yield the bytes that this rank hashes or sends: parts of cells first.
+        """Yield the bytes that this rank hashes, and before them the parts of cells that it sends.
 
-        Memory that several leaves share comes once.
+        Leaves that share memory yield their bytes once.
 
         Args:
-            share: Where to begin with the leaves that this rank hashes as a whole, from 0 to 1.
-                Ranks that hold equal leaves begin at different leaves, and so write different ones.
+            share: At which share of the bytes of its whole leaves this rank begins, from 0 to 1.
+                Ranks that hold equal leaves begin at different places, and so write different
+                chunks.
         """
         for i, plan in self.plans.items():
             for part in plan.sends:
@@ -202,11 +203,19 @@ class CapturedState:
             yield from pieces_between(i, self._held_boxes(i)[0], self.grids[i], 0, cell)
 
     def whole_leaves(self) -> list[int]:
-        """Return the leaves that this rank hashes as a whole."""
+        """Return the numbers of the leaves of which this rank hashes every cell."""
         return [i for i in self.grids if i not in self.same_as and i not in self.plans]
 
     def _starting_point(self, leaves: list[int], share: float) -> tuple[int, int]:
-        """Return the number of the leaf, and the cell in it, at which a share of all bytes ends."""
+        """Return where to begin so that a given share of the leaves' bytes comes last.
+
+        Args:
+            leaves: The numbers of the leaves.
+            share: The share, from 0 to 1.
+
+        Returns:
+            The index in ``leaves`` of the leaf to begin with, and the first cell in that leaf.
+        """
         sizes = [self.leaves[i].entry.payload.nbytes for i in leaves]
         start = share * sum(sizes)
         for number, nbytes in enumerate(sizes):
@@ -251,7 +260,7 @@ def _holds(outer: Region, inner: Region) -> bool:
 
 
 def _grid_of(leaf: Leaf, chunk_size: int) -> Grid:
-    """Return the grid over a leaf: over its elements, or if it is no tensor, over its bytes."""
+    """Return the grid of a leaf. It divides a tensor's elements, or the bytes of another value."""
     entry = leaf.entry
     if isinstance(entry, TensorEntry):
         return grid_of(entry.shape, itemsize_of(entry), chunk_size)
@@ -259,7 +268,7 @@ def _grid_of(leaf: Leaf, chunk_size: int) -> Grid:
 
 
 def _with_bytes(entry: KnownEntry, content: torch.Tensor | bytes) -> KnownEntry:
-    """Return the entry of a small leaf with its bytes, as it is stored."""
+    """Return the entry of a small leaf, with the leaf's bytes inside it."""
     nbytes = entry.payload.nbytes
     if nbytes == 0:
         return entry
@@ -275,11 +284,12 @@ def _with_bytes(entry: KnownEntry, content: torch.Tensor | bytes) -> KnownEntry:
 class StateSource(Protocol):
     """The input of a take: the state of this rank.
 
-    :class:`LiveState` and :class:`DividedLeaves` are sources of a state, and so is
-    :class:`casnap.divided.WithOthers`, which joins one of each.
+    :class:`LiveState` and :class:`DividedLeaves` are such inputs.
+    :class:`casnap.divided.WithOthers` joins one of each.
 
     Attributes:
-        values: The values of an app state that may declare something about themselves.
+        values: Key → value of the app state. A take asks these values what they declare, as DDP
+            modules declare their parameters equal on all ranks.
     """
 
     values: Mapping[str, Stateful]
@@ -298,7 +308,7 @@ class StateSource(Protocol):
 
 
 class LiveState:
-    """An app state: each rank has its own, and casnap finds out what they have in common.
+    """An app state of this rank. The take finds out what it has in common with other ranks' states.
 
     Args:
         values: Key → a value with ``state_dict`` and ``load_state_dict``, or a generator.
@@ -316,7 +326,7 @@ class LiveState:
         return random_states_first(self.values)
 
     def capture(self, keys: Sequence[str], chunk_size: int, *, allow_pickle: bool) -> CapturedState:
-        """Capture the state; reading it leaves the random state as it was before.
+        """Capture the state. The random state is the same afterwards as before.
 
         Args:
             keys: All keys, in the order that all ranks agreed on.
@@ -351,11 +361,11 @@ class LiveState:
 
 
 def _state_of(key: str, value: Stateful) -> dict[str, Any]:
-    """Return the state of a value.
+    """Return ``value.state_dict()``.
 
     Raises:
-        StateError: ``state_dict()`` itself met an error of some storage. It must not look like an
-            error of the take's storage.
+        StateError: ``state_dict()`` raised an error of storage, such as OSError. As a StateError it
+            is not mistaken for an error of the store that the take writes to.
     """
     try:
         return value.state_dict()

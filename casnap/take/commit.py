@@ -1,7 +1,7 @@
 """The commit of a take: the ranks hand over their packs, and rank 0 puts one root for all.
 
-A single process is the only rank. The same root prunes the run. The marker files are written
-after the root.
+A process that takes alone is rank 0. The root also deletes the snapshots of the run that the
+retention does not keep. Rank 0 writes the marker files after the root.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class TakeResult(msgspec.Struct, frozen=True):
 
     Attributes:
         row: Its row in the table.
-        requests: How many requests the take made, by kind, on all ranks. They are not stored, since
-            the take still has to put the root when its row is written.
+        requests: How many requests the take made, by kind, on all ranks. The row does not have this
+            number, since putting the root makes more requests after the row is written.
         freed_bytes: The bytes that the committing process has freed since its previous take.
     """
 
@@ -44,13 +44,15 @@ class TakeResult(msgspec.Struct, frozen=True):
 
 
 class _Instruction(msgspec.Struct, array_like=True):
-    """The orders of rank 0 to the other ranks while it commits.
+    """The message in which rank 0 tells the other ranks what to do next in a commit.
+
+    Exactly one field is set.
 
     Attributes:
-        move: Move your packs to names under this root, and hand over again.
+        move: Move your packs to names under the root of this number, and hand over again.
         writers: These ranks write the segments. Each writes for itself and for the ranks after it,
             up to the next writer.
-        error: The commit failed.
+        error: The commit failed with this error.
         result: The commit is done.
     """
 
@@ -67,10 +69,10 @@ class TakeCommit:
     Attributes:
         store: The store.
         name: The name of the snapshot.
-        options: How it is taken.
+        options: The options of the take.
         comm: The ranks.
         started: When the take began, by ``time.monotonic``.
-        notes: The notes that its row gets.
+        notes: The notes to put into the snapshot's row.
     """
 
     store: Repository
@@ -81,7 +83,7 @@ class TakeCommit:
     notes: Mapping[str, Any]
 
     def lead(self, session: Session, manifest: Manifest, stats: Stats) -> TakeResult:
-        """On rank 0, commit the snapshot with all that the ranks wrote.
+        """Commit the snapshot, with the packs of all ranks. Rank 0 calls this.
 
         Args:
             session: The session in which this rank wrote.
@@ -89,7 +91,7 @@ class TakeCommit:
             stats: The number and bytes of the entries in the manifest.
 
         Raises:
-            FencedError: Something that a rank wrote, or relied on, is gone.
+            FencedError: A pack that a rank wrote or relied on is gone.
             RankError: Another rank failed, died or hangs.
         """
         comm = self.comm
@@ -122,7 +124,11 @@ class TakeCommit:
         return result
 
     def _gather_handovers(self) -> list[Handover]:
-        """Return, on rank 0, the handovers of the other ranks, with all records or segments."""
+        """Return the handovers of all ranks but rank 0, with their records or segments.
+
+        Rank 0 calls this. If a rank has more records than a handover holds, some ranks first write
+        the records of all into segments.
+        """
         comm = self.comm
         handovers = comm.gather_messages(Handover(), Handover)
         if any(h.weight for h in handovers) and all(h.is_whole for h in handovers):
@@ -143,7 +149,7 @@ class TakeCommit:
         return handovers[1:]
 
     def _put_root(self, session: Session, manifest: Manifest, stats: Stats) -> TakeResult:
-        """Put the root, which also prunes the run, and then replace the markers."""
+        """Put the root with the new row, which also prunes the run; then replace the markers."""
         digest = session.put_node(encode(manifest))
         uri, options = self.store.backend.uri, self.options
         row: Row | None = None
@@ -218,6 +224,10 @@ class TakeCommit:
 
     def _listed(self, session: Session, writers: list[int]) -> Handover:
         """Send this rank's unlisted records to the rank that writes them into a segment.
+
+        Args:
+            session: The session in which this rank wrote.
+            writers: The ranks that write segments, in order.
 
         Returns:
             The new handover of this rank.

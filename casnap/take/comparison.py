@@ -1,4 +1,4 @@
-"""The manifest that a take of a state would have: to compare it with a snapshot."""
+"""The manifest that a take of a live state would store, for comparing it with a snapshot's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from casnap.take.staging import Piece, batched
 
 
 def manifest_of(source: StateSource, chunk_size: int) -> Manifest:
-    """Return the manifest that a take by one process would have. All bytes are hashed.
+    """Return the manifest that a take by one process would store; write nothing to a store.
+
+    All bytes of the state are hashed.
 
     Args:
         source: The state.
@@ -50,7 +52,7 @@ def manifest_of(source: StateSource, chunk_size: int) -> Manifest:
 
 
 class _Digester:
-    """Takes chunks, but only hashes them."""
+    """Stands in for a session's writer: it hashes chunks, and stores none."""
 
     def store(self, raws: list[Raw]) -> list[Digest]:
         """Return the digests of some chunks."""

@@ -1,11 +1,11 @@
-"""Asking a store which chunks of a device's memory it has, so that only the others cross.
+"""Ask a store which chunks of a device's memory it has, so that only the others are copied.
 
-The device hashes the cells where they lie. If the store has a cell, its digest is noted. The other
-cells cross to the host as pieces, and are hashed again where they are packed. So a stored chunk has
-its digest, whatever the device has computed.
+The device hashes the cells in its own memory. If the store has a cell, the take notes its digest.
+All other cells are copied to the host as pieces. The host hashes them again as it packs them, so
+the name of a chunk never depends on what the device has computed.
 
-A device is not trusted: the digests of the cells that crossed are compared with the host's, and
-one known chunk of each device, drawn at random, crosses too.
+The take also checks the device. It compares the device's digests of the copied cells with the
+host's. And of each device it copies one known chunk, drawn at random, and hashes that too.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _NEW_IN_A_ROW, _LOOKS_AGAIN = 2, 8
 
 
 class Streaks:
-    """Which leaves had only new chunks in the last takes that this process made to a store.
+    """For each leaf, in how many takes in a row all its chunks were new to one store.
 
-    To hash such leaves on the device first would only cost time.
+    A take does not hash such leaves on the device first, since that would only cost time.
     """
 
     def __init__(self) -> None:
@@ -59,13 +59,20 @@ class Streaks:
         self._new_in_a_row: dict[str, int] = {}
 
     def is_asked(self, path: str) -> bool:
-        """Whether this take asks the store for the chunks of a leaf."""
+        """Whether this take asks the store for the chunks of the leaf at a path.
+
+        A leaf with a long streak is asked for in one take of several, in case it no longer changes.
+        """
         if self._new_in_a_row.get(path, 0) < _NEW_IN_A_ROW:
             return True
         return (self._takes + crc32(path.encode())) % _LOOKS_AGAIN == 0
 
     def note(self, is_new: Mapping[str, bool]) -> None:
-        """Note a take: for each leaf that it asked for, whether all chunks of the leaf were new."""
+        """Note the outcome of a take.
+
+        Args:
+            is_new: Path of each leaf that the take asked for → whether all its chunks were new.
+        """
         self._takes += 1
         for path, all_new in is_new.items():
             if all_new:
@@ -83,12 +90,12 @@ _streaks: dict[str, Streaks] = {}
 
 
 class _Asked(NamedTuple):
-    """Cells for which the store was asked.
+    """A run of cells for which the take has asked the store.
 
     Attributes:
-        device: The device that holds them.
+        device: The device that holds the cells.
         piece: The cells, without their bytes.
-        digests: Their digests, as the device has computed them, in a row.
+        digests: The digests that the device computed, joined.
     """
 
     device: torch.device
@@ -105,7 +112,7 @@ class _Sample(NamedTuple):
 
 
 def hashers_for(state: CapturedState, root: Root) -> dict[torch.device, DeviceHasher]:
-    """Return the hashers of the devices that hold a state, as far as they are made by now.
+    """Return the hashers of the devices that hold a state, except hashers that are not ready yet.
 
     Args:
         state: The state.
@@ -123,16 +130,16 @@ def _tensors_of(content: object) -> list[torch.Tensor]:
 
 
 class Asking:
-    """One question of a take: which of the cells on its devices the store has.
+    """One take asks the store which of the cells on its devices the store has.
 
     Args:
         state: The state.
-        hashers: The devices that hash what they hold.
-        rely_on: Asks the store.
+        hashers: The devices that hash the cells they hold.
+        rely_on: Asks the store for digests, and protects the chunks that it has from collectors.
         store_id: The id of the store.
 
     Attributes:
-        leaves: The leaves to ask for.
+        leaves: The numbers of the leaves to ask for.
     """
 
     def __init__(
@@ -164,7 +171,7 @@ class Asking:
         self._samples: dict[torch.device, _Sample] = {}
 
     def unknown(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """Yield the pieces that the host has to hash; at the end, check the devices.
+        """Yield the pieces that the host has to hash; after the last one, check the devices.
 
         Args:
             pieces: All pieces of the state.
@@ -197,7 +204,7 @@ class Asking:
         )
 
     def _is_made(self, piece: Piece, memory: torch.Tensor) -> bool:
-        """Whether the memory was made for the piece, to be contiguous."""
+        """Whether ``memory`` is a contiguous copy made for the piece, not memory of the state."""
         if piece.leaf != self._leaf:
             self._leaf = piece.leaf
             tensors = _tensors_of(self._state.leaves[piece.leaf].content)
@@ -223,7 +230,14 @@ class Asking:
     def _divided(
         self, device: torch.device, piece: Piece, digests: list[Digest], known: list[bool]
     ) -> Iterator[Piece]:
-        """Note the cells of a piece; yield the cells that the store lacks, as pieces."""
+        """Note the digests of a piece's cells; yield the cells that the store lacks, as pieces.
+
+        Args:
+            device: The device that holds the piece.
+            piece: The piece.
+            digests: The digest of each cell, as the device has computed it.
+            known: Whether the store has each cell.
+        """
         path, memory = self._state.leaves[piece.leaf].path, piece.on_device
         assert memory is not None
         self._all_new[path] = self._all_new.get(path, True) and not any(known)
@@ -247,7 +261,16 @@ class Asking:
     def _draw(
         self, device: torch.device, piece: Piece, digests: list[Digest], known: list[bool]
     ) -> None:
-        """Perhaps make a known chunk of a piece the sample: each known chunk is equally likely."""
+        """Perhaps make a known chunk of a piece the device's sample.
+
+        At the end, each known chunk of the device was equally likely to be the sample.
+
+        Args:
+            device: The device that holds the piece.
+            piece: The piece.
+            digests: The digest of each chunk, as the device has computed it.
+            known: Whether the store has each chunk.
+        """
         count = sum(known)
         if not count:
             return
@@ -267,7 +290,7 @@ class Asking:
                 raise self._difference(device, sample.leaf)
 
     def _difference(self, device: torch.device, leaf: int) -> DeviceError:
-        """Return the error for a chunk whose bytes have another digest than its device computed."""
+        """Return the error for a chunk of which device and host computed different digests."""
         path = self._state.leaves[leaf].path
         return distrusted(
             device,
@@ -276,14 +299,14 @@ class Asking:
         )
 
     def note_streaks(self) -> None:
-        """Note which leaves were new, for later takes; to be called once for each take."""
+        """Note in the streaks which leaves had only new chunks. Call this once for each take."""
         self._streaks.note(self._all_new)
 
     def settle(self, hasher: Hasher) -> None:
-        """Note the digests of the known chunks; compare the other digests with the host's.
+        """Give the known chunks' digests to the hasher; compare the others' with the host's.
 
         Args:
-            hasher: The hasher of the take, which has hashed all cells that crossed.
+            hasher: The hasher of the take, which has hashed all copied cells.
 
         Raises:
             DeviceError: A device has computed a wrong digest, or a tensor was changed after that.

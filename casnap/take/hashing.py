@@ -21,10 +21,10 @@ class ChunkTaker(Protocol):
     """Takes chunks from one thread, as a session's writer does."""
 
     def store(self, raws: list[Raw], /) -> list[Digest]:
-        """Store the chunks that are new; return the digests of all."""
+        """Store the chunks that the store lacks; return the digests of all, in order."""
 
     def finish(self) -> None:
-        """Write the last chunks."""
+        """Write the chunks that still wait to be written."""
 
 
 class Digests:
@@ -34,8 +34,8 @@ class Digests:
         state: The state whose chunks they are.
 
     Attributes:
-        shared: Leaf → cell → the cell's digest, for leaves whose cells several ranks hash. If a
-            leaf is so small that its entry holds the bytes, these take the place of the digest.
+        shared: Leaf → cell → the cell's digest, for leaves whose cells several ranks hash. A leaf
+            so small that its entry holds its bytes has those bytes here, not a digest.
     """
 
     def __init__(self, state: CapturedState) -> None:
@@ -49,7 +49,12 @@ class Digests:
         }
 
     def note(self, pieces: Iterable[Piece], digests: list[Digest]) -> None:
-        """Note the digests of all chunks of some pieces."""
+        """Note the digests of all chunks of some pieces.
+
+        Args:
+            pieces: The pieces.
+            digests: One digest for each chunk, in the order of the pieces.
+        """
         start, shared, whole = 0, self.shared, self._whole
         for piece in pieces:
             leaf, stop = piece.leaf, start + len(piece.sizes)
@@ -72,7 +77,7 @@ class Digests:
         return split_digests(bytes(self._whole[leaf][start * DIGEST_SIZE : stop * DIGEST_SIZE]))
 
     def of_leaf(self, leaf: int) -> bytes:
-        """Return, in a row, the digests of all chunks of a leaf that this rank hashes alone."""
+        """Return the joined digests of all chunks of a leaf that this rank hashes alone."""
         return bytes(self._whole[leaf])
 
 
@@ -81,9 +86,9 @@ class Hasher:
 
     Args:
         state: The state that the pieces belong to.
-        writer: Returns the taker of new chunks for a thread. Its argument is the function by which
-            the thread shares new chunks with other ranks; None if the thread writes all.
-        progress: Called with the bytes that are done.
+        writer: Returns a new taker of chunks, for one thread. Its argument chooses which new chunks
+            this rank writes; None if it writes all.
+        progress: Called with the phase, the bytes done, and the total.
 
     Attributes:
         digests: The digests of the chunks that were hashed so far.
@@ -105,7 +110,7 @@ class Hasher:
         )
 
     def hash_all(self, batches: Batches, crew: Crew) -> None:
-        """Hash all batches and write all new chunks: the way of a process that takes alone.
+        """Hash all batches and write all new chunks, as a process does that takes alone.
 
         It uses one thread for each core, but at most eight, and no more than the crew allows.
         """
@@ -113,7 +118,9 @@ class Hasher:
         crew.run(lambda: self.hash(source, None), crew.limited(min(cores(), 8)))
 
     def hash(self, batches: Iterable[list[Piece]], select_share: SelectNew | None) -> None:
-        """Hash batches of pieces; the work of one thread.
+        """Hash batches of pieces, store their new chunks, and give back the pieces' memory.
+
+        Each hashing thread calls this once.
 
         Args:
             batches: The pieces.
@@ -135,7 +142,7 @@ class Hasher:
             writer.finish()
 
     def _keep_inline(self, piece: Piece) -> bool:
-        """Keep the bytes of a piece if ranks share its leaf, and the leaf's entry holds the bytes.
+        """Keep the bytes of a piece whose leaf several ranks hash and whose entry holds bytes.
 
         Returns:
             Whether the bytes were kept. If so, the piece is not hashed.
@@ -149,7 +156,7 @@ class Hasher:
         return True
 
     def note_known(self, piece: Piece, digests: list[Digest]) -> None:
-        """Note the digests of chunks that the store has, and that a device has hashed."""
+        """Note the digests of a piece whose chunks the store has. A device has computed them."""
         self.digests.note([piece], digests)
         if self._counter is not None:
             self._counter.add(sum(piece.sizes))

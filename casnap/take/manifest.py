@@ -1,9 +1,9 @@
-"""The manifest of a take: which entries are global, which belong to one rank, and their trees.
+"""Build the manifest of a take: decide which entries are global, and make the trees.
 
 An entry is *global* if it is sharded, declared as replicated, or equal on every rank, as digests
-show. All other entries belong to their ranks. Each path has an owner, one of the ranks. The
-owner gets the digests of the path's cells and makes the path's entry. Rank 0 gets finished entries
-only.
+show. Each other entry belongs to one rank. Each path has an owner, one of the ranks. All ranks send
+the owner the digests of the path's cells, and the owner makes the entry. Rank 0 gets finished
+entries only.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Put = Callable[[bytes], Digest]
 
 
 class _Hashed(msgspec.Struct, array_like=True):
-    """The message in which a rank tells an owner, at the end, what it hashed of the owner's leaves.
+    """The message to an owner, after hashing: what the sender hashed of leaves that the owner owns.
 
     Attributes:
-        cells: The runs of cells that the rank hashed: id of the leaf, first cell, digests.
+        cells: The runs of cells that the sender hashed: id of the leaf, first cell, joined digests.
         undecided: The leaves that may be equal on all ranks: id of the leaf, digest of its entry.
     """
 
@@ -67,14 +67,21 @@ class _Contribution(msgspec.Struct, array_like=True):
 def build_manifest(
     comm: Comm, state: CapturedState, division: Division, digests: Digests, put_node: Put
 ) -> tuple[Manifest, Stats] | None:
-    """Settle which entries are global, and store all trees.
+    """Decide which entries are global, and store all trees.
+
+    Args:
+        comm: The ranks.
+        state: The state of this rank.
+        division: How the ranks divided the work.
+        digests: The digests that this rank computed.
+        put_node: Stores a tree node.
 
     Returns:
         On rank 0, the manifest, and the number and bytes of its entries, each global entry counted
         once; None on other ranks.
 
     Raises:
-        StateError: Ranks contradict each other.
+        StateError: Two ranks name one path, but hold different things there.
     """
     builder = _Builder(comm, state, division, digests, put_node)
     if not division.is_single_process:
@@ -89,7 +96,16 @@ def build_manifest(
 def joined(
     contributions: list[_Contribution], components: Iterable[str], put_node: Put
 ) -> tuple[Manifest, Stats]:
-    """Return the manifest of what all ranks contribute, and its stats; only rank 0 calls this."""
+    """Build the manifest from the contributions of all ranks; only rank 0 calls this.
+
+    Args:
+        contributions: The contribution of each rank.
+        components: The keys of the app state, in order.
+        put_node: Stores a tree node.
+
+    Returns:
+        The manifest, and the number and bytes of its entries.
+    """
     manifest = Manifest({}, {})
     nbytes = sum(contribution.own_bytes for contribution in contributions)
     count = sum(contribution.own_entries for contribution in contributions)
@@ -108,7 +124,7 @@ def joined(
 
 
 class _Builder:
-    """The part of one rank in the building of a manifest."""
+    """What one rank does to build a manifest."""
 
     def __init__(
         self, comm: Comm, state: CapturedState, division: Division, digests: Digests, put_node: Put
@@ -124,7 +140,7 @@ class _Builder:
         self._sharded: dict[str, KnownEntry] = {}
 
     def settle_scopes(self) -> None:
-        """Send the digests of each path to its owner, and learn which leaves are equal."""
+        """Send the digests to the owners, and learn from them which undecided leaves are equal."""
         comm, scopes, leaf_ids = self._comm, self._scopes, self._division.leaf_ids
         undecided: list[list[int]] = [[] for _ in range(comm.size)]
         to_decide = Scope.UNDECIDED
@@ -159,7 +175,7 @@ class _Builder:
         return hashed
 
     def contribution(self) -> _Contribution:
-        """Return what this rank adds to the manifest, once the scopes are settled."""
+        """Return what this rank adds to the manifest. Call :meth:`settle_scopes` first."""
         state, scopes = self._state, self._scopes
         contribution = _Contribution({}, {})
         for path, entry in self._sharded.items():
@@ -216,7 +232,13 @@ class _Builder:
 
 
 def _answers(hashed: list[_Hashed], division: Division) -> list[bytes]:
-    """Return, for each undecided leaf of each rank, whether it is equal on all ranks."""
+    """Return the owner's answers: for each rank, one byte for each undecided leaf that it sent.
+
+    The byte is 1 if the leaf is equal on all ranks, else 0.
+
+    Raises:
+        StateError: A leaf is sharded on one rank, and not on another.
+    """
     sharded = {path_part(leaf_id): owned.path for leaf_id, owned in division.owned.items()}
     for rank, of_rank in enumerate(hashed):
         for leaf_id, _ in of_rank.undecided:
@@ -232,7 +254,16 @@ def _answers(hashed: list[_Hashed], division: Division) -> list[bytes]:
 def _sharded_entries(
     division: Division, cells: Mapping[bytes, dict[int, bytes]], put_node: Put
 ) -> dict[str, KnownEntry]:
-    """Return, by path, the entries of the sharded tensors that this rank owns."""
+    """Return, by path, the entries of the sharded tensors that this rank owns.
+
+    Args:
+        division: How the ranks divided the work.
+        cells: Id of the leaf → first cell of a run → the run's joined digests.
+        put_node: Stores a tree node.
+
+    Raises:
+        StateError: Ranks hold different tensors under one path.
+    """
     entries: dict[str, KnownEntry] = {}
     first_cells: dict[str, list[int]] = {}
     for leaf_id, owned in division.owned.items():
@@ -249,7 +280,14 @@ def _sharded_entries(
 
 
 def _runs(by_cell: Mapping[int, bytes]) -> Iterable[tuple[int, bytes]]:
-    """Yield runs of cells: the first cell, and the joined digests of all cells of the run."""
+    """Join the digests of cells that follow each other.
+
+    Args:
+        by_cell: Cell → its digest.
+
+    Yields:
+        Runs of cells: the first cell, and the joined digests of all cells of the run.
+    """
     first_cell, run = -1, list[bytes]()
     for cell in sorted(by_cell):
         if run and cell != first_cell + len(run):
@@ -265,7 +303,18 @@ def _runs(by_cell: Mapping[int, bytes]) -> Iterable[tuple[int, bytes]]:
 def _assembled(
     path: str, nbytes: int, count: int, runs: dict[int, bytes], put_node: Put
 ) -> Payload:
-    """Return the payload of a tensor whose cells several ranks hashed."""
+    """Return the payload of a tensor whose cells several ranks hashed.
+
+    Args:
+        path: The path of the tensor.
+        nbytes: The bytes of the tensor.
+        count: The number of its cells.
+        runs: First cell of a run → the run's joined digests, or the bytes of a small tensor.
+        put_node: Stores a tree node.
+
+    Raises:
+        StateError: The runs have too few or too many digests.
+    """
     joined = b"".join(runs[first_cell] for first_cell in sorted(runs))
     inline = nbytes <= INLINE_BYTES
     if len(joined) != (nbytes if inline else count * DIGEST_SIZE):
@@ -276,9 +325,15 @@ def _assembled(
 
 
 def _payload(nbytes: int, digests: bytes, put_node: Put) -> Payload:
-    """Return a payload of chunks; a long list of digests is stored as nodes.
+    """Return a payload with the digests of a tensor's chunks.
 
-    The entry then names the top nodes alone, so an unchanged tensor costs one comparison.
+    A long list of digests is stored as tree nodes, and the payload holds the digests of the top
+    nodes alone. So two equal tensors are compared by a few digests.
+
+    Args:
+        nbytes: The bytes of the tensor.
+        digests: The digests of all its chunks, joined.
+        put_node: Stores a tree node.
     """
     depth = 0
     while len(digests) > INLINE_DIGESTS * DIGEST_SIZE:

@@ -1,4 +1,4 @@
-"""The metadata that a user gives a take: they are checked, and brought into the types of JSON."""
+"""Check the metadata that a user gives a take, and convert them to the types of JSON."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def _plain_json(value: Any, position: str, depth: int = 1) -> Any:
 
 
 def _without_numpy_and_torch(value: Any) -> Any:
-    """Return the plain value of a scalar of NumPy, or of an array or tensor without a dimension.
+    """Convert a NumPy scalar, or an array or tensor without dimensions, to a plain Python value.
 
-    Any other value is returned as it is, also a tensor that several ranks hold parts of: to ask for
+    Any other value is returned unchanged. So is a tensor of a subclass, such as a DTensor: to read
     its value may need all ranks.
     """
     if isinstance(value, np.ndarray) and not value.ndim:

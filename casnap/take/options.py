@@ -1,4 +1,4 @@
-"""The options of a take, and what becomes of its errors."""
+"""The options of a take; and whether a training run goes on after the take failed."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ OF_STORAGE = (*PLACE_ERRORS, DamagedError, FencedError, DeviceError)
 
 @dataclass
 class _Series:
-    """Takes that failed one after the other.
+    """The takes of one run that failed since the last one that was stored.
 
     Attributes:
-        since: The time of the first take.
-        count: The number of takes.
-        last_error: The error of the last take.
+        since: When the first of them failed, in seconds since the epoch.
+        count: How many failed.
+        last_error: The error of the last one, as text.
     """
 
     since: float
@@ -76,7 +76,7 @@ def what_failed(snapshot: str, error: BaseException) -> str:
 
 
 class Attempt:
-    """One take of a training loop, and what becomes of its errors.
+    """One take of a training loop. It decides whether an error of the take is raised or logged.
 
     Args:
         path: The path of the snapshot, or its URI.
@@ -93,7 +93,7 @@ class Attempt:
         self._is_noted = False
 
     def run(self, take: Callable[[], T], if_failed: Callable[[CasnapError], U]) -> T | U:
-        """Take. If that fails and the run goes on, return a replacement for the result.
+        """Call ``take``. If it fails and the run goes on, return a replacement for its result.
 
         Args:
             take: Takes the snapshot, or begins to.
@@ -125,7 +125,11 @@ class Attempt:
 
     @contextmanager
     def finding_store(self) -> Iterator[None]:
-        """Raise the error of a place where no store can be made: no later take can be stored."""
+        """Within this ``with`` block, raise an error of the storage even if the run is to go on.
+
+        The block finds or makes the store. Where that fails, no later take can be stored either. A
+        full disk is the exception: the run goes on after it.
+        """
         try:
             yield
         except BackendError as e:
@@ -152,7 +156,7 @@ def _no_hooks() -> storage.CommitHooks:
 
 @dataclass(frozen=True, kw_only=True)
 class TakeOptions:
-    """How to take. :meth:`casnap.Store.take` says more about each option.
+    """The options of a take. :meth:`casnap.Store.take` says more about each.
 
     Attributes:
         metadata: Metadata to keep with the snapshot, in types of JSON; rank 0's are kept.
@@ -167,7 +171,7 @@ class TakeOptions:
         threads: How many threads of this process may work on the take.
         timeout: For how many seconds a rank waits for another.
         hooks: Called on the rank that commits.
-        attempt: Says whether the run goes on after an error.
+        attempt: Decides whether the run goes on after an error.
     """
 
     metadata: Mapping[str, Any] | None = None
@@ -196,19 +200,19 @@ class TakeOptions:
 
     @property
     def staging_bytes(self) -> int | None:
-        """The most bytes that copies of pending takes may have; None for no limit.
+        """``max_staging_bytes`` in bytes; None for no limit.
 
         Raises:
-            ValueError: The option is no size.
+            ValueError: ``max_staging_bytes`` is no size.
         """
         return bytes_if_given("max_staging_bytes", self.max_staging_bytes, least=0)
 
     def for_path(self, path: str, *, goes_on: bool = False) -> TakeOptions:
-        """Return the same options, for the take to a path.
+        """Return the same options with a new :class:`Attempt`, for the take to a path.
 
         Args:
             path: The path, or the URI.
-            goes_on: As for :class:`Attempt`.
+            goes_on: Whether the run goes on after an error of the storage.
         """
         return replace(self, attempt=Attempt(path, goes_on=goes_on))
 

@@ -1,13 +1,14 @@
-"""Takes in the background of a process: each stores once the one before it has ended.
+"""Takes in the background of a process. Each one stores after the one before it has ended.
 
-A take that a collector overtakes starts again from its copies, like any change
+A take that a collector overtakes starts again from its copies
 (``storage/writing/starting_over.py``). It cannot start again if a later take has got the memory of
 some copies, or if the store has lost a chunk that stayed on a device (``device_asking.py``). Then
 nothing is committed, and the take ends with an error.
 
-An error in the background is logged at once. It is raised by the ``wait()`` of its take, by the
-next take of the store, or by the ``wait()`` for a later take. If none of these has raised it, it is
-printed at exit. If the run goes on after it, as with ``try_async_take``, it is only a warning.
+An error in the background is logged at once. One of three calls raises it: the ``wait()`` of its
+take, the next take of the store, or the ``wait()`` of a later take. If the process ends before any
+of these, the error is printed at exit. An error after which the run goes on, as with
+``try_async_take``, is only logged as a warning.
 """
 
 from __future__ import annotations
@@ -51,15 +52,17 @@ def _pending() -> list[PendingTake]:
 def wait_for_room(store_id: str, name: str, options: TakeOptions, *, is_alone: bool) -> None:
     """Wait until a take may begin, and raise the errors of earlier takes that no call has raised.
 
-    A ``try_take`` raises none: its caller would take them for errors of this take. On many ranks
-    all must raise the same errors. So an error of a take that may still be pending on another rank
-    waits for a later call.
+    A ``try_take`` raises none of these, since its caller would take them for errors of its own
+    take.
+
+    All ranks must raise the same errors in the same call. So if other ranks take too, the error of
+    a take that may still be pending on one of them is left to a later call.
 
     Args:
         store_id: The id of the store. Errors of its takes are raised.
         name: The name of the take that is about to begin.
-        options: How it is taken.
-        is_alone: Whether this process takes alone, so that each take that has ended counts.
+        options: The options of that take.
+        is_alone: Whether no other rank takes with this process.
 
     Raises:
         CasnapError: An earlier take failed.
@@ -103,12 +106,12 @@ class PendingTake:
     Args:
         store_id: The id of the store.
         name: The name of the snapshot.
-        finish: Does the rest of the take.
+        finish: Does the background part of the take.
         attempt: Says whether the run goes on after an error of the take.
 
     Attributes:
         number: The place of this take among all that this process has started, from 1 on.
-        error: The error that it has ended with; None if there is none yet.
+        error: The error that the take has ended with; None if there is none yet.
         error_seen: Whether the caller has got the error, or gets it from the call that began this
             take.
         tolerated: The error, if the run goes on after it.
@@ -136,7 +139,11 @@ class PendingTake:
 
     @classmethod
     def not_begun(cls, error: CasnapError) -> PendingTake:
-        """Return a take that has ended: the call that was to begin it failed with this error."""
+        """Return a take that has ended with an error before its thread was started.
+
+        Args:
+            error: The error, which the call that was to begin the take has met.
+        """
 
         def finish() -> TakeResult:
             raise error
@@ -152,7 +159,7 @@ class PendingTake:
         return self._thread is not None
 
     def start(self) -> None:
-        """Start the thread, unless it has been started. It first waits for the takes before this.
+        """Start the thread, unless it has been started. It first waits for the previous take.
 
         Raises:
             UnavailableError: No thread can be started.
@@ -181,7 +188,7 @@ class PendingTake:
                 raise
 
     def _run(self) -> None:
-        """Do the rest of the take."""
+        """In the thread: wait for the take before, store this one, keep its result or error."""
         try:
             assert self._finish is not None
             if self._before is not None:
@@ -201,17 +208,17 @@ class PendingTake:
             self._finish = self._before = None
 
     def done(self) -> bool:
-        """Whether the take has ended, well or not."""
+        """Whether the take has ended, successfully or not."""
         return self.error is not None if self._thread is None else self._thread.ended
 
     def wait_for_end(self) -> None:
-        """Wait for the end, good or bad."""
+        """Wait until the take has ended, successfully or not."""
         if self._thread is not None:
             self._thread.wait()
 
     @property
     def what_failed(self) -> str:
-        """The error as a message."""
+        """The message that says which take failed, and why."""
         error = self.error
         assert error is not None
         return f"{what_failed(repr(self.name), error)}: {type(error).__name__}: {error}"
@@ -224,18 +231,19 @@ class PendingTake:
             _takes.pop(self, None)
 
     def wait(self) -> TakeResult:
-        """Wait for the end; return the result, or raise the error.
+        """Wait until the take has ended; return its result, or raise its error.
 
         Raises:
             CasnapError: This take failed. Or this take is stored, but an earlier one of the same
-                store failed, and no call has raised that yet; call again for the result.
+                store failed, and no call has raised that error yet. Then another call returns the
+                result.
         """
         result = self.wait_for_result()
         _raise_unseen(self.store_id, self.number, f"{self.name!r} is stored")
         return result
 
     def wait_for_result(self) -> TakeResult:
-        """Wait for the end; return the result, or raise the error of this take alone."""
+        """Wait until the take has ended; return its result, or raise its own error."""
         self.wait_for_end()
         if self.error is not None:
             self.note_seen()
@@ -269,7 +277,10 @@ def _raise_unseen(store_id: str, last_count: int, so: str) -> None:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Raise no error of earlier takes within a ``with`` block: the block's take may be the last."""
+    """Within this ``with`` block, raise no errors of earlier takes.
+
+    The block takes the last snapshot before a process ends, and an old error must not prevent it.
+    """
     global _held_back
     _held_back = True
     try:

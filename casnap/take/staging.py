@@ -1,8 +1,9 @@
-"""Tensors as runs of host bytes: in their own memory, or in reused buffers.
+"""Make the bytes of tensors readable on the host, in runs of chunks.
 
-A contiguous CPU tensor is read from its own memory. Any other CPU tensor goes through a buffer, box
-by box. A tensor on an accelerator goes through pinned memory, by a copy on a side stream. From the
-second async take on, the memory of its copies is pinned, and the device copies straight there.
+A contiguous CPU tensor is read from its own memory. Any other CPU tensor is copied through a
+buffer, box by box. A tensor on an accelerator is copied into pinned memory, on a side stream. An
+async take copies into memory that is kept for the next takes. From the second async take on, that
+memory is pinned, and the device copies straight there.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Piece(NamedTuple):
         view: The bytes of all chunks, one after the other; empty if they are on an accelerator.
         keep_alive: The owner of the memory.
         ready: Waits until the bytes are there; None if they are.
-        release: Gives the memory back; None if there is nothing to give back.
+        release: Gives the memory back; None if the piece has no memory to give back.
         part: Which part of the chunks the bytes are; None if the chunks are whole.
         on_device: The bytes on an accelerator, which are still to be copied; None if they are in
             ``view``.
@@ -83,14 +84,20 @@ def give_back(pieces: Iterable[Piece]) -> None:
 
 
 class HeldBox(NamedTuple):
-    """Elements of a leaf that this rank holds: a box of it, and the content of the box."""
+    """A box of a leaf that this rank holds, and the elements in it."""
 
     region: Region
     content: torch.Tensor | bytes
 
 
 def pieces_of(number: int, content: torch.Tensor | bytes, grid: Grid) -> Iterable[Piece]:
-    """Return the bytes of a whole leaf in runs of about 8 MiB, in order."""
+    """Return the bytes of a whole leaf in runs of about 8 MiB, in order.
+
+    Args:
+        number: The number of the leaf.
+        content: The tensor, or the encoded value.
+        grid: The grid of the leaf.
+    """
     if isinstance(content, bytes):
         return _runs(number, grid, memoryview(content), content)
     if content.is_cpu and content.is_contiguous():
@@ -116,7 +123,11 @@ def _runs_on_device(number: int, grid: Grid, content: torch.Tensor) -> Iterator[
 
 
 def _runs_in_row(grid: Grid) -> Iterator[tuple[int, list[int], int, int]]:
-    """Yield runs of cells that lie in a row: first cell, bytes of each, begin and end in bytes."""
+    """Yield runs of cells of up to 8 MiB, for a leaf whose bytes stand in the order of cells.
+
+    Yields:
+        The first cell, the bytes of each cell, and where the run begins and ends, in bytes.
+    """
     first_cell, start, sizes, total = 0, 0, list[int](), 0
     for size in grid.sizes():
         if sizes and total + size > PIECE_BYTES:
@@ -129,14 +140,22 @@ def _runs_in_row(grid: Grid) -> Iterator[tuple[int, list[int], int, int]]:
 
 
 def _bytes_of(contiguous: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, in a row."""
+    """Return a view of a contiguous tensor as one row of bytes."""
     return as_copyable(contiguous).reshape(-1).view(torch.uint8)
 
 
 def pieces_between(
     number: int, held: HeldBox, grid: Grid, first_cell: int, stop: int | None = None
 ) -> Iterator[Piece]:
-    """Yield the bytes of some cells, which all lie in one box, in runs of about 8 MiB."""
+    """Yield the bytes of some cells, which all lie in one box, in runs of about 8 MiB.
+
+    Args:
+        number: The number of the leaf.
+        held: The box.
+        grid: The grid of the leaf.
+        first_cell: The first cell.
+        stop: One past the last cell; None for all cells of the grid.
+    """
     stop = grid.count if stop is None else stop
     if isinstance(held.content, bytes):
         start = sum(grid.cell_bytes(i) for i in range(first_cell))
@@ -150,7 +169,13 @@ def pieces_between(
 
 
 def piece_of_part(number: int, held: HeldBox, part: SentPart) -> Piece:
-    """Return the bytes of a part of some cells."""
+    """Return the bytes of the part of a joint that one box holds, to be sent to another rank.
+
+    Args:
+        number: The number of the leaf.
+        held: The box.
+        part: The part.
+    """
     assert isinstance(held.content, torch.Tensor)
     # Copied at once, also from a GPU, since the part may wait long until it is sent.
     elements = held.content[part.region.within(held.region)].contiguous().cpu()
@@ -187,7 +212,11 @@ def _runs_in_boxes(
 
 
 def _as_one_box(box: Region, following: Region) -> Region | None:
-    """Return two boxes as one if the second's bytes then follow the first's; else None."""
+    """Join two adjacent boxes, if the bytes of the joined box are the first's, then the second's.
+
+    Returns:
+        The joined box; None if there is no such box.
+    """
     for axis, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         if following.offsets[axis] != start:
             sizes = (*box.sizes[:axis], size + following.sizes[axis], *box.sizes[axis + 1 :])
@@ -233,7 +262,10 @@ def _copied(
 
 
 def batched(pieces: Iterable[Piece], nbytes: int = PIECE_BYTES) -> Iterator[list[Piece]]:
-    """Group pieces into batches of about ``nbytes`` bytes, so that switching threads pays."""
+    """Group pieces into batches of about ``nbytes`` bytes, so that threads seldom switch.
+
+    Pieces on a device are copied to the host on the way.
+    """
     remaining = iter(pieces)
     while True:
         batch, total = list[Piece](), 0
@@ -261,7 +293,7 @@ _block_pool = Pool(_BLOCK_BYTES, None)
 
 
 class _Block:
-    """A slot that several copies share; it is given back when all of them are released."""
+    """A slot of memory with several copies in it. It is given back once all are released."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
@@ -289,7 +321,13 @@ class _Block:
 
 
 class _Copying(NamedTuple):
-    """A copy to make: the piece, its target, and a lock that is held until the copy is made."""
+    """A copy to make.
+
+    Attributes:
+        piece: The piece to copy.
+        target: The memory to copy it to.
+        under_way: A lock that is held until the copy is made.
+    """
 
     piece: Piece
     target: memoryview
@@ -297,10 +335,15 @@ class _Copying(NamedTuple):
 
 
 def _to_block(piece: Piece, slot: Slot, target: memoryview) -> Piece:
-    """Begin to copy a piece from a device straight into a block, if the block can be pinned.
+    """Begin to copy a piece from a device straight into a block, if the block is or can be pinned.
 
-    A fresh block is not pinned: to pin it would zero its pages on one thread, while copies into it
-    touch them on all threads.
+    Otherwise begin to copy it into other pinned memory. A block that is used for the first time is
+    not pinned: pinning would zero its pages on one thread, while copies zero them on all threads.
+
+    Args:
+        piece: The piece. One that is not on a device is returned as it is.
+        slot: The slot of the block.
+        target: The place in the block.
     """
     on_device = piece.on_device
     if on_device is not None and slot.is_used and pin(slot, on_device.device):
@@ -309,7 +352,7 @@ def _to_block(piece: Piece, slot: Slot, target: memoryview) -> Piece:
 
 
 def _do_nothing() -> None:
-    """Release nothing: a block is released with the last copy that lies in it."""
+    """Release nothing. A block is given back when its last copy is released, not piece by piece."""
 
 
 def _wait_for(under_way: threading.Lock) -> None:
@@ -318,10 +361,10 @@ def _wait_for(under_way: threading.Lock) -> None:
 
 
 class StagedCopies:
-    """Copies of pieces in memory that is kept between takes; the originals may change.
+    """Copies of a state's pieces in host memory, so that the caller may change the originals.
 
-    After a copy was read, it stays until the take has ended, so that the take can start again; or
-    until a later copy needs its memory.
+    The memory is kept between takes. A copy that was read stays until the take has ended, so that
+    the take can start again. It goes earlier if a later copy needs its memory.
 
     Args:
         max_bytes: The most memory to use, at least four blocks of 64 MiB; None for no bound.
@@ -367,9 +410,9 @@ class StagedCopies:
                 self._changed.notify_all()
 
     def _placed(self, pieces: Iterable[Piece]) -> Generator[_Copying]:
-        """Give each piece a place for its copy; yield the copies to make, in the pieces' order.
+        """Yield one copy to make for each piece, with its place in memory.
 
-        Ranks that put cells together rely on that order.
+        The copies are in the order of the pieces: ranks that put cells together rely on that order.
         """
         block: _Block | None = None
         try:
@@ -430,7 +473,7 @@ class StagedCopies:
         on_read()
 
     def _free_read(self) -> None:
-        """Free the copies that were read, and from now on each copy as soon as it is read."""
+        """Free the copies that were read. From now on, free each copy as soon as it is read."""
         with self._changed:
             self._keeps_read = False
             callbacks, self._read = self._read, []

@@ -1,4 +1,4 @@
-"""Taking a snapshot: capture, divide the work, stage, hash, write new chunks, commit.
+"""Take a snapshot: capture, divide the work, stage, hash, write new chunks, commit.
 
 A single process takes the same path as many ranks: its communicator is a group of one.
 """
@@ -45,10 +45,17 @@ def take(
 ) -> TakeResult:
     """Take a snapshot and return once it is durable.
 
+    Args:
+        repository: The store.
+        name: The name of the snapshot.
+        source: The state of this rank.
+        options: The options of the take.
+        comm: The ranks.
+
     Raises:
         CasnapError: An earlier take in the background failed, and no call has raised that yet.
         StateError: Something in the state cannot be taken.
-        SnapshotExistsError: The name is taken.
+        SnapshotExistsError: The store has a snapshot of this name.
         StoreError: The store failed; nothing was committed.
         RankError: Another rank failed, died or hangs.
     """
@@ -125,7 +132,7 @@ class _Steps:
     Args:
         repository: The store.
         name: The name of the snapshot.
-        options: How to take it.
+        options: The options of the take.
         comm: The ranks.
     """
 
@@ -145,7 +152,11 @@ class _Steps:
         self._is_gone = False
 
     def begin(self, source: StateSource) -> None:
-        """Do the steps that need the caller's state: agree, capture, divide the work."""
+        """Do the steps that need the caller's state: agree, capture, divide the work.
+
+        Args:
+            source: The state of this rank.
+        """
         repository, comm = self._repository, self._comm
         metadata = checked_metadata(self._options.metadata or {})
         options = self._options = replace(self._options, metadata=metadata)
@@ -172,7 +183,7 @@ class _Steps:
         return self._comm.size * self.state.bytes_to_hash()
 
     def live_batches(self, session: Session) -> Batches:
-        """Return the batches to hash, made of the live state."""
+        """Return the batches of pieces to hash, read from the state itself, not from copies."""
         hashers = hashers_for(self.state, session.base.root)
         self._asking = None
         if hashers:
@@ -181,7 +192,10 @@ class _Steps:
         return lambda nbytes: batched(self.unknown_pieces(), nbytes)
 
     def begin_asking(self) -> None:
-        """If a device can hash, begin to ask the store within the call: known chunks stay on it."""
+        """If a device can hash, begin to ask the store for its chunks. Known ones stay there.
+
+        The call of ``async_take`` does this, before it copies the other chunks.
+        """
         if not self.state.devices:
             return
         store = self._repository
@@ -210,25 +224,33 @@ class _Steps:
         self._asking = asking
 
     def unknown_pieces(self) -> Iterable[Piece]:
-        """Return the pieces that this rank hashes on the host; each rank begins at another one."""
+        """Return the pieces that the host has to hash: all except chunks known from a device.
+
+        Each rank begins at another place of the state.
+        """
         pieces = self.state.pieces(self._comm.rank / self._comm.size)
         return pieces if self._asking is None else self._asking.unknown(pieces)
 
     def end_reliance(self) -> None:
-        """Let collectors no longer wait for the chunks that the call relied on."""
+        """Let collectors free the chunks again on which the call relied."""
         if self._reliance is not None:
             self._reliance.end()
 
     # --- in the background ---
 
     def go_on(self, pending: PendingTake) -> None:
-        """Let the take go on in the background, if it does not yet."""
+        """Start the background thread of the take, unless it runs already."""
         if not pending.started:
             self._in_call = Counter(self._repository.backend.requests) - self._requests_before
             pending.start()
 
     def store_copies(self, copies: StagedCopies) -> TakeResult:
-        """Store copies of the pieces, and give back their memory."""
+        """In the background, store the copies of the pieces and commit; then free the copies.
+
+        Raises:
+            FencedError: A collector was faster, and the take cannot start again.
+            StorageFullError: The disk is full, and nothing there can be freed.
+        """
         with self._background_ranks() as comm:
             try:
                 if self._options.max_pending > 1:
@@ -264,9 +286,13 @@ class _Steps:
         return self._comm.background(self._seed) if self._options.max_pending > 1 else self._comm
 
     def tell_ranks_later(self, error: BaseException) -> None:
-        """Once it is the turn of this take, tell the other ranks that it failed before it began.
+        """Tell the other ranks that this take failed in its call, once its turn to store has come.
 
-        Other ranks may still store earlier takes, and would count the error as an error of these.
+        Until then, other ranks may still store earlier takes, and would take the error for one of
+        these.
+
+        Args:
+            error: The error that the call has met.
         """
 
         def tell() -> TakeResult:
@@ -290,7 +316,7 @@ class _Steps:
         The take starts again if a collector was faster, or if room was made on a full disk.
 
         Args:
-            batches_for: Returns the batches to hash.
+            batches_for: Returns the batches to hash, for a session.
             start_over: Lets the batches begin again; returns whether they can.
 
         Raises:
@@ -307,7 +333,11 @@ class _Steps:
         )
 
     def _make_room(self, error: StorageFullError) -> None:
-        """Let rank 0 make room on a full disk."""
+        """Free room after the disk was full. Rank 0 does it; all ranks call this.
+
+        Raises:
+            StorageFullError: The take cannot go on after this error.
+        """
         comm = self._comm
         if not comm.resume(error):
             raise error
@@ -337,7 +367,11 @@ class _Steps:
         return True
 
     def _tell_lengths(self, packs: int) -> None:
-        """Let rank 0 list the packs for all ranks, where otherwise each rank would look at some."""
+        """Let rank 0 list the packs, and tell all ranks their lengths, which saves requests.
+
+        Args:
+            packs: How many packs this rank would have to look at by itself.
+        """
         comm, store = self._comm, self._repository
         told = store.list_packs_for(comm.size, packs) if comm.rank == 0 else None
         store.note_packs(comm.broadcast_message(told, dict[PackId, int]))

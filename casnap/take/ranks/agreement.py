@@ -1,4 +1,7 @@
-"""The agreement of the ranks before a take begins: all ask for the same, and rank 0 decides."""
+"""Before a take begins, all ranks check that they were called with the same arguments.
+
+Rank 0 decides what may differ, such as the order of the keys.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from casnap.take.options import TakeOptions, unclear_commits
 
 
 class Agreement(msgspec.Struct, array_like=True):
-    """The message in which a rank says what it asks of a take; all follow rank 0's message.
+    """The message in which a rank says what it was asked to take; all follow rank 0's message.
 
     Attributes:
         store_id: The id of the store.
@@ -24,9 +27,11 @@ class Agreement(msgspec.Struct, array_like=True):
         keys: The keys of the app state, as components: a key need not be Unicode.
         options: Other things that must be the same on all ranks, by their names in errors.
         codec: How chunks are stored. Only rank 0 looks up the setting of the store.
-        seed: A random number. The number of rank 0 chooses which bytes of replicas are compared.
-        root: The newest root, which rank 0 reads for all ranks where each look is a request.
-        lists: Whether rank 0 lists the packs for all ranks before they rely on some.
+        seed: A random number. Rank 0's chooses which bytes of replicas are compared.
+        root: The newest root, if the store is in a bucket. Rank 0 reads it for all ranks, since
+            each read is a request.
+        lists: Whether rank 0 lists the store's packs for all ranks, which they need before they
+            rely on chunks.
     """
 
     store_id: str
@@ -46,20 +51,20 @@ def agree(
     options: TakeOptions,
     comm: Comm,
 ) -> Agreement:
-    """Return what rank 0 asks for, once every rank has checked that it asks for the same.
+    """Check that all ranks ask for the same take, and return rank 0's message.
 
-    The keys are in the order in which all ranks read their states. The order must be the same,
-    since a ``state_dict()`` may be a collective.
+    All ranks read their states in the order of its keys, since a ``state_dict()`` may be a
+    collective.
 
     Args:
         store: The store.
         name: The name of the snapshot.
         keys: The keys of this rank.
-        options: How to take.
+        options: The options of the take.
         comm: The ranks.
 
     Raises:
-        SnapshotExistsError: The name is taken.
+        SnapshotExistsError: The store has a snapshot of this name.
         StateError: The ranks were called with different arguments.
     """
     root, codec = None, Codec.RAW
@@ -100,9 +105,11 @@ def agree(
 def check_name(table: Table, name: str, options: TakeOptions, uri: str) -> None:
     """Check that a take may make a snapshot of this name.
 
+    A take of this process may have raised an error after its snapshot was committed. The name of
+    such a snapshot is free: the new one replaces it.
+
     Raises:
-        SnapshotExistsError: The name is taken. A snapshot of a take of this process that raised an
-            error does not count: the new one replaces it.
+        SnapshotExistsError: The table has another snapshot of this name.
     """
     row = table.get(name)
     is_own = row is not None and row.commit in unclear_commits
@@ -110,7 +117,11 @@ def check_name(table: Table, name: str, options: TakeOptions, uri: str) -> None:
 
 
 def _check_name_is_free(store: Repository, name: str, options: TakeOptions) -> Root:
-    """Check in the newest root that a take may make a snapshot of this name; return that root."""
+    """Check in the store that a take may make a snapshot of this name; return the root read.
+
+    Raises:
+        SnapshotExistsError: The newest root has a snapshot of this name.
+    """
     Location(store.backend, name).check_path_is_free()
     if store.backend.folder is not None:
         ForeignCheckpoints(store.backend.folder / name).check_none()

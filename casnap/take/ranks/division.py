@@ -1,7 +1,7 @@
-"""The division of a take's work: what ranks hold in common, and which rank hashes which cells.
+"""Divide the work of a take: find out what ranks hold in common, and which rank hashes which cells.
 
-A sharded tensor is planned by the owner of its path (:mod:`casnap.take.ranks.owners`). A tensor
-that all ranks hold is shared out by bytes, and each rank computes its own share.
+The owner of a sharded tensor's path plans that tensor (:mod:`casnap.take.ranks.owners`). Tensors
+that all ranks hold need no owner: each rank computes its own share of their bytes.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Division(NamedTuple):
         leaf_ids: The id by which all ranks know each leaf. It stands for its path and, if it is
             sharded, for the ranks that hold it together. A single process that shares nothing needs
             none.
-        owned: The sharded tensors that this rank owns.
+        owned: Id of the leaf → sharded tensor, for those that this rank owns.
         plans: Leaf → what this rank does for it, for leaves that other ranks hold too. All ranks
             put cells together in the order of this dict.
         splits: Whether shard edges cut a cell of any tensor, of any rank.
-        is_single_process: Whether a single process hashes everything that it has.
+        is_single_process: Whether a single process hashes the whole state.
     """
 
     scopes: list[Scope]
@@ -84,7 +84,7 @@ def divide(
 ) -> Division:
     """Find out what the ranks hold in common, and this rank's share of the hashing.
 
-    Replicas are compared by samples first, since each rank hashes only a part of them.
+    Each rank hashes only a part of a replica, so replicas are first compared by samples.
 
     Args:
         comm: The ranks.
@@ -95,7 +95,7 @@ def divide(
         seed: Chooses the samples; the same on all ranks.
 
     Raises:
-        StateError: Ranks contradict each other.
+        StateError: Two ranks name one path, but hold different things there.
     """
     if comm.size == 1 and not state.sharded:
         return _of_one_process(state)
@@ -143,8 +143,9 @@ def _of_one_process(state: CapturedState) -> Division:
 def _leaf_ids(state: CapturedState) -> list[bytes]:
     """Return the id of each leaf.
 
-    Sharded tensors of one path on several meshes have several ids: they may be replicas, but also
-    different tensors that two stages of a pipeline give the same name.
+    The id of a sharded tensor also names the ranks that hold it. Two tensors of one path on two
+    meshes may be replicas. They may also be different tensors that two stages of a pipeline name
+    alike.
     """
     groups: dict[tuple[int, ...], bytes] = {(): bytes(_GROUP_BYTES)}
     leaf_ids = []
@@ -185,10 +186,11 @@ class _Declarations(NamedTuple):
 def _declarations(
     app_state: Mapping[str, Any], options: TakeOptions, ranks: Sequence[int]
 ) -> _Declarations:
-    """Return what the options declare, and what DDP modules of exactly these ranks declare.
+    """Return what the options declare, and what the DDP modules declare that span these ranks.
 
-    DDP keeps parameters equal, and gives all ranks the buffers of rank 0 at the next step, unless
-    it is told not to, or has a hook for buffers. It says nothing about the rest of the state.
+    DDP keeps parameters equal on all ranks. At each step it gives all ranks the buffers of rank 0,
+    unless ``broadcast_buffers`` is off or a buffer hook is set. DDP says nothing about the rest of
+    the state.
     """
     parameters, buffers = set[str](), set[str]()
     for key, value in app_state.items():
@@ -250,7 +252,7 @@ def _matches(path: str, globs: Sequence[str]) -> bool:
 def _samples(
     state: CapturedState, scopes: list[Scope], declared: _Declarations, sampler: Sampler
 ) -> dict[int, list[bytes]]:
-    """Return, by leaf, samples of all tensors that must be equal on several ranks."""
+    """Return, by leaf, a sample of each tensor or value whose replicas the ranks will compare."""
     contents: dict[int, Sequence[torch.Tensor | bytes]] = {}
     for i, (path, _, content) in enumerate(state.leaves):
         if isinstance(content, Shards):
@@ -270,7 +272,15 @@ def _holdings(
     leaves: list[int],
     samples: Mapping[int, list[bytes]],
 ) -> Holdings:
-    """Return the message of this rank to the owner of some leaves."""
+    """Return this rank's message to one owner.
+
+    Args:
+        state: The state of this rank.
+        scopes: The scope of each leaf.
+        leaf_ids: The id of each leaf.
+        leaves: The numbers of the leaves whose paths the owner owns.
+        samples: Leaf → samples of its content.
+    """
     holdings = Holdings([], [])
     for i in leaves:
         path, entry, content = state.leaves[i]
@@ -288,10 +298,15 @@ def _holdings(
 def _take_in(
     answers: list[Answer], by_owner: list[list[int]], scopes: list[Scope]
 ) -> tuple[dict[int, RankPlan], list[int]]:
-    """Take in the answers of the owners.
+    """Read the answers of the owners, and change ``scopes`` to what they found.
 
-    A leaf that is not equal on all ranks counts as not declared, as in TorchSnapshot: its scope
-    becomes UNDECIDED.
+    A declared leaf that is not equal on all ranks counts as not declared, as in TorchSnapshot: its
+    scope becomes UNDECIDED.
+
+    Args:
+        answers: The answer of each owner.
+        by_owner: For each owner, the numbers of the leaves that the answer is about, in order.
+        scopes: The scope of each leaf.
 
     Returns:
         Leaf → plan, for sharded leaves; and the leaves whose replicas have different bytes.
@@ -312,9 +327,10 @@ def _take_in(
 
 
 def _replicated(state: CapturedState, scopes: list[Scope], comm: Comm) -> dict[int, RankPlan]:
-    """Return this rank's plans, by leaf number: its share of the leaves that all ranks hold.
+    """Return this rank's plans, by leaf, for the leaves that all ranks hold.
 
-    On other ranks than 0, the leaves that are taken from rank 0 have empty plans.
+    They are its share of the replicated leaves. A leaf that rank 0 alone hashes has an empty plan
+    on all other ranks.
     """
     shared = sorted(
         (i for i, s in enumerate(scopes) if s is Scope.REPLICATED and i not in state.inline),

@@ -48,13 +48,13 @@ _Chunk: TypeAlias = tuple[Digest, int]
 
 
 class _Head(NamedTuple):
-    """The beginning of a rank's message.
+    """The beginning of a rank's message in a round.
 
     Attributes:
         is_last: Whether the rank has hashed everything.
-        asks: Whether the rank offers a chunk, to any rank.
+        asks: Whether the rank offers chunks in this round, to whichever rank.
         load: The bytes that the rank was given to write so far.
-        idle: The seconds for which the rank has had work, but has not gone on.
+        idle: For how many seconds the rank has had work, but has hashed nothing.
         decided: How many decisions follow.
         offered: How many offers follow.
     """
@@ -80,7 +80,7 @@ class _Message:
 
 
 class _Offer:
-    """New chunks that a thread offers to write; once decided, which of these it is to write."""
+    """New chunks that a thread offers to write; later also the decision which of them it writes."""
 
     def __init__(self, chunks: list[tuple[Digest, int]]) -> None:
         self.chunks = chunks
@@ -88,7 +88,7 @@ class _Offer:
 
 
 class Decider:
-    """Decides, on one rank, which rank writes each of the chunks that it is asked about.
+    """Decides which rank writes each chunk whose digest selects this rank.
 
     Args:
         rank: The rank that decides.
@@ -100,11 +100,11 @@ class Decider:
         self._decided: set[Digest] = set()
 
     def decide(self, loads: list[int], messages: Sequence[memoryview]) -> list[bytes]:
-        """Choose a writer for each chunk that has none yet.
+        """Choose one writer for each offered chunk, unless an earlier round has chosen it.
 
         Args:
             loads: The bytes that each rank was given to write so far.
-            messages: The offers of each rank.
+            messages: The offers of each rank, packed.
 
         Returns:
             For each rank, one byte for each of its offers: 1 if the rank is to write that chunk.
@@ -188,10 +188,10 @@ class Exchange:
     # --- the threads that hash ---
 
     def _without_parts(self, batches: Iterable[list[Piece]]) -> Iterator[list[Piece]]:
-        """Yield the pieces that this rank hashes; hand on the parts of cells that it sends.
+        """Yield the pieces that this rank hashes; queue the parts of cells that it sends.
 
-        Parts are handed to ``_split_cells`` at once, in their order, so that their memory is
-        released on any error.
+        ``_split_cells`` gets the parts at once and in their order, so that their memory is released
+        on any error.
         """
         for batch in batches:
             if batch:
@@ -202,7 +202,11 @@ class Exchange:
             yield [piece for piece in batch if piece.part is None]
 
     def _with_whole_cells(self, source: SharedItems[list[Piece]]) -> Iterator[list[Piece]]:
-        """Yield the batches that one thread hashes: of pieces, and of cells put together here."""
+        """Yield the batches that one thread hashes: from ``source``, and cells put together here.
+
+        Args:
+            source: The batches of this rank's own pieces, shared by all threads.
+        """
         try:
             for batch in source:
                 yield batch
@@ -226,10 +230,13 @@ class Exchange:
                 self._split_cells.drop()
 
     def _take_whole_cells(self, wait_while: Callable[[], bool]) -> list[Piece]:
-        """Return cells that this rank has put together; if none, wait while a condition holds.
+        """Return cells that this rank has put together. If there are none, wait for some.
 
-        No thread waits while there are such cells: other ranks cannot send more parts before
-        these cells are hashed.
+        Threads must hash these cells first: until then other ranks cannot send more parts.
+
+        Args:
+            wait_while: Whether to go on waiting. If it returns False, so does the call, with no
+                cells.
         """
 
         def waits() -> bool:
@@ -247,7 +254,7 @@ class Exchange:
     def _select_share(self, digests: list[Digest], sizes: list[int]) -> list[bool]:
         """Return, for each of some chunks that the store lacks, whether this rank is to write it.
 
-        This call waits for the round in which the ranks decide that.
+        The call waits for the round in which the ranks decide.
         """
         offer = _Offer(list(zip(digests, sizes, strict=True)))
         with self._changed, self._waiting_for_ranks():
@@ -298,7 +305,11 @@ class Exchange:
                 return
 
     def _collect_offers(self, urgent: bool) -> tuple[list[_Offer], bool]:
-        """Return the offers of the threads so far, and whether there will be no more."""
+        """Return the offers of the threads so far, and whether there will be no more.
+
+        Args:
+            urgent: Whether to return at once, rather than wait a little for more offers.
+        """
         now = time.monotonic()
         with self._changed:
             # Wait for more offers until all threads wait for other ranks; but not long, since other
@@ -314,7 +325,16 @@ class Exchange:
     def _messages(
         self, offers: list[_Offer], decisions: list[bytes], is_last: bool
     ) -> tuple[list[memoryview], list[list[_Chunk]]]:
-        """Return, for each rank, the message to it, and the chunks offered to it, in order."""
+        """Make this rank's messages of a round.
+
+        Args:
+            offers: The chunks that this rank's threads offer.
+            decisions: For each rank, the decisions about its offers of the round before.
+            is_last: Whether this rank has hashed everything.
+
+        Returns:
+            For each rank, the message to it; and for each rank, the chunks offered to it, in order.
+        """
         size = self._comm.size
         by_rank: list[list[_Chunk]] = [[] for _ in range(size)]
         for offer in offers:
@@ -342,7 +362,13 @@ class Exchange:
     def _settle(
         self, offers: list[_Offer], by_rank: list[list[_Chunk]], decisions: list[memoryview]
     ) -> None:
-        """Give the threads the decisions about their offers of the round before."""
+        """Give the threads the decisions about the chunks that they offered in the round before.
+
+        Args:
+            offers: The offers.
+            by_rank: For each rank, the chunks that were offered to it, in order.
+            decisions: For each rank, its decisions about these chunks, a byte each.
+        """
         mine = {
             chunk[0]
             for chunks, decision in zip(by_rank, decisions, strict=True)
@@ -356,7 +382,14 @@ class Exchange:
             self._changed.notify_all()
 
     def _check_all_go_on(self, idle: list[float]) -> None:
-        """Check that each rank that talks goes on too: its storage may hang, for example."""
+        """Check that no rank that still answers has stopped hashing, as when its storage hangs.
+
+        Args:
+            idle: For how many seconds each rank has had work, but has hashed nothing.
+
+        Raises:
+            RankError: A rank has hashed nothing for longer than the timeout.
+        """
         timeout = self._comm.timeout
         stuck = [rank for rank, seconds in enumerate(idle) if seconds > timeout]
         if stuck:

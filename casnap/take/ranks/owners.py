@@ -1,8 +1,8 @@
-"""The owner of a path: the rank that plans its tensor, and compares what ranks say about it.
+"""The owner of a path: the rank that plans its tensor, and compares what ranks hold of it.
 
 A hash of the path names the owner. All ranks that hold the path, or pieces of it, send the owner
-their *holdings*, and get an *answer* that says what to do. So no rank sees everything, and all
-ranks have about as much to plan.
+their *holdings*, and get an *answer* that says what to do. So each rank plans about equally many
+paths, and none needs the holdings of all.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Holdings(msgspec.Struct, array_like=True):
 
 
 class Replica(IntEnum):
-    """The owner's finding about a leaf that is declared equal on all ranks."""
+    """What the owner has found about a leaf that is declared equal on all ranks."""
 
     MISMATCHED = 0  # some ranks do not have it, or have another shape or dtype
     EQUAL = 1
@@ -106,11 +106,12 @@ class Replica(IntEnum):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """The message in which an owner tells a rank what to do, in the order of the rank's holdings.
+    """The message in which an owner tells a rank what to do with the leaves in its holdings.
 
     Attributes:
-        sharded: The rank's plan for each sharded leaf.
-        replicated: A ``Replica`` for each leaf that is declared equal.
+        sharded: The rank's plan for each sharded leaf, in the order of the holdings.
+        replicated: A ``Replica`` for each leaf that is declared equal, in the order of the
+            holdings.
         splits: Whether shard edges cut a cell of any tensor of the owner.
     """
 
@@ -125,7 +126,7 @@ def id_of_path(path: str) -> bytes:
 
 
 def path_part(leaf_id: bytes) -> bytes:
-    """Return the part of a sharded tensor's id that depends on its path alone."""
+    """Return the first bytes of a sharded tensor's id. They depend on its path alone."""
     return leaf_id[:ID_BYTES]
 
 
@@ -135,10 +136,10 @@ def owner_of(leaf_id: bytes, size: int) -> int:
 
 
 def equal_on_all_ranks(told: Sequence[Sequence[tuple[bytes, bytes]]]) -> dict[bytes, bool]:
-    """Return, for each id that a rank gives a value, whether all ranks give the same value.
+    """Return, for each id, whether every rank has it, with the same value.
 
     Args:
-        told: For each rank, ids and their values.
+        told: For each rank, pairs of an id and a value.
     """
     values_of: defaultdict[bytes, list[bytes]] = defaultdict(list)
     for leaf_id, value in chain.from_iterable(told):
@@ -147,7 +148,7 @@ def equal_on_all_ranks(told: Sequence[Sequence[tuple[bytes, bytes]]]) -> dict[by
 
 
 def few_paths(paths: Sequence[str]) -> str:
-    """Return paths for a message; if there are more than three, the first three."""
+    """Return up to three of the paths as text for a message, and how many more there are."""
     more = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
     return ", ".join(sorted(paths)[:3]) + more
 
@@ -171,7 +172,14 @@ def answers_of(
 
 
 def compare_replicas(holdings: list[Holdings]) -> dict[bytes, Replica]:
-    """Compare the leaves declared equal on all ranks; return, by leaf id, what was found."""
+    """Compare the replicas of all ranks that are declared equal.
+
+    Args:
+        holdings: The holdings of each rank.
+
+    Returns:
+        Id of the leaf → whether its replicas are equal.
+    """
     descriptions = equal_on_all_ranks(
         [[(held.leaf_id, held.description) for held in of_rank.replicated] for of_rank in holdings]
     )
@@ -263,7 +271,11 @@ def plan_sharded(
 
 
 def _holders(holdings: list[Holdings]) -> dict[bytes, list[tuple[int, HeldShards]]]:
-    """Return, for each sharded tensor, the ranks that hold pieces of it, each with its pieces."""
+    """Return, by id of the sharded tensor, each rank that holds pieces of it, with its pieces.
+
+    Raises:
+        StateError: Two ranks describe the tensor at one path differently.
+    """
     holders: defaultdict[bytes, list[tuple[int, HeldShards]]] = defaultdict(list)
     firsts: dict[bytes, tuple[int, KnownEntry]] = {}
     for rank, of_rank in enumerate(holdings):

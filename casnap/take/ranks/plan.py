@@ -1,12 +1,13 @@
-"""Plans which rank hashes which cells: arithmetic on shapes, boxes and ranks.
+"""Plan which rank hashes which cells: arithmetic on shapes, boxes and ranks.
 
-There are two kinds of plans. Tensors that all ranks hold are shared out by bytes; each rank
-computes its own share (:func:`replicated_runs`). A sharded tensor is planned by one rank, from the
-boxes that each rank holds (:func:`plan_tensor`).
+There are two kinds of plans. Tensors that all ranks hold are divided by bytes; each rank computes
+its own share (:func:`replicated_runs`). A sharded tensor is planned by one rank, from the boxes
+that each rank holds (:func:`plan_tensor`).
 
 A cell that lies whole in a box is hashed by a rank that holds the box. A cell that shard edges cut
 is put together by one rank, the *joiner*: other ranks send it the parts that their boxes hold. A
-*joint* is a run of such cells, cut alike, that the joiner puts together at a time.
+*joint* is a run of such cells that the same edges cut. The joiner puts one joint together at a
+time.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _JOINT_BYTES = 4 << 20
 
 
 class SentPart(Struct, frozen=True, array_like=True, gc=False):
-    """The part of a joint (a run of cells that one rank puts together) that one box holds.
+    """One box's part of a joint (a run of cells that one rank puts together), to be sent.
 
     Attributes:
         first_cell: The first cell of the joint.
-        to: The joiner; it may hold the box itself.
+        to: The joiner. It may be the sender itself.
         region: Where the part lies in the tensor.
     """
 
@@ -125,7 +126,7 @@ def plan_tensor(
 
 
 class _CellBytes:
-    """The cells of a grid as runs of the tensor's bytes.
+    """Where the cells of a grid begin and end, if the tensor's bytes stood in the order of cells.
 
     Attributes:
         cell: The bytes of a full cell.
@@ -140,19 +141,19 @@ class _CellBytes:
         self.rows = grid.rows or 1
 
     def run(self, cell: int) -> tuple[int, int]:
-        """Return the bytes at which a cell begins and ends."""
+        """Return the offsets in bytes at which a cell begins and ends."""
         lead, row = divmod(cell, self.rows)
         start = lead * self.lead + row * self.cell
         return start, min(start + self.cell, (lead + 1) * self.lead)
 
     def since(self, byte: int) -> int:
-        """Return the first cell that begins at a byte or after it."""
+        """Return the first cell that begins at the given offset in bytes, or after it."""
         lead, remainder = divmod(byte, self.lead)
         return lead * self.rows - (-remainder // self.cell)
 
 
 class _CellRuns:
-    """Runs of cells, one after the other, to be shared out by bytes.
+    """Runs of cells of one or more tensors, one after the other, to be divided by bytes.
 
     Args:
         runs: The runs: the cells of the tensor, the first cell, and one past the last.
@@ -164,7 +165,11 @@ class _CellRuns:
         self._starts = [0, *accumulate(sizes)]
 
     def share(self, part: int, parts: int) -> list[tuple[int, int, int]]:
-        """Return the cells that begin in number ``part`` of ``parts`` equal parts of the bytes.
+        """Divide the bytes of all runs into equal parts; return the cells that begin in one part.
+
+        Args:
+            part: The number of the part, from 0 on.
+            parts: The number of parts.
 
         Returns:
             Parts of the runs: the number of the run, the first cell, and one past the last.
@@ -237,7 +242,12 @@ class _Planner:
                 self._plan_cut_cells(*run)
 
     def _share_out(self, covered: Iterable[CoveredRun]) -> None:
-        """For each box: divide the cells that lie whole in it among the ranks that hold it."""
+        """Divide the cells that lie whole in a box among the ranks that hold that box.
+
+        Args:
+            covered: Runs of cells: the first, one past the last, and the one box that contains
+                them.
+        """
         by_box: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for first_cell, stop, (box,) in covered:
             by_box[box].append((first_cell, stop))
@@ -258,7 +268,13 @@ class _Planner:
         return self._cells.run(stop)[0] - self._cells.run(first_cell)[0]
 
     def _plan_cut_cells(self, first_cell: int, stop: int, boxes: tuple[int, ...]) -> None:
-        """Divide a run of cells, all cut by the same boxes, into joints; plan each joint."""
+        """Divide a run of cells, all cut by the same boxes, into joints; plan each joint.
+
+        Args:
+            first_cell: The first cell of the run.
+            stop: One past the last.
+            boxes: The indices of the boxes that hold parts of each cell.
+        """
         holders = {rank for box in boxes for rank in self._held[box].ranks}
         most = min(_JOINT_BYTES // self._cells.cell, -(-(stop - first_cell) // len(holders)))
         while first_cell < stop:
@@ -291,7 +307,7 @@ class _Planner:
         self.ranks[joiner].senders.append(sorted(senders))
 
     def _near(self, ranks: list[int], joiner: int) -> list[int]:
-        """Return which of some ranks are on the joiner's host; if none is, all of them."""
+        """Return those of ``ranks`` that are on the joiner's host; if none is, all of ``ranks``."""
         if self._hosts is None or len(ranks) == 1:
             return ranks
         return [r for r in ranks if self._hosts[r] == self._hosts[joiner]] or ranks
@@ -315,13 +331,14 @@ class _Planner:
 
 
 def _covered_runs(runs: list[tuple[int, int, int]]) -> list[CoveredRun]:
-    """Cut runs of cells, which may overlap, at all their edges.
+    """Cut runs of cells, which may overlap, wherever any run begins or ends.
 
     Args:
         runs: Runs, sorted: the first cell, one past the last, and the index of the box.
 
     Returns:
-        Each piece, with the indices of the boxes whose runs contain it.
+        The pieces: the first cell, one past the last, and the indices of the boxes whose runs
+            contain the piece.
     """
     if all(a[1] <= b[0] for a, b in pairwise(runs)):
         return [(first_cell, stop, (i,)) for first_cell, stop, i in runs]

@@ -1,9 +1,10 @@
 """Samples of tensors, by which ranks check that their replicas are equal.
 
-A tensor of up to 64 KiB is compared as a whole. Of a larger tensor, each eighth of a chunk gives 64
-bytes, at a random place. When training makes replicas differ, it changes nearly all elements. So a
-run of a quarter of a chunk that differs throughout is always found; a single element mostly is not.
-With chunks of 1 MiB, this reads about a two-thousandth of the bytes.
+A tensor of up to 64 KiB is compared as a whole. From a larger tensor, 64 bytes are drawn at a
+random place in each eighth of a chunk. A quarter of a chunk always contains such a place. So ranks
+notice replicas that differ throughout a quarter of a chunk, as training makes them differ. They
+mostly miss a single element that differs. With chunks of 1 MiB, this reads about a two-thousandth
+of the bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ class Sampler:
         self._places: dict[tuple[int, int], torch.Tensor] = {}
 
     def samples(self, contents: Sequence[torch.Tensor | bytes]) -> list[bytes]:
-        """Return a sample of each tensor or value. Different contents rarely have equal samples."""
+        """Return a short digest for each content. Two ranks with equal contents get equal digests.
+
+        The digest of a large tensor covers only the elements drawn from it.
+        """
         samples = [b""] * len(contents)
         elsewhere: defaultdict[torch.device, list[tuple[int, torch.Tensor]]] = defaultdict(list)
         for i, content in enumerate(contents):

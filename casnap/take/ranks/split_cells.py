@@ -1,12 +1,12 @@
 """Cells that shard edges cut: ranks send their parts to one rank, which puts the cells together.
 
-So the chunks of a tensor do not depend on its sharding. The planner decides which cells, cut alike,
-are put together at once; they are a *joint*.
+So the chunks of a tensor do not depend on its sharding. The planner divides these cells into
+*joints*: runs of cells that the same edges cut, and that one rank puts together at once.
 
-All ranks send their parts in one order of joints. Each rank opens its joints in that order, as it
-has room, and tells the ranks that have parts of them. No part is sent before its joint is open. So
-memory is bounded, and some rank can always go on: the first joint that is not whole is open, and
-each rank that has a part of it has sent all parts that come before.
+All ranks send their parts in one order of joints. Each rank opens its joints in that order, once it
+has memory for them, and tells the ranks that have parts of them. A part is sent once its joint is
+open. So memory is bounded, and some rank can always go on: the first joint that is not whole is
+open, and each rank that has a part of it has sent all parts that come before.
 
 The joints of a rank lie in memory that it shares. Ranks of its host copy their parts there; ranks
 of other hosts send the bytes in their messages.
@@ -43,13 +43,13 @@ _cell_slots = Pool(SHARED_BYTES, 1)
 
 
 class _OpenJoint(msgspec.Struct, array_like=True, gc=False):
-    """A joint (cells that one rank puts together) for which a rank takes parts.
+    """A joint (a run of cells that one rank puts together) whose parts may be sent now.
 
     Attributes:
         leaf_id: The id of the leaf.
         first_cell: The first cell.
         stop: One past the last cell.
-        at: Where the joint lies in its rank's shared memory; -1 if it is not there.
+        at: The joint's offset in its rank's shared memory; -1 if the joint is not there.
     """
 
     leaf_id: bytes
@@ -59,14 +59,14 @@ class _OpenJoint(msgspec.Struct, array_like=True, gc=False):
 
 
 class _SentPart(msgspec.Struct, array_like=True, gc=False):
-    """A part of a joint (cells that one rank puts together) that another rank has sent.
+    """One rank's part of a joint (a run of cells that another rank puts together), as sent.
 
     Attributes:
         leaf_id: The id of the leaf.
         first_cell: The first cell of the joint.
         nbytes: The length of the part.
         region: Where the part lies in the tensor, if its bytes follow in the message; None if the
-            sender has copied them to their place.
+            sender has copied them into the joint.
     """
 
     leaf_id: bytes
@@ -76,12 +76,12 @@ class _SentPart(msgspec.Struct, array_like=True, gc=False):
 
 
 class _PartList(msgspec.Struct, array_like=True):
-    """The beginning of a message, before the bytes of parts.
+    """The beginning of a message: what opened, and which parts follow.
 
     Attributes:
         is_last: Whether the sender will send no more parts.
-        opened: The joints of the sender that are open from now on, in order, as far as the receiver
-            has parts of them.
+        opened: Those joints that the sender has just opened and that need parts from the receiver,
+            in order.
         parts: The parts, in order.
     """
 
@@ -112,7 +112,7 @@ class _Joint:
 
 
 class SplitCells:
-    """The parts that this rank sends, and the cells that it puts together.
+    """The parts of cells that this rank sends, and the cells that it puts together from parts.
 
     Threads that hash call :meth:`add`, :meth:`finish` and :meth:`drop`, and look at
     :attr:`is_full`. The thread that talks to the other ranks calls all else.
@@ -123,7 +123,7 @@ class SplitCells:
         leaf_ids: The id by which all ranks know each leaf.
         plans: Leaf → what this rank does for it. Leaves that several ranks hold pieces of are in
             the same order on all ranks.
-        grids: Leaf → how it is cut into cells.
+        grids: Leaf → its grid of cells.
         largest_team: The most ranks whose messages go through one rank.
     """
 
@@ -167,7 +167,7 @@ class SplitCells:
         self._ring = Ring(len(self._room))
 
     def _joints(self) -> Iterator[tuple[int, int, list[int], Sequence[int]]]:
-        """Yield this rank's joints: leaf, first cell, the bytes of each cell, and the senders."""
+        """Yield this rank's joints: leaf, first cell, bytes of each cell, and sending ranks."""
         for i, plan in self._plans.items():
             grid = self._grids[self._leaf_ids[i]]
             for (first_cell, stop), ranks in zip(plan.joints, plan.senders, strict=True):
@@ -189,7 +189,7 @@ class SplitCells:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more parts should be added until some have been sent."""
+        """Whether so many bytes of parts wait that none should be added until some are sent."""
         return self._waiting_bytes > _WINDOW_BYTES
 
     def drop(self) -> None:
@@ -214,9 +214,9 @@ class SplitCells:
             return self._may_open or any(self._next_joint(rank) for rank in range(self._size))
 
     def _next_joint(self, rank: int) -> _OpenJoint | None:
-        """Return the open joint that the next part for a rank belongs to.
+        """Return the open joint to which the next part for a rank belongs.
 
-        None if there is no part for the rank, or the joint of the next one is not open yet.
+        None if there is no part for the rank, or if the rank has not opened that joint yet.
         """
         box, joints = self._outbox[rank], self._taking[rank]
         if not box:
@@ -243,7 +243,7 @@ class SplitCells:
             give_back(piece for pieces in drawn for piece, _ in pieces)
 
     def _draw(self, rank: int) -> list[tuple[Piece, _OpenJoint]]:
-        """Take parts for a rank out of its outbox, each with the open joint that it belongs to."""
+        """Take as many parts for a rank as one round may send, each with its open joint."""
         drawn: list[tuple[Piece, _OpenJoint]] = []
         room = max(1, _WINDOW_BYTES // (self._size * self._largest_team))
         with self._lock:
@@ -314,7 +314,7 @@ class SplitCells:
         """Open this rank's next joints, as far as there is memory.
 
         Returns:
-            For each rank, the newly opened joints (runs of split cells) of which it sends parts.
+            For each rank, the newly opened joints of which that rank sends parts.
         """
         new_joints: list[list[_OpenJoint]] = [[] for _ in range(self._size)]
         while self._next is not None and self._may_open:
@@ -336,9 +336,12 @@ class SplitCells:
     def _fill(
         self, part: _SentPart, region: Region | None = None, content: memoryview | None = None
     ) -> None:
-        """Note that a part of a joint has come, and copy it to its place unless it is there.
+        """Note that a part of a joint has come. After the last part, the joint can be hashed.
 
-        Once the last part has come, the joint's cells are whole, and are to be hashed.
+        Args:
+            part: The part.
+            region: Where the part lies in the tensor; None if the sender has copied it already.
+            content: The bytes to copy into the joint; None if the sender has copied them already.
         """
         joint = self._open[part.leaf_id, part.first_cell]
         opened = joint.opened
@@ -361,14 +364,21 @@ class SplitCells:
         )
 
     def close(self) -> None:
-        """Give the memory back, once no thread hashes any more."""
+        """Give back the memory for joints, once no thread hashes any more."""
         slot, self._slot = self._slot, None
         if slot is not None and len(slot.view) == _cell_slots.slot_bytes:
             _cell_slots.release(slot)
 
 
 def _copy(target: memoryview, outer: Region, part: Region, content: memoryview) -> None:
-    """Copy a part to its place in the box ``outer``; ``target`` begins with that box's bytes."""
+    """Copy the bytes of a part to its place in a box.
+
+    Args:
+        target: The memory of the box, at its start.
+        outer: The box, in the tensor.
+        part: The part, in the tensor. It lies in the box.
+        content: The bytes of the part.
+    """
     itemsize = len(content) // part.numel
     start = part.start_in(outer)
     if start is not None:
