@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from casnap import Store
-from tests.support.scripts import run_script
+from tests.support.scripts import run_program
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
 SMALL = ("--steps", "12", "--every", "2", "--width", "32", "--layers", "1", "--batch", "2")
@@ -20,7 +20,7 @@ SMALL = ("--steps", "12", "--every", "2", "--width", "32", "--layers", "1", "--b
 def demo(
     folder: Path, *options: str, examples: Path = EXAMPLES
 ) -> subprocess.CompletedProcess[str]:
-    return run_script(examples / "kill_and_resume.py", folder, *options)
+    return run_program(examples / "kill_and_resume.py", folder, *options)
 
 
 @pytest.mark.timeout(500)

@@ -1,4 +1,4 @@
-"""Scripts that start Python in processes of their own, where none of them imports torch again."""
+"""Programs that start Python in processes of their own, where none of them imports torch again."""
 
 from __future__ import annotations
 
@@ -6,52 +6,53 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from tests.support.ranks import PRELOADED
 from tests.support.warm import run_and_end, run_python
 
 _CODE = """
-import runpy, subprocess, sys
-from tests.support.scripts import ForkedPython
+import subprocess, sys
+from tests.support.scripts import ForkedPython, become
 
 subprocess.Popen = ForkedPython
-sys.argv[:] = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+become(sys.argv[1:], {})
 """
 
 
-def run_script(
-    script: Path, *arguments: object, timeout: float = 300.0
-) -> subprocess.CompletedProcess[str]:
-    """Run ``python script arguments``; each Python that it starts is a fork, too."""
-    return run_python(_CODE, script, *arguments, modules=PRELOADED, timeout=timeout)
+def run_program(*command: object, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
+    """Run ``python command``; each Python that it starts is a fork, too."""
+    return run_python(_CODE, *command, modules=PRELOADED, timeout=timeout)
 
 
 class ForkedPython(subprocess.Popen[Any]):
     """A process that runs Python: a fork of this one, in all else what ``Popen`` starts."""
 
     def _execute_child(self, args: Sequence[object], *more: Any) -> None:
-        """Fork. ``Popen`` passes much, in an order of its own: the environment, the pipes' ends."""
+        """Fork. ``Popen`` passes much, in an order of its own: variables, pipes' ends, session."""
         assert args[0] == sys.executable
-        environment, files = more[5], more[9:15]
+        environment, files, is_new_session = more[5], more[9:15], more[20]
         sys.stdout.flush()
         self.pid = os.fork()
         self._child_created = True
         if self.pid == 0:
+            if is_new_session:
+                os.setsid()
             for number, file in enumerate((files[0], files[3], files[5])):
                 if file != -1:
                     os.dup2(file, number)
-            run_and_end(partial(_run, [str(arg) for arg in args[1:]], environment))
+            program = partial(become, [str(arg) for arg in args[1:]], environment or {})
+            # In a thread: a call of casnap that starts the process is no call that it is within.
+            run_and_end(ThreadPoolExecutor(1).submit(program).result)
         self._close_pipe_fds(*files)  # type: ignore[attr-defined]
 
 
-def _run(command: list[str], environment: dict[str, str] | None) -> None:
-    """Run a script, or ``-m`` a module."""
-    os.environ.update(environment or {})
+def become(command: list[str], environment: Mapping[str, str]) -> None:
+    """Run a script, or ``-m`` a module, as the program of this process."""
+    os.environ.update(environment)
     if command[0] == "-m":
         sys.argv[:] = command[1:]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)

@@ -13,6 +13,7 @@ import pytest
 from casnap import Store
 from tests.support.faulty_trainings import FAULTS, Fault, write_script
 from tests.support.json_keys import keys_of, listed_keys
+from tests.support.scripts import run_program
 
 LIGHT = """\
 import sys, time
@@ -51,6 +52,13 @@ def prove(*arguments: str | Path, status: int = 0) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+def prove_light(*arguments: str | Path, status: int = 0) -> tuple[str, str]:
+    """Run ``casnap prove`` with a script of Python, whose processes need not import torch."""
+    done = run_program("-m", "casnap", "prove", *arguments)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
 def light(path: Path, fault: str = "pass") -> Path:
     path.write_text(LIGHT.replace("FAULT", fault))
     return path
@@ -58,7 +66,7 @@ def light(path: Path, fault: str = "pass") -> Path:
 
 def test_a_right_resume_is_proven(tmp_path: Path) -> None:
     room, command = tmp_path / "room", (sys.executable, light(tmp_path / "train.py"), "{store}")
-    text, _ = prove("--kills", 1, "--room", room, "--", *command)
+    text, _ = prove_light("--kills", 1, "--room", room, "--", *command)
     assert "killed after step_" in text
     assert "PROVEN: equal, bit for bit, after 1 kill" in text
     store = Store(room)
@@ -72,7 +80,8 @@ def test_a_wrong_resume_is_named(tmp_path: Path) -> None:
     """It forgets the moments, so what it stores from its first step on is other."""
     fault = 'average["state"]["0"] = {"exp_avg": weight * 0, "step": 0}'
     command = (sys.executable, light(tmp_path / "train.py", fault), "{store}")
-    printed, said = prove("--json", "--kills", 1, "--room", tmp_path / "room", *command, status=1)
+    options = ("--json", "--kills", 1, "--room", tmp_path / "room")
+    printed, said = prove_light(*options, *command, status=1)
     document = json.loads(printed)
     assert keys_of(document) == listed_keys("prove")
     assert "killed after" in said
@@ -90,7 +99,7 @@ def test_a_run_that_ends_after_a_kill_is_not_proven(tmp_path: Path) -> None:
     """Also if each run is ended after some snapshots: what the killed run has is equal."""
     command = (sys.executable, light(tmp_path / "train.py", "sys.exit()"), "{store}")
     options = ("--json", "--kills", 1, "--snapshots", 4, "--room", tmp_path / "room")
-    document = json.loads(prove(*options, *command, status=1)[0])
+    document = json.loads(prove_light(*options, *command, status=1)[0])
     killed = document["runs"][2]
     assert killed["differing_names"] == []
     assert killed["lacking_names"][-1] == "step_4"
@@ -102,7 +111,7 @@ def test_runs_without_a_common_name_are_not_proven(tmp_path: Path) -> None:
     script = light(tmp_path / "train.py")
     script.write_text(script.read_text().replace('f"step_{step}"', 'f"step_{time.time_ns()}"'))
     options = ("--kills", 1, "--snapshots", 4, "--room", tmp_path / "room")
-    text, _ = prove(*options, sys.executable, script, "{store}", status=1)
+    text, _ = prove_light(*options, sys.executable, script, "{store}", status=1)
     assert text.count("no snapshots to compare") == 2
 
 
