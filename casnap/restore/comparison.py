@@ -1,4 +1,4 @@
-"""How a state differs from a snapshot, and loading what fits into a module."""
+"""Report how a state differs from a snapshot, and load what fits into a module."""
 
 from __future__ import annotations
 
@@ -34,10 +34,16 @@ _HARMLESS_HOOKS = (
 def compare(
     contents: Contents, state: KeyState, module: torch.nn.Module, report: RestoreReport
 ) -> KeyState:
-    """Report how a module differs from the snapshot; return its key, only with what fits.
+    """Report how a module differs from the snapshot; return its key with only what fits.
 
-    Names and values that a module may change while it loads are not compared. Where a module may
-    allow other names, only shapes are compared.
+    Submodules whose hooks may change names or values as they load are not compared. If hooks may
+    only forgive differing names, shapes alone are compared.
+
+    Args:
+        contents: The snapshot.
+        state: The key of the module.
+        module: The module.
+        report: Gets the differences.
     """
     rewritten = _paths_of_children(state, module, _rewrites)
     unchecked = rewritten + _paths_of_children(state, module, _forgives)
@@ -61,12 +67,17 @@ def compare(
 def load_whole(state: KeyState, module: torch.nn.Module, values: dict[str, Any]) -> None:
     """Load all of a state into a module.
 
-    Some modules return more from ``state_dict()`` than they load, such as the scales of weights of
-    4 bits. A value that a module does not load is no error if its live tensor holds what the
-    snapshot has, as after a restore in place.
+    Some modules give items in ``state_dict()`` that they do not load, such as the scales of 4-bit
+    weights. Such an item is allowed if its live tensor already has the value in the snapshot, as
+    after a restore in place.
+
+    Args:
+        state: The key of the module.
+        module: The module.
+        values: The state to load, by name. Items that the module does not load are removed.
 
     Raises:
-        MismatchError: The module does not load a value that its ``state_dict()`` gives, and its
+        MismatchError: The module does not load an item that its ``state_dict()`` gives, and its
             live value is not the one in the snapshot.
     """
     try:
@@ -99,7 +110,14 @@ def _is_alike(value: object, other: object) -> bool:
 def load_what_fits(
     state: KeyState, module: torch.nn.Module, values: dict[str, Any], report: RestoreReport
 ) -> None:
-    """Load the values that fit a module's names and shapes; report the others."""
+    """Load the values that fit a module's names and shapes; report the others.
+
+    Args:
+        state: The key of the module.
+        module: The module.
+        values: The state to load, by name.
+        report: Gets the names and shapes that do not fit.
+    """
 
     def path_of(key: object) -> str:
         return f"{state.component}/{component_of(encode_key(key))}"
@@ -130,7 +148,10 @@ def load_what_fits(
 def _paths_of_children(
     state: KeyState, module: torch.nn.Module, does: Callable[[torch.nn.Module], bool]
 ) -> tuple[str, ...]:
-    """Return the prefixes of the paths of a module's children for which ``does`` is true."""
+    """Return the prefixes of the paths of those submodules for which ``does`` is true.
+
+    If the module has a ``load_state_dict`` of its own, its own prefix is the only one.
+    """
     if _has_own_loader(module):
         return (f"{state.component}/",)
     return tuple(
@@ -141,14 +162,14 @@ def _paths_of_children(
 
 
 def _rewrites(module: torch.nn.Module) -> bool:
-    """Whether a module may change keys or values while it loads them."""
+    """Whether a module itself, or a hook of it, may change keys or values while it loads."""
     loader, hooks = module._load_from_state_dict, module._load_state_dict_pre_hooks.values()
     is_hooked = not all(hook.__module__.startswith(_HARMLESS_HOOKS) for hook in hooks)
     return is_hooked or not loader.__module__.startswith("torch.nn.")
 
 
 def _forgives(module: torch.nn.Module) -> bool:
-    """Whether a module may allow names to differ."""
+    """Whether a hook after loading may allow names to be missing or unexpected."""
     return bool(module._load_state_dict_post_hooks)
 
 
@@ -157,7 +178,7 @@ def _has_own_loader(module: torch.nn.Module) -> bool:
 
 
 def _other_shapes(state: KeyState) -> dict[str, str]:
-    """Return, by path and in words, why tensors of a module do not fit their entries."""
+    """Return, by path, why a tensor of a module does not fit its entry, in words."""
     shapes = {}
     components = live_components(state.current)
     for component, value in zip(components, state.current.values(), strict=True):
@@ -179,7 +200,11 @@ def _other_shapes(state: KeyState) -> dict[str, str]:
 def why_refused(contents: Contents, state: KeyState) -> list[str]:
     """Return, in words, why a value cannot load its state in the snapshot; empty if it can.
 
-    Only the loaders of torch and casnap are known. Any other loader raises its own errors.
+    Only the loaders of torch and casnap are checked. Any other loader raises its own errors.
+
+    Args:
+        contents: The snapshot.
+        state: The key of the value.
     """
     component, stateful, entries = state.component, state.stateful, state.entries
     loader = known_loader(stateful)
@@ -223,9 +248,10 @@ def _other_groups(
 
 
 def _other_keys(contents: Contents, state: KeyState) -> Iterator[str]:
-    """Yield, in words, the dicts that have numbers as keys here, and texts in the snapshot.
+    """Yield a sentence for each dict whose keys are numbers here, and texts in the snapshot.
 
-    DCP's own files hold all keys as texts. A value may load such a dict, and never find its keys.
+    DCP's own files hold all keys as texts. A value that loads such a dict would not find its keys
+    in it.
     """
     loading, live_keys = Loading(contents), dict[str, set[Any]]()
     for path, mapping in state.mappings():

@@ -1,4 +1,4 @@
-"""A handle on an entry of a snapshot: describes it without reading it, and reads parts of it."""
+"""A handle on an entry of a snapshot. It describes the entry, and reads parts of it on demand."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from casnap.storage import Contents
 class Handle:
     """A tensor, value or container of a snapshot, which is read only on demand.
 
-    ``handle[index]`` reads a part of a tensor, as ``tensor[index]`` would be: with ints, slices
-    and ``...``. Only the chunks that hold selected elements are read.
+    ``handle[index]`` reads a part of a tensor, as ``tensor[index]`` would be: with ints, slices and
+    ``...``. Only the chunks that hold selected elements are read.
 
     Args:
         contents: The snapshot.
-        path: The path that means this entry.
+        path: The path by which the caller asked for the entry.
         entry: The entry.
         rank: The rank that it belongs to; None for a global entry.
 
@@ -47,7 +47,7 @@ class Handle:
 
     @property
     def role(self) -> Role:
-        """What the entry is to a training, told by its names, such as ``weights``."""
+        """What the entry is for in a training, such as ``weights``; guessed from its path."""
         return role_of(self.path, self._entry)
 
     @property
@@ -134,16 +134,16 @@ class Handle:
 
 
 def handle_of(contents: Contents, path: str) -> Handle:
-    """Return the handle on the entry of a path.
+    """Return the handle on the entry at a path.
 
     Raises:
-        EntryNotFoundError: There is no entry, or several ranks have one each.
+        EntryNotFoundError: There is no entry, or the path names entries of several ranks.
     """
     full, entry, entries = contents.entry(path)
     return Handle(contents, path, entry, entries.owner(full[len(full.partition("/")[0]) :]))
 
 
 def handles(contents: Contents, pattern: str) -> dict[str, Handle]:
-    """Return handles on the tensors and values that a glob matches, by path."""
+    """Return, by path, handles on the tensors and values whose paths match a glob."""
     entries = contents.matching(pattern)
     return {each.name: Handle(contents, each.name, each.entry, each.owner) for each in entries}

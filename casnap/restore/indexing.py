@@ -1,4 +1,4 @@
-"""The elements of a tensor that an index selects, and the cells of the grid that hold them."""
+"""Which elements of a tensor an index selects, and which cells of the grid hold them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Index: TypeAlias = int | slice | EllipsisType | tuple[int | slice | EllipsisType
 
 @dataclass(frozen=True)
 class Selection:
-    """The elements ``range(start, stop, step)`` of every axis.
+    """The elements of a tensor that an index selects: ``range(start, stop, step)`` on each axis.
 
     Attributes:
         axes: A range for each axis; steps are positive.
@@ -29,28 +29,31 @@ class Selection:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many elements are taken along each axis, dropped axes included."""
+        """How many elements are selected along each axis, dropped axes included."""
         return tuple(len(axis) for axis in self.axes)
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """The number of selected elements."""
         return prod(self.sizes)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the result."""
+        """The shape of the result, without the dropped axes."""
         return tuple(n for i, n in enumerate(self.sizes) if i not in self.dropped)
 
     def within(self, _outer: Region) -> tuple[slice, ...]:
-        """Return the slices that take the elements out of the whole tensor."""
+        """Return the slices that take the selected elements out of the whole tensor.
+
+        The argument is ignored. A ``Region`` has a method of the same name, which needs it.
+        """
         return tuple(slice(axis.start, axis.stop, axis.step) for axis in self.axes)
 
     def cells(self, grid: Grid) -> Iterator[tuple[int, tuple[slice, ...], tuple[slice, ...]]]:
         """Yield the cells that hold selected elements, with the slices to copy them.
 
-        Each item is the number of a cell, the slices of the cell, and the slices of a result that
-        has all axes.
+        Yields: The number of a cell; the slices that select elements of the cell; and the slices of
+        the result to fill with them. Such a result still has the dropped axes.
         """
         if 0 in self.sizes:
             return

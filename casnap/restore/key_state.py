@@ -33,9 +33,9 @@ class KeyState:
     Attributes:
         component: The first component of the key's paths.
         stateful: The value in the app state.
-        current: Its state now.
+        current: What its ``state_dict()`` returns now.
         entries: The entries to read from the snapshot for this rank, by path.
-        known: Parts of the current state that stand in for entries that the snapshot lacks.
+        known: Path → part of the current state to load where the snapshot has no entry.
         rewritten: Prefixes of paths whose names or values the module may change while it loads.
         unchecked: Prefixes of paths whose names only the module itself can check.
         skipped: Paths that must not be loaded.
@@ -55,7 +55,7 @@ class KeyState:
         return _mappings(self.current, self.component)
 
     def without(self, paths: Collection[str]) -> KeyState:
-        """Return the key without the entries of some paths and of everything below them."""
+        """Return the key without the entries at some paths and everything below these."""
         if not paths:
             return self
         left_out = set(paths)
@@ -66,9 +66,17 @@ class KeyState:
 def packed_lists(
     contents: Contents, state: KeyState, paths: Iterable[str]
 ) -> dict[str, Sequence[Any]]:
-    """Return the lists at some paths that are stored as one value each, since they are long.
+    """Read the long lists among some paths. The snapshot stores a long list as one value.
 
     The entry of such a list does not tell its length, and its elements have no entries.
+
+    Args:
+        contents: The snapshot.
+        state: The key that the paths belong to.
+        paths: Paths of lists. Those stored element by element are left out of the result.
+
+    Returns:
+        Path → list.
     """
     loading = Loading(contents)
     for path in paths:
@@ -114,7 +122,7 @@ def key_state(
     rank: int,
     kept_for_others: dict[str, dict[str, list[int]]],
 ) -> KeyState | None:
-    """Return a key with its current state and its entries.
+    """Call ``state_dict()`` of a value, and find the entries of its key for this rank.
 
     Args:
         contents: The snapshot.
@@ -122,11 +130,11 @@ def key_state(
         stateful: The value in the app state.
         report: Gets the key if the snapshot lacks it.
         rank: This rank.
-        kept_for_others: Gets the key's component → the paths that only other ranks have → these
+        kept_for_others: Gets the key's component → the paths that only other ranks can have → these
             ranks.
 
     Returns:
-        None if the snapshot has nothing of the key for this rank.
+        The key; None if the snapshot has nothing of the key for this rank.
     """
     component = component_of(key)
     trees = contents.trees(rank).get(component)
@@ -153,9 +161,13 @@ def entries_seen(
 ) -> tuple[dict[str, Entry], dict[str, list[int]]]:
     """Return the entries of a key that a rank restores, by path.
 
-    Returns:
-        The entries; and the paths that this rank cannot have, since the take did not have this
-        rank, each with the ranks that can.
+    Args:
+        contents: The snapshot.
+        component: The first component of the key's paths.
+        rank: The rank.
+
+    Returns: Path → entry; and path → ranks that can have it, for the paths that this rank cannot
+    have, since it is new: the take had fewer ranks.
     """
     trees = contents.trees(rank).get(component)
     entries = {} if trees is None else {component + inner: e for inner, e in trees.items()}
@@ -164,10 +176,13 @@ def entries_seen(
 
 
 def _of_own_submodules(contents: Contents, state: KeyState, rank: int) -> KeyState | None:
-    """Return the key with the entries of this module's submodules; None if not in a pipeline.
+    """Return the key with the entries of the submodules that this rank has here.
 
-    In a pipeline, each rank took other submodules: its stage. The pipeline may be cut at other
-    places now.
+    In a pipeline each rank holds some of the submodules, its stage. This rank's stage may differ
+    from the one that it took.
+
+    Returns:
+        The key; None if the module was not taken as the stages of a pipeline.
     """
     shared = contents.manifest.shared.get(state.component)
     if shared is None or contents.tree(shared).get("") is not None:
@@ -189,10 +204,10 @@ def _of_own_submodules(contents: Contents, state: KeyState, rank: int) -> KeySta
 
 
 def _versions_of_stages(contents: Contents, state: KeyState, rank: int) -> dict[str, Any]:
-    """Return the versions of the submodules, as the stages of a pipeline took them.
+    """Return the versions of this rank's submodules, which the stages of a pipeline have stored.
 
-    The stage that the rank of the same number took is read first. It has all versions that this
-    rank wants, unless the pipeline is cut elsewhere now; then the other stages are read too.
+    The stage of the rank with the same number is read first. It has all these versions, unless the
+    pipeline is cut elsewhere now. Then the other stages are read too.
     """
     versions = dict[str, Any]()
     wanted = set(getattr(state.current, "_metadata", ()))
@@ -215,7 +230,17 @@ def _versions_of_stages(contents: Contents, state: KeyState, rank: int) -> dict[
 def _reached(
     contents: Contents, component: str, rank: int, entries: dict[str, Entry]
 ) -> dict[str, Entry]:
-    """Return the entries without the global entries that only containers of other ranks hold."""
+    """Return the entries that belong to a container of this rank, or to none.
+
+    A global entry may lie in a container that other ranks have, and this rank does not. Such
+    entries are left out.
+
+    Args:
+        contents: The snapshot.
+        component: The first component of the key's paths.
+        rank: This rank.
+        entries: The entries of the key, by path: global ones and this rank's.
+    """
     digest = contents.manifest.ranks.get(str(rank), {}).get(component)
     own_entries = {} if digest is None else dict(contents.tree(digest).items())
     loading = Loading(contents)
@@ -241,10 +266,16 @@ def _reached(
 def _kept_for_others(
     contents: Contents, component: str, rank: int, entries: Mapping[str, Entry]
 ) -> dict[str, list[int]]:
-    """Return the paths of a key that this rank cannot have, since the take did not have this rank.
+    """Return the paths of a key that a new rank (one that the take did not have) cannot have.
+
+    Args:
+        contents: The snapshot.
+        component: The first component of the key's paths.
+        rank: The rank. If the take had it, the result is empty.
+        entries: The entries that the rank can have, by path.
 
     Returns:
-        For each path, the ranks that can have it. Nothing if the take had this rank.
+        Path → the ranks that can have it.
     """
     holders: dict[str, list[int]] = {}
     if rank < contents.row.world_size:
@@ -259,14 +290,14 @@ def _kept_for_others(
 
 
 def _of_everyone(state: KeyState, of_others: Collection[str]) -> KeyState | None:
-    """Return the key with its global entries; parts that only other ranks have stay as they are.
+    """Return the key for a new rank: with global entries, and its own live parts elsewhere.
 
     Args:
         state: The key, with the global entries.
         of_others: The paths that only other ranks have.
 
     Returns:
-        None if that would restore nothing.
+        The key; None if nothing would be restored.
     """
     live = dict(live_parts(state.current, state.component))
     skipped, unread = set[str](), set[str]()
@@ -293,14 +324,14 @@ def _of_everyone(state: KeyState, of_others: Collection[str]) -> KeyState | None
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of a part of a live state, for a loader that may overwrite the part."""
+    """Return a copy of a part of a live state, for a loader that may overwrite the original."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return value if isinstance(value, Reopened) else deepcopy(value)
 
 
 def _may_lack(state: KeyState, path: str) -> bool:
-    """Whether a value can load a state that lacks this part, and then keeps its own part."""
+    """Whether the value loads a state without the part at a path, and then keeps its own part."""
     loader, (parent, _, _) = known_loader(state.stateful), path.rpartition("/")
     if loader is torch.optim.Optimizer:
         return parent == f"{state.component}/state"
@@ -310,5 +341,5 @@ def _may_lack(state: KeyState, path: str) -> bool:
 
 
 def _is_of_module(state: KeyState, path: str) -> bool:
-    """Whether a path leads to a parameter, buffer or extra state of a module."""
+    """Whether a path names a parameter, buffer or extra state, as the value is a module."""
     return isinstance(state.stateful, torch.nn.Module) and path.count("/") == 1

@@ -1,4 +1,4 @@
-"""Filling the parameters and buffers of a module in place, without its ``load_state_dict``."""
+"""Fill the parameters and buffers of a module in place, without its ``load_state_dict``."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class LiveTensor(NamedTuple):
     """A parameter or persistent buffer of a module, or a tensor of a state dict.
 
     Attributes:
-        tensors: The dict of the submodule that holds it, or the state dict.
-        key: Its key there.
+        tensors: The dict that holds the tensor: a submodule's parameters or buffers, or the state
+            dict.
+        key: The tensor's key in that dict.
         value: The tensor.
     """
 
@@ -58,6 +59,16 @@ def load_into(
     reuse: bool = False,
 ) -> RestoreReport:
     """Fill the parameters and buffers of a module in place.
+
+    Args:
+        contents: The snapshot.
+        module: The module.
+        prefix: The path below which the snapshot has the module's entries.
+        rename: The names here for names in the snapshot; None if they are the same.
+        device: The device on which tensors on the meta device get memory; None if there are none.
+        strict: Whether a difference between module and snapshot is an error.
+        progress: Called with the phase, the bytes done, and the total.
+        reuse: Whether to hash the tensors, and read only chunks that differ.
 
     Raises:
         EntryNotFoundError: There is nothing below ``prefix``, or several ranks have their own.
@@ -110,7 +121,14 @@ def load_into(
 def mismatch(
     contents: Contents, prefix: str, report: RestoreReport, *, fits: bool
 ) -> MismatchError:
-    """Return the error for tensors that do not all fit the entries below a prefix."""
+    """Return the error for tensors that do not all fit the entries below a prefix.
+
+    Args:
+        contents: The snapshot.
+        prefix: The prefix.
+        report: The tensors and entries that do not fit.
+        fits: Whether some tensors do fit.
+    """
     start = prefix.rstrip("/")
     unexpected = [path[len(start) + 1 :] for path in report.unexpected]
     advice = advice_on_wrappers(start, report.missing, unexpected)
@@ -129,15 +147,18 @@ def match(
     device: torch.device | str | None,
     report: RestoreReport,
 ) -> tuple[dict[str, Listed], dict[str, Shards]]:
-    """Return, by the names here, the entries below a prefix, and the memory of tensors that fit.
+    """Match live tensors with the entries below a prefix.
 
     Args:
         contents: The snapshot.
         tensors: The live tensors, by name.
-        prefix: As for :func:`load_into`.
-        rename: As for :func:`load_into`.
-        device: As for :func:`load_into`.
+        prefix: The path below which the snapshot has the entries.
+        rename: The names here for names in the snapshot; None if they are the same.
+        device: The device on which tensors on the meta device get memory; None if there are none.
         report: Gets everything that does not fit.
+
+    Returns:
+        Name here → entry; and name here → memory to fill, for the tensors that fit.
     """
     entries = _entries_below(contents, prefix)
     if rename is not None:
@@ -167,7 +188,13 @@ def match(
 
 
 def _entries_below(contents: Contents, prefix: str) -> dict[str, Listed]:
-    """Return the tensors and values below a path, or of a submodule, by their names below it."""
+    """Return the tensors and values below a path, by their names below it.
+
+    ``prefix`` may also name a submodule: then the names in the snapshot go on with a dot.
+
+    Raises:
+        EntryNotFoundError: There is nothing below ``prefix``, or several ranks have their own.
+    """
     prefix = prefix.rstrip("/")
     for start in (f"{prefix}/", prefix if prefix.endswith(".") else f"{prefix}."):
         by_name: dict[str, list[Listed]] = {}
@@ -196,7 +223,7 @@ _CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."
 
 
 def _extra_states_of(module: torch.nn.Module) -> set[str]:
-    """Return the names of the extra state that submodules load by ``set_extra_state()``."""
+    """Return the names in ``state_dict()`` of extra state that submodules load."""
     return {
         f"{path}.{_EXTRA_STATE}".replace(_CHECKPOINT_WRAPPER, "").removeprefix(".")
         for path, part in module.named_modules(remove_duplicate=False)
@@ -226,9 +253,15 @@ def _places(
     device: torch.device | str | None,
     report: RestoreReport,
 ) -> dict[str, Shards]:
-    """Return the memory to fill for each name that both sides have; report what cannot be filled.
+    """Return, by name, the memory to fill; report the tensors that cannot be filled.
 
-    Tensors on the meta device get new memory; tied tensors share the new memory.
+    Tensors on the meta device get new memory. Tied ones share it.
+
+    Args:
+        tensors: The live tensors, by name. Those without an entry are ignored.
+        entries: The entries, by name.
+        device: The device of new memory; None if no tensor may be on the meta device.
+        report: Gets the tensors that cannot be filled, and why.
     """
     device_asked = None if device is None else torch.device(device)
     places: dict[str, Shards] = {}
@@ -254,7 +287,13 @@ def _places(
 
 
 def _why_not_loaded(value: torch.Tensor, each: Listed, device: torch.device | None) -> str:
-    """Return why a tensor cannot be filled with an entry; empty if it can."""
+    """Return why a tensor cannot be filled with an entry; empty if it can.
+
+    Args:
+        value: The tensor.
+        each: The entry.
+        device: The device of new memory for tensors on the meta device.
+    """
     entry = each.entry
     if reason := _why_not_one_box(value) or why_unfit(entry, tuple(value.shape)):
         return reason
@@ -294,7 +333,12 @@ def _is_on(value: torch.Tensor, device: torch.device) -> bool:
 
 
 def _replace(tensors: Mapping[str, LiveTensor], places: Mapping[str, Shards]) -> None:
-    """Put new tensors into the module where its own were on the meta device; keep ties."""
+    """Replace the module's tensors on the meta device by their new memory; keep ties.
+
+    Args:
+        tensors: The live tensors, by name.
+        places: The memory that was filled, by name.
+    """
     replaced: dict[int, torch.Tensor] = {}
     by_id = {id(tensors[name].value): places[name].value for name in places}
     for each in tensors.values():

@@ -1,4 +1,4 @@
-"""Which class's ``load_state_dict`` a value has: only the loaders of torch and casnap are known."""
+"""Find out whose ``load_state_dict`` a value has: torch's, casnap's or any other."""
 
 from __future__ import annotations
 

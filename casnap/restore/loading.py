@@ -1,4 +1,4 @@
-"""Loading entries into memory: which chunks to read, and where their bytes go."""
+"""Load entries into memory: which chunks to read, and where their bytes go."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ FillTarget: TypeAlias = tuple[Region | Selection, torch.Tensor]
 
 
 class _TensorToFill(NamedTuple):
-    """A tensor to fill, with some elements of an entry.
+    """A tensor to fill with some elements of an entry.
 
     Attributes:
-        box: The elements of the tensor that are read.
+        box: The elements of the entry to read.
         tensor: The tensor.
         held: A tensor, perhaps the same one, that may have these elements already; None if there is
             none.
@@ -81,7 +81,8 @@ class _EntryToLoad(NamedTuple):
     Attributes:
         path: Its path.
         entry: The entry.
-        content: The content of its leaf; None for no leaf.
+        content: The tensor or bytes that :meth:`Loading.load` returns for the entry; None if it
+            returns nothing.
         targets: The tensors to fill, if the entry is a tensor.
     """
 
@@ -110,11 +111,11 @@ class _Move(NamedTuple):
 
 
 class Loading:
-    """Some entries to load, and where their bytes go.
+    """Loads entries of a snapshot into memory: first add all of them, then load.
 
     Args:
         contents: The snapshot.
-        progress: Called with the bytes done, and the total.
+        progress: Called with the phase, the bytes done, and the total.
 
     Attributes:
         kept_bytes: How many bytes :meth:`load` did not read, since tensors held them.
@@ -136,7 +137,7 @@ class Loading:
         content: torch.Tensor | None = None,
         held: Iterable[torch.Tensor] = (),
     ) -> None:
-        """Add an entry, or parts of a tensor: then only the cells that these parts need are read.
+        """Add an entry to load. Of a tensor, only the cells that the targets need are read.
 
         Args:
             path: The entry's path.
@@ -144,7 +145,7 @@ class Loading:
             targets: Boxes or selections of the tensor, each with the tensor to fill: of the same
                 shape, of any dtype, device and strides. The boxes may overlap, the tensors to fill
                 may not. None for new memory.
-            content: The content of the leaf that :meth:`load` returns; None for no leaf.
+            content: The tensor that :meth:`load` returns for the entry; None if it returns nothing.
             held: For each target, in order, a tensor that may have its elements already, such as
                 the target itself. It is hashed, and cells that are equal are not read.
 
@@ -178,13 +179,13 @@ class Loading:
     def load_values(
         self, fetch: Fetch | None = None, *, allow_pickle: bool | None = None
     ) -> dict[str, Any]:
-        """Read the values and containers; return them decoded, by path.
+        """Read the values and containers that were added; return them decoded, by path.
 
-        They are the ``known`` of :func:`casnap.state.flatten.inflate`. Then :meth:`load` reads the
-        tensors. So no tensor is overwritten if a value cannot be read.
+        :func:`casnap.state.flatten.inflate` takes them as ``known``. Call :meth:`load` afterwards,
+        for the tensors. So no tensor is overwritten if a value cannot be read.
 
         Args:
-            fetch: As for :meth:`load`.
+            fetch: Reads the chunks; by default from the store, for this process alone.
             allow_pickle: Whether to unpickle pickled values. Only for a trusted store.
 
         Raises:
@@ -199,11 +200,11 @@ class Loading:
         return decode(leaves.values(), allow_pickle=allow_pickle)
 
     def load(self, budget: Size | None = None, fetch: Fetch | None = None) -> dict[str, Leaf]:
-        """Read everything, verified, and return the leaves by path.
+        """Read and verify all chunks, fill the tensors, and return the leaves by path.
 
         Args:
             budget: The most bytes of buffers to read with.
-            fetch: How to read; by default from the store, for this process alone.
+            fetch: Reads the chunks; by default from the store, for this process alone.
 
         Raises:
             DamagedError: Some chunks are missing or damaged. All others were read.
@@ -234,7 +235,7 @@ class Loading:
         return lacking(candidates) if any(t.held is not None for t in targets) else candidates
 
     def _candidates(self) -> Iterator[Want | Candidate]:
-        """Yield the chunks to read; fill in the values that the entries themselves hold.
+        """Yield the chunks to read. Fill small tensors at once, whose bytes their entries hold.
 
         Raises:
             DamagedError: An entry and its digests contradict each other.
@@ -264,7 +265,14 @@ class Loading:
                         yield self._candidate(want, target, cells.region(number))
 
     def _candidate(self, want: Want, target: _TensorToFill, cell: Region) -> Want | Candidate:
-        """Return a chunk, with the part of a tensor that may hold it if one can hold all of it."""
+        """Return a chunk to read, with the live elements that may make the read needless.
+
+        Args:
+            want: The chunk.
+            target: The tensor to fill.
+            cell: The box of the chunk. If the target needs only a part of it, the chunk is returned
+                alone.
+        """
         box, tensor, held = target
         if held is None or not isinstance(box, Region) or cell.intersect(box) != cell:
             return want
@@ -308,7 +316,7 @@ def _preparation(tensors: Iterable[torch.Tensor]) -> Callable[[Slot], object] | 
 
 @contextmanager
 def naming(contents: Contents, path: str) -> Iterator[None]:
-    """Add the snapshot and the path to errors about an entry."""
+    """Within this ``with`` block, add the snapshot and the path to errors about an entry."""
     try:
         yield
     except DamagedError as e:
@@ -320,7 +328,15 @@ def naming(contents: Contents, path: str) -> Iterator[None]:
 def _target(
     entry: TensorEntry, box: Region | Selection, tensor: torch.Tensor, held: torch.Tensor | None
 ) -> _TensorToFill:
-    """Return a tensor to fill; with ``held``, if that can be hashed as the entry's elements."""
+    """Return a tensor to fill.
+
+    Args:
+        entry: The entry to fill it with.
+        box: The elements of the entry to read.
+        tensor: The tensor.
+        held: A tensor that may have these elements already. It is left out if it cannot be hashed
+            as they are stored, such as in another dtype.
+    """
     target = as_copyable(tensor.detach())
     if held is None or is_wrapper(held) or not is_its_storage(held) or is_numpy(entry):
         return _TensorToFill(box, target, None)
@@ -330,9 +346,10 @@ def _target(
 
 
 def with_item_axis(entry: TensorEntry, carrier: torch.Tensor) -> torch.Tensor:
-    """Return an entry's carrier (a plain tensor of its elements) in the shape of the entry.
+    """Return an entry's carrier (a plain tensor of its elements) as a view to fill or to compare.
 
-    For numpy it has one more axis: the bytes of an element.
+    A NumPy array has a carrier of bytes. Its view has the array's axes, and one more for the bytes
+    of an element.
     """
     if is_numpy(entry):
         return carrier.reshape(*entry.shape, itemsize_of(entry))
@@ -340,7 +357,16 @@ def with_item_axis(entry: TensorEntry, carrier: torch.Tensor) -> torch.Tensor:
 
 
 def elements_of(entry: TensorEntry, raw: memoryview, region: Region) -> torch.Tensor:
-    """Return the bytes of a box of an entry as a tensor, shaped as by :func:`with_item_axis`."""
+    """Return the elements of a box of an entry as a tensor.
+
+    Args:
+        entry: The entry.
+        raw: The bytes of the box.
+        region: The box.
+
+    Returns:
+        The tensor. For a NumPy array it has one more axis, as in :func:`with_item_axis`.
+    """
     dtype = carrier_dtype(entry)
     # Small chunks lie anywhere in a pack, and torch crashes on unaligned elements. torch also warns
     # of read-only bytes, such as decompressed ones.
@@ -351,7 +377,7 @@ def elements_of(entry: TensorEntry, raw: memoryview, region: Region) -> torch.Te
 
 
 def _copies(cells: Grid, target: memoryview) -> Iterator[_Move]:
-    """Yield moves that fill memory with all cells, one behind the other."""
+    """Yield moves that fill ``target`` with the bytes of all cells, one after the other."""
     start = 0
     for number, nbytes in enumerate(cells.sizes()):
         yield _filling(number, target[start : start + nbytes])
@@ -359,7 +385,7 @@ def _copies(cells: Grid, target: memoryview) -> Iterator[_Move]:
 
 
 def _filling(number: int, target: memoryview) -> _Move:
-    """Return the move of a cell whose bytes fill a run of memory whole."""
+    """Return the move of a cell whose bytes fill ``target`` exactly."""
     return _Move(number, len(target), len(target), _copy_to(target), target)
 
 
@@ -374,7 +400,14 @@ def _copy_to(target: memoryview, offset: int = 0) -> Sink:
 def _moves(
     entry: TensorEntry, cells: Grid, region: Region | Selection, target: torch.Tensor
 ) -> Iterator[_Move]:
-    """Yield moves that fill a tensor with elements of an entry: one for each cell that has some."""
+    """Yield the moves that fill a tensor with elements of an entry, one for each cell needed.
+
+    Args:
+        entry: The entry.
+        cells: The grid of the entry.
+        region: The elements of the entry to read.
+        target: The tensor to fill, in the shape of ``region``.
+    """
     if isinstance(region, Selection):
         itemsize = itemsize_of(entry)
         for number, source, place in region.cells(cells):

@@ -1,4 +1,4 @@
-"""The moments of an optimizer that do not have the shapes of their parameters.
+"""Find moments of an optimizer whose shapes do not fit their parameters.
 
 torch loads moments of any shape. The next step then fails, or a fused kernel writes beyond them.
 
@@ -50,11 +50,11 @@ step may have moments of its own, of any name and shape.
 
 
 class Taken(NamedTuple):
-    """A parameter, as a module in the snapshot has it.
+    """A module's parameter in the snapshot.
 
     Attributes:
         path: Its path.
-        shape: Its shape in the snapshot.
+        shape: Its shape.
     """
 
     path: str
@@ -66,7 +66,7 @@ TakenParameters: TypeAlias = Mapping[int, Taken]
 
 
 def taken_parameters(states: Iterable[KeyState]) -> TakenParameters:
-    """Return the parameters of all modules in an app state, as the snapshot has them."""
+    """Return, by id of the live parameter, what the snapshot has for the modules' parameters."""
     taken: dict[int, Taken] = {}
     for state in states:
         if isinstance(state.stateful, torch.nn.Module):
@@ -85,18 +85,17 @@ def without_misfits(
     taken: TakenParameters,
     report: RestoreReport,
 ) -> KeyState:
-    """Report the moments that do not fit their parameters.
+    """Report the moments that do not fit their parameters, and leave these out.
 
     Args:
         contents: The snapshot.
         state: The key of the optimizer, whose groups are as many and as large as in the snapshot.
         optimizer: The optimizer.
-        taken: The parameters in the snapshot, as far as modules of the app state have them.
+        taken: What the snapshot has for the parameters of modules.
         report: Gets the moments.
 
-    Returns:
-        The key without the state of each parameter that has such a moment. The optimizer then takes
-        the parameter for one that was never trained.
+    Returns: The key. A parameter with a moment that does not fit has no state in it, so that the
+    optimizer treats it as never trained.
     """
     parameters = dict(_states(contents, state, optimizer))
     unfit = set[str]()
@@ -122,9 +121,10 @@ def without_misfits(
 def _states(
     contents: Contents, state: KeyState, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the path of the state of each parameter, and the parameter that gets it.
+    """Yield the path of each parameter's optimizer state in the snapshot, and the parameter.
 
-    The snapshot has numbers or names for parameters; torch goes by their order in the groups.
+    The snapshot names parameters by numbers or texts. torch matches them by their order in the
+    groups, and so does this function.
     """
     groups = [group["params"] for group in optimizer.param_groups]
     lists = [f"{state.component}/param_groups/{i}/params" for i in range(len(groups))]
@@ -151,18 +151,18 @@ def _why_unfit(
     stored: tuple[int, ...] | None,
     taken: Taken | None,
 ) -> str:
-    """Return why a moment of another shape does not fit a parameter; empty if that is not known.
+    """Return why a moment of another shape does not fit a parameter; empty if it may fit.
 
-    A moment does not fit if a module in the snapshot has the parameter in another shape. Nor does
-    it fit if the moment's stored shape is not the shape that the optimizer's moment has here, or
-    that torch gives to such a moment.
+    A moment does not fit if a module in the snapshot has the parameter in another shape. It does
+    not fit either if the optimizer holds a moment of the parameter's shape here, or if torch's own
+    optimizer would make one of another shape.
 
     Args:
         optimizer: The optimizer.
         parameter: The parameter.
         name: The name of the moment.
         stored: The moment's shape in the snapshot; None for a sparse one.
-        taken: The parameter in the snapshot.
+        taken: What the snapshot has for the parameter, if a module has it.
     """
     shape = tuple(parameter.shape)
     if taken is not None and taken.shape != shape and (stored != () or not taken.shape):
@@ -179,7 +179,13 @@ def _why_unfit(
 def _shape_by_torch(
     optimizer: torch.optim.Optimizer, shape: tuple[int, ...], name: str
 ) -> tuple[int, ...] | None:
-    """Return the shape of a moment of torch's own optimizers; None for any other optimizer."""
+    """Return the shape that one of torch's own optimizers gives a moment; None for any other.
+
+    Args:
+        optimizer: The optimizer.
+        shape: The shape of the parameter.
+        name: The name of the moment.
+    """
     package, _, module = type(optimizer).step.__module__.rpartition(".")
     if package != "torch.optim":
         return None
@@ -200,19 +206,19 @@ def _shape_by_torch(
 def without_named_misfits(
     state: KeyState, modules: Iterable[torch.nn.Module], report: RestoreReport
 ) -> KeyState:
-    """Report the moments that do not fit, in a state as ``get_optimizer_state_dict()`` makes it.
+    """Report misfits in a state made by ``get_optimizer_state_dict()``, and keep live ones.
 
-    Such a state names each moment by its parameter, and also has the moments that the optimizer has
-    not made yet. So the live state tells which moments have the shapes of their parameters. Its
-    loader refuses a state in which a moment is missing.
+    Such a state names each moment by its parameter. It also has moments that the optimizer has not
+    made yet. So the live state tells which moments have the shapes of their parameters. Its loader
+    refuses a state without some moment, so moments that do not fit cannot be left out.
 
     Args:
-        state: The key of a value whose loader is not known.
+        state: The key of a value whose loader is neither torch's nor casnap's.
         modules: The modules of the app state.
         report: Gets the moments.
 
     Returns:
-        The key, in which each parameter that has such a moment keeps its live state.
+        The key. A parameter with a moment that does not fit keeps its whole live state.
     """
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for module in modules:

@@ -1,8 +1,7 @@
-"""Bringing live tensors from one snapshot to another: only the chunks that differ are read.
+"""Bring live tensors from one snapshot to another. Only the chunks that differ are read.
 
-A patch is staged first: every chunk that differs is read and verified, into memory of its own. To
-apply the patch is then only a copy, so tensors never hold a mix of two snapshots while somebody
-reads them.
+A patch is staged first: each chunk that differs is read into new memory and verified. Then the
+patch is applied by a mere copy. So nobody who reads the tensors sees a mix of two snapshots.
 """
 
 from __future__ import annotations
@@ -39,14 +38,15 @@ from casnap.storage import (
 
 
 class _Memory(NamedTuple):
-    """Where the elements of a tensor are, and how often they were written.
+    """Where a tensor's elements lie, and how often torch has written to them.
 
-    torch does not count writes through ``.data``, nor writes to tensors of inference mode.
+    Two equal values mean that nobody has replaced the tensor's memory or written to it. But torch
+    does not count writes through ``.data``, nor writes to tensors of inference mode.
 
     Attributes:
         places: Address, dtype, device, shape and strides of each shard; a tensor that is not
             sharded is one shard.
-        storages: Weak references to the storages. Another storage at the same address differs.
+        storages: Weak references to the storages. A new storage at the same address is not equal.
         versions: How often torch has written to the tensor, then to each shard.
     """
 
@@ -56,7 +56,12 @@ class _Memory(NamedTuple):
 
     @classmethod
     def of(cls, value: torch.Tensor, tensors: Iterable[torch.Tensor]) -> _Memory:
-        """Return the memory of a tensor, given its shards."""
+        """Return the memory of a tensor.
+
+        Args:
+            value: The tensor.
+            tensors: Its shards on this rank, or the tensor itself.
+        """
         tensors = tuple(tensors)
         places = [(t.data_ptr(), t.dtype, t.device, t.shape, t.stride()) for t in tensors]
         # torch counts writes to a sharded tensor apart from writes to its shards.
@@ -71,8 +76,9 @@ class _HeldEntry(NamedTuple):
     Attributes:
         entry: The entry.
         digests: The digests of its chunks.
-        value: The tensor. If another tensor replaces it, it is not known what the other one holds.
-        memory: Its memory. If anybody else writes there, it is not known what the tensor holds.
+        value: The tensor.
+        memory: Its memory, when it got these values. If the memory has changed since, it is unknown
+            what the tensor holds.
     """
 
     entry: TensorEntry
@@ -107,7 +113,7 @@ class LivePatch:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are copied."""
+        """How many bytes the patch replaces."""
         return sum(source.nbytes for _, source in self.copies)
 
 
@@ -144,7 +150,7 @@ class LiveWeights:
 
     @without_torch_modes()
     def stage(self, contents: Contents) -> LivePatch:
-        """Read the chunks of a snapshot that the tensors lack, verified; leave the tensors alone.
+        """Read and verify the chunks of a snapshot that the tensors lack; write no tensor.
 
         Raises:
             EntryNotFoundError: There is nothing below the prefix.
@@ -193,9 +199,9 @@ class LiveWeights:
         return patch
 
     def fits(self, patch: LivePatch) -> bool:
-        """Whether the tensors still hold the values that the patch was staged upon.
+        """Whether the tensors still hold the values that they held when the patch was staged.
 
-        A tensor that the patch replaces whole may have been written to.
+        A tensor that the patch replaces as a whole may have changed since.
         """
         if patch.upon is not self._held:
             return False
@@ -213,9 +219,9 @@ class LiveWeights:
 
     @without_torch_modes()
     def apply(self, patch: LivePatch) -> None:
-        """Copy the new values into the tensors.
+        """Copy the new values of a patch into the tensors.
 
-        The patch must fit them, and nobody else may use the tensors until this returns.
+        Call this only if :meth:`fits` is true, and while nobody else uses the tensors.
         """
         if isinstance(self._target, torch.nn.Module):
             shard_again(self._target)
@@ -236,7 +242,7 @@ class LiveWeights:
         }
 
     def _live(self) -> dict[str, LiveTensor]:
-        """Return the tensors by name."""
+        """Return the tensors of the target, by name."""
         target = self._target
         if isinstance(target, torch.nn.Module):
             return {**dict(tensors_of(target)), **self._sharded}
@@ -249,7 +255,14 @@ class LiveWeights:
     def _matched(
         self, contents: Contents
     ) -> tuple[dict[str, tuple[str, TensorEntry]], dict[str, Shards]]:
-        """Return, by name here, the path and entry of each tensor, and the memory of each."""
+        """Match the tensors with a snapshot.
+
+        Returns:
+            Name here → path and entry; and name here → the tensor's memory.
+
+        Raises:
+            MismatchError: The tensors and the snapshot differ.
+        """
         report = RestoreReport()
         listed, places = match(contents, self._live(), self._prefix, self._rename, None, report)
         if report.mismatched or (self._strict and report):
@@ -267,7 +280,7 @@ def _memory_of(name: str, value: torch.Tensor) -> _Memory:
 
 
 def _is_same(held: _HeldEntry, value: torch.Tensor, memory: _Memory) -> bool:
-    """Whether a tensor is the one that was noted, and nobody else has written to its memory."""
+    """Whether a tensor still holds the entry: it is the same tensor, with unchanged memory."""
     return held.value is value and held.memory == memory
 
 
@@ -287,9 +300,17 @@ def _digest(digests: bytes, number: int) -> bytes:
 
 
 def _changed_runs(cells: Grid, old: bytes, new: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the runs of cells that differ: the first cell of each, and one past its last cell.
+    """Yield the runs of cells that differ.
 
     The cells of a run are one box: they lie at the same place of the axes before ``cells.axis``.
+
+    Args:
+        cells: The grid of the tensor.
+        old: The digests that the tensor holds, joined; empty if no cell may be taken as equal.
+        new: The digests that it is to hold, joined.
+
+    Yields:
+        The first cell of a run, and one past its last cell.
     """
     start = 0
     while start < cells.count:
@@ -314,7 +335,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _memory_for(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """Return host memory for the new values of a part of a tensor; pinned if a GPU copies them."""
+    """Return new host memory for a part of a tensor; pinned if the tensor is on a GPU."""
     pinned = tensor.device.type == "cuda"
     return torch.empty(region.sizes, dtype=tensor.dtype, pin_memory=pinned)
 
@@ -329,7 +350,15 @@ def _note_bases(
     runs: Iterable[tuple[int, int]],
     live: tuple[Region, torch.Tensor],
 ) -> None:
-    """Note the chunks that a box of a tensor holds whole, and that are to be replaced."""
+    """Note where a live tensor holds chunks that are to be replaced: deltas may be based on them.
+
+    Args:
+        bases: Digest of a chunk → the tensor and the slices that hold it.
+        cells: The grid of the tensor.
+        old: The digests that the tensor holds, joined.
+        runs: The runs of cells to be replaced.
+        live: A box of the tensor, and the elements in it. Only cells whole in the box are noted.
+    """
     box, tensor = live
     for start, stop in runs:
         for number in range(start, stop):
@@ -339,7 +368,10 @@ def _note_bases(
 
 
 def _load(contents: Contents, loading: Loading, bases: _Bases) -> None:
-    """Read all chunks; where the store has a delta upon a chunk that tensors hold, use that."""
+    """Read all chunks of a patch. Use deltas whose base chunks the live tensors hold.
+
+    If a tensor was changed meanwhile, and a delta gives a damaged chunk, read all without it.
+    """
 
     def fill(digest: Digest, memory: memoryview) -> bool:
         tensor, part = bases[digest]

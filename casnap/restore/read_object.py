@@ -1,4 +1,4 @@
-"""Reading one entry, everything below a container, part of a tensor, or many of these at once."""
+"""Read one entry, everything below a container, part of a tensor, or many of these at once."""
 
 from __future__ import annotations
 
@@ -45,6 +45,14 @@ def read_object(
     allow_pickle: bool = False,
 ) -> Any:
     """Read one entry, everything below a container, or part of a tensor.
+
+    Args:
+        contents: The snapshot.
+        path: The path of the entry.
+        obj_out: A tensor to fill; None for new memory.
+        memory_budget_bytes: The most bytes of buffers to read with.
+        index: The elements of a tensor to read; None for all.
+        allow_pickle: Whether to unpickle pickled values. Only for a trusted store.
 
     Raises:
         EntryNotFoundError: There is no such path, or it names several ranks' own entries.
@@ -129,7 +137,16 @@ def read_tensor(
     budget: Size | None,
     index: Index | None,
 ) -> Any:
-    """Read a tensor or a part of it: into ``obj_out``, or if that is None, into new memory."""
+    """Read a tensor or a part of it: into ``obj_out``, or if that is None, into new memory.
+
+    Args:
+        contents: The snapshot.
+        path: The path of the tensor.
+        entry: Its entry.
+        obj_out: The tensor to fill.
+        budget: The most bytes of buffers to read with.
+        index: The elements to read; None for all.
+    """
     if index is not None and entry.quantization is not None:
         by_path = {path: (("", entry),)}
         tensor: Any = _read_entries(contents, by_path, budget, allow_pickle=False)[path]

@@ -1,4 +1,4 @@
-"""The option ``rename=``: names here that differ from the names in the snapshot."""
+"""Apply the option ``rename=``, which gives names in the snapshot other names here."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ Rename: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
 
 
 def renamed(snapshot: str, paths: Mapping[str, str], rename: Rename) -> dict[str, str]:
-    """Return the names in a snapshot by their names here; a name renamed to None is left out.
+    """Apply ``rename`` to the names in a snapshot.
 
     Args:
         snapshot: The snapshot, for messages.
         paths: The names in the snapshot, each with its path, for messages.
-        rename: The new names. A name that a mapping lacks stays.
+        rename: A mapping or function from a name in the snapshot to the name here. None leaves the
+            name out. A name that a mapping lacks stays.
+
+    Returns:
+        Name here → name in the snapshot.
 
     Raises:
         MismatchError: Two names become one.

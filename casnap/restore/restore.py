@@ -1,4 +1,4 @@
-"""Restoring an app state, in place where possible, by one process or many ranks."""
+"""Restore an app state, in place where possible, by one process or many ranks."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ from casnap.storage import Contents
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreOptions:
-    """How to restore; see :meth:`casnap.Snapshot.restore`.
+    """The options of :meth:`casnap.Snapshot.restore`, which describes them.
 
     Raises:
-        ValueError: ``new_ranks`` is something else.
+        ValueError: ``new_ranks`` is neither None, ``"keep"`` nor ``"error"``.
     """
 
     strict: bool = True
@@ -71,7 +71,7 @@ class RestoreOptions:
             raise ValueError(f"new_ranks is 'keep' or 'error'; got {self.new_ranks!r:.80}")
 
     def refuses(self, missed: _Missed) -> bool:
-        """Whether it is an error that new ranks cannot have all of a key."""
+        """Whether it is an error that new ranks cannot have the given parts of a key."""
         if self.new_ranks is None:
             return self.strict and not missed.is_random
         return self.new_ranks == "error"
@@ -169,7 +169,12 @@ def _advice(
 ) -> Iterator[str]:
     """Yield advice about a state that does not fit.
 
-    ``states`` are the keys that both the state and the snapshot have, with the entries that fit.
+    Args:
+        contents: The snapshot.
+        app_state: The app state.
+        report: The parts that do not fit.
+        states: The keys that both the state and the snapshot have, with the entries that fit.
+        renames: Whether the caller passed ``rename=``.
     """
     has = contents.keys()
     if renames or not has.issuperset(app_state):
@@ -203,7 +208,7 @@ def _advice(
 def _on_devices(
     states: Iterable[KeyState], targets: Mapping[str, Shards]
 ) -> Iterator[torch.Tensor]:
-    """Yield tensors of all devices that the states lie on."""
+    """Yield tensors that are, together, on all devices on which the restore writes."""
     for shards in targets.values():
         yield from shards.tensors
     for state in states:
@@ -219,9 +224,9 @@ def _compared(
 ) -> tuple[list[KeyState], dict[str, Shards], list[list[Part]]]:
     """Report how the keys differ from the snapshot.
 
-    Returns:
-        The keys that can be restored, as far as they fit; the tensors of these keys to fill in
-        place; and the groups of these tensors that share memory, but differ in the snapshot.
+    Returns: The keys that can be restored, with the entries that fit; the live tensors of these
+    keys to fill in place, by path; and the groups of tensors that share memory here, but differ in
+    the snapshot.
     """
     states: list[KeyState] = []
     targets: dict[str, Shards] = {}
@@ -253,13 +258,13 @@ def _without_conflicts(
     targets: dict[str, Shards],
     report: RestoreReport,
 ) -> tuple[list[KeyState], dict[str, Shards], list[list[Part]]]:
-    """Report tensors of modules that share memory, but are not the same in the snapshot.
+    """Report tensors of modules that share memory here, but differ in the snapshot.
 
-    A value that is no module gets a tensor for each name, and need not keep the tie.
+    A value that is no module gets a new tensor for each name, and need not keep the tie. So its
+    tensors are not reported.
 
-    Returns:
-        What :func:`_compared` returns, without the reported tensors. Each group that is left has at
-        least one tensor of a value that is no module.
+    Returns: What :func:`_compared` returns, without the reported tensors. Each group that is left
+    has at least one tensor of a value that is no module.
     """
     entries = {
         path: entry for state in states for path, entry in state.entries.items() if path in targets
@@ -284,7 +289,7 @@ def _without_conflicts(
 
 @without_torch_modes()
 def _held(states: Iterable[KeyState]) -> dict[str, Shards]:
-    """Return all live tensors by path, also where a loader gets new tensors."""
+    """Return all live tensors by path, including those whose loader gets new tensors instead."""
     return {
         path: shards
         for state in states
@@ -312,7 +317,15 @@ def _what_failed(
     others: Iterable[KeyState],
     targets: Iterable[str],
 ) -> str:
-    """Return the message for an error of a ``load_state_dict``, with what was written before it."""
+    """Return the message for an error of a ``load_state_dict``: which keys were written before.
+
+    Args:
+        state: The key whose loader raised the error.
+        error: The error.
+        before: The keys that were loaded before it.
+        others: The keys that were to be loaded after it.
+        targets: The paths of tensors that were filled in place.
+    """
     restored_keys = {path.partition("/")[0] for path in targets}
     loaded = ", ".join(key_of(s.component) for s in before)
     partly = ", ".join(
@@ -330,9 +343,10 @@ def _what_failed(
 def _by_stored_keys(
     contents: Contents, app_state: Mapping[str, Stateful], rename: Rename, report: RestoreReport
 ) -> dict[str, Stateful]:
-    """Return an app state by the keys of the snapshot; report keys the snapshot lacks.
+    """Return an app state by the keys of the snapshot; report the keys that the snapshot lacks.
 
-    All ranks know the keys of all ranks here, so all ranks find the same keys missing.
+    A key counts as missing only if the snapshot has it for no rank. So all ranks find the same keys
+    missing.
     """
     keys = contents.keys()
     keys_by_stored = renamed(contents.label, {key: key for key in sorted(keys)}, rename)
@@ -342,12 +356,12 @@ def _by_stored_keys(
 
 
 class _OwnKeys(msgspec.Struct, array_like=True):
-    """The message in which a rank says what it restores, and through which cache it reads.
+    """The message in which a rank says which keys it restores, and through which cache it reads.
 
     Attributes:
         keys: The keys of its app state, as components: a key need not be Unicode.
-        cache: The identity of its cache: at a remote place the host's cache of nodes, else the page
-            cache; empty if there is none, or it is unknown.
+        cache: The identity of its cache; empty if there is none, or it is unknown. For a remote
+            store this is the host's cache of nodes, else the page cache.
     """
 
     keys: list[str]
@@ -359,12 +373,12 @@ class _Agreement(msgspec.Struct, array_like=True):
 
     Attributes:
         commit: The commit id of the snapshot.
-        manifest: The digest of its manifest. A rank that opened the snapshot before it was thinned
-            has another one.
+        manifest: The digest of its manifest. It differs on a rank that opened the snapshot before
+            it was thinned.
         read_once: The option of rank 0.
         has_one_cache: Whether all ranks see the store through one page cache.
         order: The components of the keys of all ranks, in the order in which all ranks load them.
-        root: A recent root, if rank 0 reads that and the trees for all.
+        root: A recent root, if rank 0 reads roots and trees for all ranks.
     """
 
     commit: bytes
@@ -411,9 +425,10 @@ def _agree(
 
 
 class _Missed(msgspec.Struct, array_like=True):
-    """A message about a key that the take kept, in whole or in part, for single ranks alone.
+    """The part of one key that new ranks cannot have. It is sent between ranks.
 
-    New ranks, which the take did not have, cannot have what was kept so.
+    A take of fewer ranks stored it for single ranks alone. New ranks are those that the take did
+    not have.
 
     Attributes:
         what: What new ranks cannot have: the key, or some of its paths, in words.
@@ -437,7 +452,7 @@ class _Missed(msgspec.Struct, array_like=True):
         stateful: Stateful,
         in_part: Container[str],
     ) -> _Missed:
-        """Return the message of a new rank.
+        """Return what a new rank cannot have of a key.
 
         Args:
             component: The key, as a component of paths.
@@ -456,7 +471,7 @@ class _Missed(msgspec.Struct, array_like=True):
 
     @property
     def text(self) -> str:
-        """What is missed, in words."""
+        """The sentence that says what new ranks cannot have, and which ranks can."""
         verbs = ["is" if one else "are" for one in (self.is_one, len(self.new_ranks) == 1)]
         return (
             f"{self.what} {verbs[0]} kept for {rank_names(self.holders)} alone; "
@@ -465,7 +480,7 @@ class _Missed(msgspec.Struct, array_like=True):
 
 
 class _MissedByKey(msgspec.Struct, array_like=True):
-    """A message that says what new ranks cannot have of each key, by the component of the key."""
+    """A message between ranks: by component of the key, the part that new ranks cannot have."""
 
     by_key: dict[str, _Missed]
 
@@ -473,12 +488,12 @@ class _MissedByKey(msgspec.Struct, array_like=True):
 def _missed_by_new_ranks(
     contents: Contents, mine: dict[str, _Missed], comm: Comm
 ) -> Iterable[_Missed]:
-    """Return, on all ranks, what new ranks cannot have: one message for each key.
+    """Return, on all ranks, what new ranks cannot have, one item for each key.
 
     Args:
         contents: The snapshot.
         mine: What this rank cannot have of each key, by the component of the key.
-        comm: The ranks.
+        comm: The ranks; all call this.
     """
     if comm.size <= contents.row.world_size:
         return ()
@@ -508,9 +523,18 @@ def _load(
 ) -> tuple[dict[str, Any], dict[str, Leaf], int]:
     """Read all entries, each into its target if it has one; all ranks read together if that pays.
 
-    Returns:
-        The values and containers, decoded; the leaves of the tensors; and how many bytes were not
-        read, since tensors in ``held`` had them.
+    Args:
+        contents: The snapshot.
+        entries: The entries, by path.
+        targets: The live tensors to fill in place, by path.
+        groups: The groups of targets that share memory here, but differ in the snapshot.
+        held: All live tensors, by path, if ``reuse=True``.
+        options: The options of the restore.
+        comm: The ranks.
+        agreed: What the ranks agreed on.
+
+    Returns: The values and containers, decoded; the leaves of the tensors; and how many bytes were
+    not read, since tensors in ``held`` had them.
     """
     loading = Loading(contents, options.progress)
     memory = memory_of(targets)
@@ -551,9 +575,9 @@ def _load(
 
 
 def _holders(entry: Entry, target: Shards | None, live: Shards | None) -> tuple[torch.Tensor, ...]:
-    """Return the live tensors that may already hold what is to be read: one for each box.
+    """Return the live tensors that may already hold an entry's elements: one for each box read.
 
-    If the live tensors have other boxes than the read has, none is returned.
+    If the live tensors have other boxes than the ones to read, none is returned.
 
     Args:
         entry: The entry to read.

@@ -23,9 +23,9 @@ class RestoreReport:
         mismatched: Paths whose shapes, sizes or kinds differ, in words. If a moment of an optimizer
             is among them, all of the state of its parameter was left out.
         left_behind: Keys of ranks that this world does not have, as ``rank/key``. Not an error.
-        new_ranks: The keys, such as the random state, of which the take kept something for single
-            ranks alone, so that new ranks keep their own values. There is a line for each key, in
-            words, the same on all ranks.
+        new_ranks: A sentence for each key, such as the random state, of which the take stored a
+            part for single ranks alone. Ranks that the take did not have keep their own values. The
+            sentences are the same on all ranks.
         kept_bytes: With ``reuse=True``, how many bytes this rank did not read, since its tensors
             held them. A tied tensor counts under each of its names.
     """
@@ -38,7 +38,7 @@ class RestoreReport:
     new_ranks: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Whether anything did not fit."""
+        """Whether something is missing, unexpected or mismatched."""
         return bool(self.missing or self.unexpected or self.mismatched)
 
 

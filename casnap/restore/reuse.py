@@ -1,4 +1,4 @@
-"""Keep chunks that tensors hold already: hash cells where they lie, and do not read equal ones."""
+"""Keep chunks that tensors already hold: hash the live cells, and read only those that differ."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Candidate(NamedTuple):
     Attributes:
         want: The chunk.
         part: The part of a tensor that may hold the elements of the chunk.
-        keep: Called instead of reading the chunk, if the part does hold these elements.
+        keep: Called instead of reading the chunk, if the part does hold these elements. It copies
+            them to the tensor to fill, if that is another one.
     """
 
     want: Want
@@ -40,14 +41,14 @@ class Candidate(NamedTuple):
 def lacking(candidates: Iterable[Want | Candidate]) -> Iterator[Want]:
     """Yield the chunks that have to be read; call ``keep`` of the others.
 
-    The parts are hashed on the calling thread's current stream of their device, or by threads of
-    the host. A part may still be written to until it is hashed.
+    The parts of a device are hashed on the calling thread's current stream, those of the host by
+    threads. A part may still be written to until it is hashed.
 
     Args:
-        candidates: The chunks; a chunk that no tensor can hold is a want.
+        candidates: The chunks. One that no tensor can hold is a plain ``Want``.
 
     Raises:
-        DeviceError: A device does not hash as it should.
+        DeviceError: A device has computed a wrong digest.
     """
     window, nbytes = list[Candidate](), 0
     for each in candidates:
@@ -63,7 +64,10 @@ def lacking(candidates: Iterable[Want | Candidate]) -> Iterator[Want]:
 
 
 def _lacking_of(window: Sequence[Candidate]) -> list[Want]:
-    """Return the chunks to read; call ``keep`` of the others now: reads may change their parts."""
+    """Return the chunks of a window that have to be read; call ``keep`` of the others at once.
+
+    It must be at once, since reads of later chunks may overwrite the parts.
+    """
     wants = list[Want]()
     by_device: dict[torch.device, list[Candidate]] = {}
     for each in window:
@@ -108,7 +112,10 @@ def _digest(part: torch.Tensor) -> Digest:
 
 
 def _by_device(device: torch.device, parts: Sequence[torch.Tensor]) -> list[Digest | None]:
-    """Return the digest of each part; None where the device has none, so that the chunk is read."""
+    """Return the digest of each part, computed on the device.
+
+    None stands for a part that the device cannot hash. Its chunk is read then.
+    """
     from casnap.state.device_hash import CellRun, hasher_of  # which needs numpy
 
     digests: list[Digest | None] = [None] * len(parts)
@@ -133,7 +140,11 @@ def _by_device(device: torch.device, parts: Sequence[torch.Tensor]) -> list[Dige
 
 
 def _audit(device: torch.device, kept: Candidate) -> None:
-    """Check on the host that a part holds its chunk, as the device's digest says.
+    """Hash a part on the host, to check the digest that its device computed.
+
+    Args:
+        device: The device.
+        kept: A chunk that is not read, since the device found its digest in this part.
 
     Raises:
         DeviceError: The part holds other bytes.

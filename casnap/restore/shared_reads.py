@@ -59,13 +59,13 @@ _POINTER, _ALIGNED = 8, 64
 
 
 class _Copy(NamedTuple):
-    """A place for a chunk that other ranks want.
+    """A place in this rank's buffer for a chunk that other ranks want.
 
     Attributes:
         target: The memory of the chunk.
-        position: Where this memory begins in the memory that the other ranks get.
-        entries: Where to write the position once the chunk is there: tables, each with the number
-            of an entry in it.
+        position: The offset of this memory in the buffer that the other ranks see.
+        entries: Where to write ``position`` once the chunk is there: tables, each with the index of
+            an entry in it.
     """
 
     target: memoryview
@@ -124,13 +124,14 @@ def fetch_shared(
 def window_for(ranks: int) -> int:
     """Return about how many bytes a rank receives at once.
 
-    It is small, since each call allocates this memory, but enough for many ranks to read at once.
+    Each fetch allocates so much memory, so it is small; yet with many ranks it is large enough that
+    all of them can read at once.
     """
     return min(max(_LEAST_WINDOW, ranks * _WINDOW_PER_RANK), _LARGEST_WINDOW)
 
 
 class _SharedFetch:
-    """The part of one rank in a shared fetch."""
+    """One rank's part of a shared fetch."""
 
     def __init__(
         self, comm: Comm, store: Repository, wants: Iterable[Want], options: ReadOptions
@@ -148,7 +149,7 @@ class _SharedFetch:
         self._readers = self._shared.readers
 
     def fetch_the_rest(self) -> DamagedError | UnsupportedFormatError | None:
-        """Read the chunks that nobody passed on, such as damaged ones; return the error, if any."""
+        """Read from the store the wanted chunks that have not arrived; return the error, if any."""
         try:
             self._store.fetch((w for wants in self._left.values() for w in wants), self._how)
         except (DamagedError, UnsupportedFormatError) as e:
@@ -156,9 +157,14 @@ class _SharedFetch:
         return None
 
     def run(self, window: int, only_in_memory: bool) -> None:
-        """Read this rank's part of the chunks that several ranks want, and what it alone wants.
+        """Read this rank's share of the chunks that several ranks want, and its own chunks.
 
         Chunks that the index does not have are left for :meth:`fetch_the_rest`.
+
+        Args:
+            window: About how many bytes a rank receives at once.
+            only_in_memory: Whether to share only if all ranks see each other's memory, and if it
+                saves much. Else nothing is read here.
         """
         if only_in_memory and self._wanted_again() < _WORTH_SHARING:
             return
@@ -204,7 +210,7 @@ class _SharedFetch:
                 self._receive(i, received, requests[i])
 
     def _wanted_again(self) -> float:
-        """Estimate how many bytes would be read again if each rank read all that it wants.
+        """Estimate how many bytes would be read more than once if each rank read all that it wants.
 
         All ranks get the same number.
         """
@@ -227,11 +233,15 @@ class _SharedFetch:
         )
 
     def _room_for(self, nbytes: int) -> int:
-        """Return the length of a buffer for chunks of ``nbytes`` bytes, as units count them."""
+        """Return the length of a buffer for ``nbytes`` bytes of chunks, and a pointer per rank."""
         return nbytes + _POINTER * self._comm.size
 
     def _make_buffers(self, requested: list[list[bytes]]) -> None:
-        """Make the buffers into which this rank reads for others; in shared memory, if they fit."""
+        """Make the buffers into which this rank reads for others; in shared memory, if they fit.
+
+        Args:
+            requested: For each window, the request of each rank to this one.
+        """
         self._readers = self._shared.readers
         # A buffer is written to again only when all ranks have taken in the window after its own.
         self._buffers = [_buffer(self._shared.own_memory, i) for i in range(_BUFFERS)]
@@ -242,14 +252,19 @@ class _SharedFetch:
             self._buffers = [Slot(most).view for _ in requested[:2]]
 
     def _room(self, requested: list[bytes]) -> int:
-        """Return the most bytes that the answers to the requests of a window take."""
+        """Return the most bytes that a window's answers take.
+
+        Args:
+            requested: The request of each rank to this one in the window.
+        """
         local, remote = self._texts(requested)
         return self._room_for(_nbytes_of(local)) + sum(_nbytes_of([text]) for text in remote)
 
     def _texts(self, requested: list[bytes]) -> tuple[list[bytes], list[bytes]]:
-        """Return two lists of requests, each request once.
+        """Split requests by whether their ranks see this rank's memory; keep each request once.
 
-        The first has the requests of ranks that see this rank's memory, the second the others.
+        Returns:
+            The requests of ranks that see it, and those of the others.
         """
         each = [
             {t for t, reads in zip(requested, self._readers, strict=True) if t and reads == near}
@@ -260,9 +275,15 @@ class _SharedFetch:
     # --- which rank reads which bytes ---
 
     def _by_unit(self, nbytes: int, share: int) -> dict[Unit, list[Digest]]:
-        """Return the chunks to read, by unit (a run of a pack), in the order of units.
+        """Group the chunks that this rank wants by unit: a run of a pack that is read at once.
 
-        A unit has fewer raw bytes than a share.
+        Args:
+            nbytes: How many bytes of the pack a unit has, at most.
+            share: How many bytes a rank reads for others in a window. A unit of compressed chunks
+                has fewer raw bytes.
+
+        Returns:
+            Unit → the digests of its chunks, in the order of units.
         """
         digests = list(self._left)
         places = self._store.find(digests)
@@ -276,9 +297,12 @@ class _SharedFetch:
     def _agree(
         self, by_unit: dict[Unit, list[Digest]], share: int, window: int
     ) -> tuple[Schedule, bool]:
-        """Agree on a schedule; return it, and whether all ranks want the same.
+        """Agree with all ranks on which rank reads which units; all call this.
 
-        If several ranks want the same units, one of these ranks sends the list of units.
+        If several ranks want the same units, one of them sends the list for all of these.
+
+        Returns:
+            The schedule, and whether all ranks want the same chunks.
         """
         units = [
             (pack, [(n, sum(self._nbytes(d) + _EXTRA for d in by_unit[pack, n])) for _, n in group])
@@ -308,7 +332,11 @@ class _SharedFetch:
     def _split(
         self, by_unit: dict[Unit, list[Digest]], schedule: Schedule
     ) -> tuple[list[list[list[Digest]]], list[Digest]]:
-        """Return the chunks to request, by window and reader; and chunks to read alone."""
+        """Split this rank's chunks by the schedule.
+
+        Returns: For each window and each reader, the chunks to request from it; and the chunks that
+        this rank reads for itself alone.
+        """
         assignments = {
             (pack, n): assigned for pack, runs in schedule.units for n, assigned in runs.items()
         }
@@ -329,13 +357,26 @@ class _SharedFetch:
         return requests, read_alone
 
     def _requested(self, requests: list[list[list[Digest]]]) -> list[list[bytes]]:
-        """If all ranks want the same, return requests to this rank, by window and rank."""
+        """Return the requests to this rank, by window and rank, if all ranks want the same chunks.
+
+        Then every request equals this rank's own, so none has to be sent.
+
+        Args:
+            requests: For each window and each reader, the chunks that this rank requests from it.
+        """
         rank, size = self._comm.rank, self._comm.size
         each = [self._request(lists[rank]) for lists in requests]
         return [[b"" if reader == rank else text for reader in range(size)] for text in each]
 
     def _exchange_requests(self, requests: list[list[list[Digest]]]) -> list[list[bytes]]:
-        """Send requests to all readers; return the requests to this rank, by window and rank."""
+        """Send this rank's requests to all readers; return the requests to this rank.
+
+        Args:
+            requests: For each window and each reader, the chunks that this rank requests from it.
+
+        Returns:
+            The requests to this rank, by window and rank.
+        """
         mine = [
             encode([self._request(lists[reader]) for lists in requests])
             for reader in range(self._comm.size)
@@ -357,7 +398,16 @@ class _SharedFetch:
     def _read_for_all(
         self, digests: list[Digest], requested: list[bytes], number: int
     ) -> list[memoryview | bytes]:
-        """Read the chunks of a window; return what to send to each rank."""
+        """Read the chunks of a window, for this rank and for others.
+
+        Args:
+            digests: The chunks that this rank itself wants.
+            requested: The request of each rank to this one.
+            number: The number of the window.
+
+        Returns:
+            The bytes to send to each rank; none to a rank that sees this rank's memory.
+        """
         buffer = self._buffers[number % len(self._buffers)]
         local, remote = self._texts(requested)
         copies: _Copies = defaultdict(list)
@@ -380,7 +430,12 @@ class _SharedFetch:
         ]
 
     def _read_chunks(self, digests: list[Digest], copies: Mapping[Digest, list[_Copy]]) -> None:
-        """Read chunks for this rank and others; damaged chunks are left out."""
+        """Read chunks for this rank and others. Damaged chunks are left out, without an error.
+
+        Args:
+            digests: The chunks that this rank itself wants.
+            copies: Digest → the places for other ranks' copies.
+        """
         mine = set(digests)
         wants = []
         for digest in [*digests, *(copies.keys() - mine)]:
@@ -411,7 +466,11 @@ class _SharedFetch:
     # --- receiving ---
 
     def _incoming(self, lists: list[list[Digest]]) -> int:
-        """Return how many bytes other ranks send in a window."""
+        """Return the most bytes that ranks of other hosts send to this one in a window.
+
+        Args:
+            lists: For each reader, the chunks that this rank requests from it.
+        """
         return sum(
             _nbytes_of([self._request(digests)])
             for reader, digests in enumerate(lists)
@@ -421,11 +480,16 @@ class _SharedFetch:
     def _receive(
         self, number: int, received: list[memoryview], requests: list[list[Digest]]
     ) -> None:
-        """Hand over the chunks that other ranks have read, in the order of the requests.
+        """Hand over the chunks of a window that other ranks have read.
 
         A chunk in the memory of another rank of this host was verified by that rank, which alone
         writes there. A chunk that was sent is verified here. If it does not have its digest, this
         rank reads it again.
+
+        Args:
+            number: The number of the window.
+            received: The message of each rank; empty if this rank sees the sender's memory.
+            requests: For each reader, the chunks that this rank requested from it.
         """
         chunks: list[tuple[Digest, memoryview, bool]] = []
         for reader, digests in enumerate(requests):
@@ -467,13 +531,13 @@ class _SharedFetch:
 
 
 def _buffer(shared: memoryview, number: int) -> memoryview:
-    """Return the part of a rank's shared memory in which the rank keeps a window."""
+    """Return the part of a rank's shared memory that it uses for the window ``number``."""
     room = len(shared) // _BUFFERS // PAGE * PAGE
     return shared[number % _BUFFERS * room :][:room]
 
 
 def _nbytes_of(texts: Iterable[bytes]) -> int:
-    """Return the most bytes that the answer to requests has: each chunk once, and the tables."""
+    """Return the most bytes that the answer to requests takes: each chunk once, and the tables."""
     chunks: set[tuple[bytes, int]] = {c for text in texts for c in unpacked(_REQUEST, text)}
     tables = sum(len(text) // _REQUEST.size * _POINTER for text in texts)
     return tables + sum(nbytes + _ALIGNED for _, nbytes in chunks)
@@ -482,10 +546,16 @@ def _nbytes_of(texts: Iterable[bytes]) -> int:
 def _lay_out(
     memory: memoryview, begin: int, texts: Iterable[bytes], copies: _Copies
 ) -> tuple[dict[bytes, int], int]:
-    """Lay out a table for each request, then the chunks that are requested.
+    """Choose places in a buffer: first a table for each request, then the requested chunks.
+
+    Args:
+        memory: The buffer.
+        begin: The offset at which to begin.
+        texts: The requests.
+        copies: Gets digest → the places for its chunk.
 
     Returns:
-        Where the tables begin, and where the last chunk ends.
+        Request → the offset of its table; and the offset at which the last chunk ends.
     """
     end, begins = begin, dict[bytes, int]()
     for text in texts:

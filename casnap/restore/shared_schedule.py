@@ -1,8 +1,8 @@
 """The schedule of shared reads: which rank reads which runs of packs, and when it passes them on.
 
-Reads are scheduled in *units*, runs of a pack, so that no rank needs to know every chunk. Each unit
-that several ranks want goes to one of them, and to a window, so that no rank reads or receives too
-much at a time.
+Reads are scheduled in *units*, which are runs of a pack, so that no rank needs to know every chunk.
+A unit that several ranks want is given to one of them as its reader, and to a window, which limits
+how much a rank reads or receives at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FAR = 1 << 56
 def run_of(place: Place, nbytes: int, most: int) -> int:
     """Return the number of the run of a pack that a chunk is read with.
 
-    The number follows from the place alone, so all ranks find the same one, whatever they want.
+    The number follows from the place alone, so all ranks find the same one.
 
     Args:
         place: Where the chunk lies.
@@ -50,7 +50,7 @@ def request_of(units: Units) -> bytes:
 
 
 class ReadTurn(Struct, frozen=True, array_like=True, gc=False):
-    """The rank that reads a unit, and the window that the unit is sent in."""
+    """The rank that reads a unit, and the window in which it passes the unit on."""
 
     window: int
     reader: int
@@ -84,7 +84,7 @@ def schedule_reads(
         size: The number of ranks.
         share: About how many bytes a rank reads for others in a window.
         window: About how many bytes a rank receives in a window.
-        in_memory: Whether a chunk is in one place for all ranks that want it.
+        in_memory: Whether all ranks see each other's memory, so that a chunk takes room there once.
     """
     load = [0] * size
     by_unit = _wanted_units(requests, load)
@@ -112,10 +112,17 @@ def schedule_reads(
 def _wanted_units(
     requests: Sequence[tuple[list[int], bytes | memoryview]], load: list[int]
 ) -> dict[Unit, list[tuple[int, int]]]:
-    """Return the wanted units: for each, the groups that want it, and how many bytes each wants.
+    """Return the units that several ranks may want; note who reads the others.
 
-    A pack that one rank alone wants only adds to the load of that rank: its units are left out. If
-    many ranks restore shards, this is so for most packs.
+    A pack that one rank alone wants only adds to the load of that rank, and its units are left out.
+    When many ranks restore shards, most packs are such.
+
+    Args:
+        requests: Groups of ranks, each with the request of the group.
+        load: For each rank, the bytes that it reads. Packs that it alone wants are added.
+
+    Returns:
+        Unit → pairs of a group that wants it, by index, and how many bytes of it the group wants.
     """
     told = [decoder(_Told).decode(text) for _, text in requests]
     alone: dict[bytes, int | None] = {}
@@ -134,7 +141,12 @@ def _wanted_units(
 
 
 def _least_loaded(heap: list[tuple[int, int]], load: list[int]) -> int:
-    """Return the rank with the least load; the heap may hold older loads."""
+    """Return the rank with the least load, and update outdated loads on the heap.
+
+    Args:
+        heap: Pairs of load and rank. A load may be lower than the rank's load is now.
+        load: The load of each rank now.
+    """
     while load[heap[0][1]] != heap[0][0]:
         heapreplace(heap, (load[heap[0][1]], heap[0][1]))
     return heap[0][1]

@@ -1,8 +1,8 @@
-"""The trees of a snapshot, read by rank 0 for all ranks: at a remote place each read is a request.
+"""Rank 0 reads the trees of a remote snapshot for all ranks, since each read is a request.
 
-Rank 0 reads many nodes together, and sends each node to one rank of every cache whose ranks need
-it. That rank keeps the node in the cache. A rank verifies a node by the digest that it looks for.
-If a node does not come, or is damaged, each rank reads it itself.
+Rank 0 reads many nodes together. It sends each node to one rank of every cache whose ranks need it,
+and that rank keeps the node in the cache. Later each rank takes nodes from its cache, and verifies
+them by their digests. A node that is not there, or is damaged, is read from the store.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WINDOW_BYTES = 8 << 20
 
 
 def share_trees(comm: Comm, contents: Contents, keys: Iterable[str], caches: list[bytes]) -> None:
-    """Let rank 0 read the trees of some keys, and bring them to the caches of all ranks.
+    """Let rank 0 read the trees of some keys, and put them into the caches of all ranks.
 
     Args:
         comm: The ranks; all call this.

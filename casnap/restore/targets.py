@@ -1,4 +1,4 @@
-"""Which tensors of a live state can be filled in place, and their memory."""
+"""Which tensors of a live state can be filled in place, and the memory of these."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ _EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 def targets_of(state: KeyState) -> dict[str, Shards]:
-    """Return, by path, the live tensors to fill in place; others are made when they are read.
+    """Return, by path, the tensors to read entries into: live ones, or new ones like them.
 
-    If the loader of the value is known, its live tensors are filled. An unknown loader gets new
-    tensors: it may overwrite its own before it reads the new ones, or compare the two.
+    If the loader of the value is torch's or casnap's, its live tensors are filled. Any other loader
+    gets new tensors, since it may overwrite its live ones before it reads the new ones, or compare
+    the two. A path that is not in the result gets a tensor when its entry is read.
     """
     targets = fill_targets(state.current, state.component)
     moments: dict[str, Shards] = {}
@@ -67,7 +68,14 @@ def is_extra_state(path: str) -> bool:
 
 
 def _new(path: str, entry: Entry, live: Shards, tied: dict[object, Shards]) -> Shards:
-    """Return a new tensor on the device of the live one; tied tensors get the same one."""
+    """Return a new tensor for an entry, on the device of the live one.
+
+    Args:
+        path: The path.
+        entry: The entry.
+        live: The live tensor. If it is sharded, the new one is sharded alike.
+        tied: New tensors by live memory and stored bytes. Tied tensors share one new tensor.
+    """
     assert isinstance(entry, TensorEntry)
     value = live.value
     if live.is_sharded:
@@ -105,7 +113,7 @@ def _moments(
 
 
 def _sharded_like(path: str, like: torch.Tensor, dtype: torch.dtype | None = None) -> Shards:
-    """Return a new tensor that is sharded like another one."""
+    """Return a new tensor, as shards, that is sharded like ``like``."""
     shards = shards_of(path, sharded_like(like, dtype))
     assert shards is not None
     return shards
@@ -165,7 +173,7 @@ def memory_of(targets: Mapping[str, Shards]) -> dict[Part, torch.Tensor]:
 def conflicts(
     memory: Mapping[Part, torch.Tensor], entries: Mapping[str, Entry]
 ) -> list[list[Part]]:
-    """Return the groups of targets that share memory, but are not the same in the snapshot.
+    """Return the groups of tensors that share memory, but have different entries.
 
     Args:
         memory: The memory of all targets.
@@ -181,7 +189,7 @@ def conflicts(
 
 
 def _extents(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the memory of the parts of one tensor; parts in one storage are one span."""
+    """Yield the memory that the parts of one tensor span, once for each storage."""
     by_storage: dict[int, list[torch.Tensor]] = {}
     for part in parts:
         by_storage.setdefault(part.untyped_storage().data_ptr(), []).append(part)

@@ -1,7 +1,7 @@
-"""Tensors that share memory here, and have several values in the snapshot.
+"""Find tensors that share memory here, but have different values in the snapshot.
 
-Only one of the values could stay: the value of the tensor that is filled last. This happens where a
-model with tied weights meets a checkpoint in which they differ.
+Only the value that is filled in last could stay. This happens where a model with tied weights meets
+a checkpoint in which they differ.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _agree(
 def conflict_text(
     paths: Iterable[str], advice: str = "leave some out by rename= of load_into()"
 ) -> str:
-    """Return a conflict in words.
+    """Return a message that some paths share memory here, but differ in the snapshot.
 
     Args:
         paths: The paths of the tensors.

@@ -1,8 +1,8 @@
-"""The versions of modules, which a loader gets with a state.
+"""The versions of modules, which ``load_state_dict`` gets beside the tensors.
 
 A module's ``state_dict()`` notes the version of each submodule by name, beside the items.
 ``load_state_dict`` looks up each version by the name that the submodule has in the loading module.
-If a version is not there, the submodule takes its items for items of its oldest version, and may
+If a version is not there, the submodule assumes that its items are of its oldest version, and may
 change them.
 """
 
@@ -24,10 +24,10 @@ from casnap.storage import Contents
 
 
 def with_versions(state: KeyState, known: Known) -> dict[str, Reopened]:
-    """Return the dicts of a key that have versions, by path; each is built with its versions.
+    """Return, by path, the dicts of a key that carry versions of modules.
 
-    They are the stored versions, under the names that the submodules have here. If none are stored,
-    as by ``dcp.save``, they are the versions of the live state, which ``dcp.load`` uses too.
+    Their versions are the stored ones, under the names that the submodules have here. If none are
+    stored, as by ``dcp.save``, the versions of the live state are used, as ``dcp.load`` does.
 
     Args:
         state: The key.
@@ -48,9 +48,9 @@ _COUNT = "num_batches_tracked"
 def added_by_module(
     contents: Contents, state: KeyState, module: torch.nn.Module, missing: Iterable[str]
 ) -> set[str]:
-    """Return the missing paths that a module itself adds to a state of an older version.
+    """Return those missing paths that a module adds by itself to a state of an older version.
 
-    Among torch's modules only BatchNorm does so. It is not known what other modules change.
+    Only BatchNorm is known to do so. Other modules may, but casnap cannot tell.
 
     Args:
         contents: The snapshot.
@@ -110,7 +110,15 @@ def _by_live_names(stored: Mapping[Any, Any], live: Mapping[Any, Any]) -> Mappin
 
 
 def _by_plain_name(names: Iterable[str], keys: Iterable[Any]) -> dict[str, list[str]]:
-    """Return names by their plain names, without wrappers; an outer wrapper's name comes first."""
+    """Group names that differ only by the parts that wrappers add.
+
+    Args:
+        names: The names of submodules.
+        keys: The names of the items, which show which parts are a wrapper's.
+
+    Returns:
+        Name without wrappers' parts → the names; a wrapper's name comes before the wrapped one's.
+    """
     plain_names = without_wrappers(names, keys)
     by_plain_name: dict[str, list[str]] = {}
     for name in sorted(plain_names, key=len):

@@ -1,4 +1,4 @@
-"""Names of a module that differ from the names in a snapshot by a part that a wrapper adds."""
+"""Advise on names that differ from those in a snapshot by a part that a wrapper adds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MAKERS = {"_orig_mod.": "torch.compile()", "module.": "DistributedDataParallel"
 
 
 def advice_on_wrappers(path: str, missing: Collection[str], unexpected: Collection[str]) -> str:
-    """Return advice if names differ by a part that a wrapper adds; empty if they differ otherwise.
+    """Return advice if the names differ by a part that a wrapper adds; else an empty text.
 
     Args:
         path: Where the names are in the snapshot.
@@ -39,9 +39,9 @@ def _begins(added: str, names: Collection[str]) -> bool:
 
 
 def _added_to(names: Collection[str], longer: Collection[str]) -> str:
-    """Return the part that most of the longer names have in addition to the shorter ones.
+    """Return the part by which most of the longer names exceed the shorter ones.
 
-    It is a part that a wrapper adds, or a common beginning; empty if there is none.
+    It is a part that a known wrapper adds, or a common beginning; empty if there is none.
     """
     for added in _MAKERS:
         if _are_mostly(names, (_without(added, name) for name in longer)):
