@@ -45,8 +45,10 @@ SHARE = 0.04
 """The share of this process's processor time up to which collections begin early."""
 MOST = 512 << 20
 """Beyond that share, a collection begins once snapshots with this many bytes were deleted."""
-# To look at a snapshot costs less than 1 % of a take of this many bytes.
+# To look at a snapshot costs less than 1 % of a take of this many bytes. A collection through the
+# whole store costs as much as that of so many snapshots, and its own.
 _A_SNAPSHOT = 64 << 20
+_ITSELF = 10
 # A pack is copied if no more than about half of it is needed: one of two equal tensors.
 _REPACK = 0.51
 # The seconds to rest after a failure.
@@ -86,9 +88,9 @@ class AutomaticCollector:
         self._lock = threading.Lock()
         self._collecting = threading.Lock()
         self._worker: Worker | None = None
-        # The bytes of the snapshots that this process has deleted since the last collection; since
-        # the last one through the whole store; and the bytes that the last one left to free, which
-        # count as deleted once a snapshot is deleted after it.
+        # The bytes of the snapshots that this process has deleted since the last collection, and
+        # since the last one through the whole store; and the bytes that the last collection left
+        # to free. Once the process deletes another snapshot, they ask for a collection as well.
         self._released = 0
         self._since_whole = 0
         self._waiting = 0
@@ -128,7 +130,9 @@ class AutomaticCollector:
         if not (rows or self._waiting) or not collects_by_itself():
             return
         with self._lock:
-            self._released += sum(row.stats.new_bytes for row in rows) + self._waiting
+            nbytes = sum(row.stats.new_bytes for row in rows)
+            self._released += nbytes + self._waiting
+            self._since_whole += nbytes
             self._waiting = 0
         # Once the process ends, Python may no longer wait for a thread that begins now.
         if _main_thread_lives():
@@ -283,12 +287,13 @@ class AutomaticCollector:
     ) -> GcReport:
         with self._lock:
             released, self._released = self._released, 0
+            since_whole = self._since_whole
         counts = self._counts if store.backend.costs.keeps_counts else None
         last = self.last_report
-        since_whole = self._since_whole + released
         # The whole store is searched then: failed takes may have left packs in it, and other
         # processes may have deleted snapshots.
-        if last is None or since_whole >= last.live_bytes + _A_SNAPSHOT * last.snapshots:
+        most = 0 if last is None else last.live_bytes + _A_SNAPSHOT * (_ITSELF + last.snapshots)
+        if since_whole >= most:
             self._counts.clear()
         is_whole = not self._counts.is_known
         report = GcReport()
@@ -301,8 +306,8 @@ class AutomaticCollector:
         finally:
             # The cost of a collection that fails counts too.
             _spent.add(0.0 if is_whole else report.processor_seconds)
-        self._since_whole = 0 if is_whole else since_whole
         with self._lock:
+            self._since_whole -= since_whole * is_whole
             self._freed += report.freed_bytes
         self._waiting = 0 if options.condemned_until is None else report.waiting_bytes
         self._condemned_until = store.newest().seq
