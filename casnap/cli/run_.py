@@ -2,20 +2,61 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
+from typing import IO
 
 import click
 
 from casnap.cli.output import quote, say
+from casnap.errors import nearest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 _AT_START = Path(__file__).parent / "at_start"
+_SETTINGS = ("weights",)
+"""The options that a file may set too: what the installation into the Trainer takes."""
+
+
+def _read_settings(ctx: click.Context, _param: click.Parameter, file: IO[bytes] | None) -> None:
+    """Take the settings of a file as the defaults of the options."""
+    if file is None:
+        return
+    try:
+        settings = tomllib.load(file)
+    except ValueError as e:
+        raise click.BadParameter(f"{quote(file.name)} is no TOML: {e}") from e
+    for name in settings.keys() - {*_SETTINGS}:
+        raise click.BadParameter(
+            f"{quote(file.name)} has an unknown setting, {quote(name)}{nearest(name, _SETTINGS)}. "
+            f"The settings are: {', '.join(_SETTINGS)}"
+        )
+    ctx.default_map = settings
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--weights",
+    type=click.Choice(["last", "all", "none"]),
+    help="Which checkpoints' folders have a model.safetensors: the last one's and the best one's, "
+    "all of them, or none [last].",
+)
+@click.option(
+    "--config",
+    type=click.File("rb"),
+    metavar="FILE",
+    is_eager=True,
+    expose_value=False,
+    callback=_read_settings,
+    help='A TOML file with these settings, such as: weights = "all". Options come before it.',
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run_(command: tuple[str, ...]) -> None:
+def run_(command: tuple[str, ...], **settings: str | None) -> None:
     """Run a command whose Trainers of Transformers save and resume by casnap.
 
     No code of the command is changed: each transformers.Trainer that it makes, of a subclass too,
@@ -34,6 +75,8 @@ def run_(command: tuple[str, ...]) -> None:
         "PYTHONPATH": os.pathsep.join([str(_AT_START), *others]),
         "CASNAP_RUN": str(os.getpid()),
     }
+    if given := {name: value for name, value in settings.items() if value is not None}:
+        environment["CASNAP_RUN_SETTINGS"] = json.dumps(given)
     sys.stdout.flush()
     try:
         os.execvpe(command[0], command, environment)

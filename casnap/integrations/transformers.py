@@ -561,7 +561,7 @@ def _names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def install(tell: Callable[[str], object] | None = None) -> None:
+def install(tell: Callable[[str], object] | None = None, *, weights: str | None = None) -> None:
     """Have every Trainer that this process makes from now on save and load as by the mixin.
 
     Subclasses are included, also those that were imported before. Checkpoints that the Trainer
@@ -570,7 +570,11 @@ def install(tell: Callable[[str], object] | None = None) -> None:
 
     Args:
         tell: Called on rank 0 when a Trainer begins to train, with a line that says where it saves.
+        weights: ``casnap_weights`` of :class:`CasnapTrainerMixin`, unless a class with that mixin
+            sets it; by default it stays as it is.
     """
+    if weights is not None:
+        CasnapTrainerMixin.casnap_weights = weights
     CasnapTrainerMixin._tell = None if tell is None else staticmethod(tell)
 
     def new(cls: Any, *_: Any, **__: Any) -> Any:

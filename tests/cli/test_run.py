@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.cli_calls import COMMAND
 
 NOT_USED = "casnap run: no Trainer of Transformers has trained, so nothing was saved by casnap\n"
@@ -33,6 +35,33 @@ def test_what_cannot_be_run(tmp_path: Path) -> None:
     done = run()
     assert done.returncode == 2
     assert "Missing argument 'COMMAND...'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (
+            'wieghts = "all"',
+            "an unknown setting, 'wieghts'; nearest: weights. The settings are: we",
+        ),
+        ('[run]\nweights = "all"', "has an unknown setting, 'run'. The settings are: weights\n"),
+        ('weights = "most"', "'most' is not one of 'last', 'all', 'none'"),
+        ('weights = ["all"]', "is not one of 'last', 'all', 'none'"),
+        ("weights = all", "casnap.toml' is no TOML: Invalid value (at line 1, column 11)"),
+        (b"\xff", "casnap.toml' is no TOML: "),
+        (None, "casnap.toml': No such file or directory"),
+    ],
+)
+def test_wrong_settings_are_told_before_the_command_starts(
+    tmp_path: Path, text: str | bytes | None, error: str
+) -> None:
+    file = tmp_path / "casnap.toml"
+    if text is not None:
+        file.write_bytes(text.encode() if isinstance(text, str) else text)
+    done = run("--config", file, "--", "touch", tmp_path / "started")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert error in done.stderr
+    assert not (tmp_path / "started").exists()
 
 
 def test_a_command_that_trains_nothing_is_told_at_its_end() -> None:

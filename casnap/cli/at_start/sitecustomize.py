@@ -21,6 +21,8 @@ _TRAINER = "transformers.trainer"
 _VARIABLE = "CASNAP_RUN"
 """The variable has the process id of the command until that starts. From then on it has the path of
 a file that exists until a Trainer trains."""
+_SETTINGS = "CASNAP_RUN_SETTINGS"
+"""This variable has the settings of the command, if there are any, as JSON."""
 _HERE = str(Path(__file__).parent)
 
 
@@ -41,6 +43,8 @@ class _Finder:
 
 
 def _install() -> None:
+    import json
+
     try:
         from casnap.integrations.transformers import install
     except ModuleNotFoundError as e:
@@ -49,7 +53,7 @@ def _install() -> None:
         raise ImportError(
             f"casnap run: {sys.executable} has no casnap: install it there, beside transformers"
         ) from e
-    install(_tell)
+    install(_tell, **json.loads(os.environ.get(_SETTINGS, "{}")))
 
 
 def _tell(text: str) -> None:

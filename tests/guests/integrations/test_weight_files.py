@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,7 @@ from casnap.errors import SnapshotNotFoundError, StateError
 from casnap.integrations.folders.weights import put_weights, remove_weights
 from casnap.integrations.notices import is_notice
 from tests.support.bitwise import assert_same
+from tests.support.cli_calls import COMMAND
 from tests.support.faults import in_child, kill
 from tests.support.hf_trainer import loaded, stored, trainer_of, with_weights
 from tests.support.launched import launched
@@ -258,3 +261,39 @@ def test_a_setting_that_there_is_not(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="casnap_weights is one of 'last', 'all', 'none'; got 'ne"):
         trainer.train()
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
+
+
+@pytest.mark.parametrize("options", [[], ["--weights", "all"]])
+def test_casnap_run_says_whose_folders_have_weights(tmp_path: Path, options: list[str]) -> None:
+    """In the processes that a command starts, too. An option wins, and what a class sets itself."""
+    file = tmp_path / "casnap.toml"
+    file.write_text('weights = "none"' if options else 'weights = "all"')
+    script = (
+        "from transformers import Trainer\n"
+        "from casnap.integrations.transformers import CasnapTrainerMixin\n"
+        "from tests.support.hf_trainer import trainer_of\n"
+        'class Own(CasnapTrainerMixin, Trainer): casnap_weights = "last"\n'
+        "for kind in (Trainer, Own): trainer_of(kind.__name__, kind=kind, max_steps=4).train()"
+    )
+    command = ["sh", "-c", 'for again in 1; do "$@"; done', "sh", sys.executable, "-c", script]
+    path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    subprocess.run(
+        [*COMMAND, "run", "--config", file, *options, "--", *command],
+        check=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert with_weights(tmp_path / "Trainer") == ["checkpoint-2", "checkpoint-4"]
+    assert with_weights(tmp_path / "Own") == ["checkpoint-4"]
+
+
+def test_install_says_whose_folders_have_weights(tmp_path: Path) -> None:
+    def go() -> None:
+        from casnap.integrations.transformers import install
+
+        install(weights="none")
+        install()
+        trainer_of(tmp_path, plain=True, max_steps=2).train()
+
+    assert in_child(go) == 0
+    assert with_weights(tmp_path) == []
