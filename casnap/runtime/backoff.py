@@ -1,4 +1,4 @@
-"""Longer and longer pauses between the tries of work that fails again and again."""
+"""The pauses between the tries of a task that keeps failing. Each pause is longer than the last."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ _FIRST, _LONGEST = 1.0, 60.0
 
 
 class Backoff:
-    """Counts the failures of a task that is repeated, and says how long to wait after each.
+    """Counts the failures in a row of a repeated task, and says how long to wait after each.
 
-    The pause doubles with each failure, from 1 s up to 60 s. It is partly random.
+    The pause doubles with each failure, from 1 s up to 60 s. A random part shortens it by up to
+    half.
 
     Args:
-        task: The task, for messages.
+        task: The name of the task, for log messages.
 
     Attributes:
         error: The error of the last try; None if the last try succeeded.
-        since: When the task began to fail, in seconds since the epoch; None if it does not fail.
+        since: When the task began to fail, in seconds since the epoch; None if the last try
+            succeeded.
     """
 
     def __init__(self, task: str) -> None:
@@ -33,7 +35,7 @@ class Backoff:
         self._next = 0.0
 
     def note_failure(self, error: BaseException) -> None:
-        """Note a failure. The first one is logged as a warning."""
+        """Note that a try failed. The first failure in a row is logged as a warning."""
         if self.since is None:
             self.since = time.time()
             _log.warning("%s fails, and is tried again: %.1000s", self._task, error)
@@ -46,22 +48,22 @@ class Backoff:
         self._next = time.monotonic() + delay * _random.uniform(0.5, 1.0)
 
     def note_success(self) -> None:
-        """Note that a try succeeded."""
+        """Note that a try succeeded. The next pause is short again."""
         if self.since is not None:
             _log.warning("%s works again", self._task)
         self.error, self.since = None, None
         self._failures, self._next = 0, 0.0
 
     def hurry(self) -> None:
-        """Allow the next try at once."""
+        """Let the next try begin at once."""
         self._next = 0.0
 
     @property
     def failing_for(self) -> float:
-        """How many seconds the task has been failing; 0 if it does not fail."""
+        """For how many seconds the task has been failing; 0 if the last try succeeded."""
         return 0.0 if self.since is None else time.time() - self.since
 
     @property
     def delay(self) -> float:
-        """How many seconds to wait before the next try."""
+        """How many seconds remain until the next try; 0 if the try is due."""
         return max(0.0, self._next - time.monotonic())

@@ -1,4 +1,4 @@
-"""Cutting a sequence into batches by bytes."""
+"""Cut a sequence of items into batches of about so many bytes each."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator
 
     Args:
         items: The items.
-        size: Returns the bytes of an item.
-        most: At how many bytes a batch ends.
+        size: Returns the number of bytes of an item.
+        most: The number of bytes at which a batch ends. Its last item may exceed this number.
     """
     batch: list[T] = []
     nbytes = 0

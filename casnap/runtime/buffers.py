@@ -1,12 +1,12 @@
 """Page-aligned host memory that is used again and again.
 
-Fresh pages are the hidden cost of copying: the kernel zeroes each page first, which takes several
-times as long as the copy. So the process keeps its slots to the end.
+Memory that the kernel has just provided is slow to fill: the kernel zeroes each page first, and
+that takes several times as long as the copy. So a process keeps its slots until it exits.
 
-Packs are written from the slots of a bounded pool. These slots have huge pages, which the disk
-takes faster. Copies of a whole state lie in slots of ordinary pages: the kernel looks for huge
-pages in memory that a virtual machine often has not touched before, and a first ``async_take`` then
-blocked for three times as long.
+There are two sorts of slots. Packs are filled in the slots of a bounded pool. These slots have huge
+pages, because the disk writes from huge pages faster. The copies of a state that ``async_take``
+makes lie in slots of ordinary pages. With huge pages, a first ``async_take`` took three times as
+long: the kernel chose memory that the virtual machine had never touched.
 """
 
 from __future__ import annotations
@@ -34,12 +34,19 @@ def whole_pages(nbytes: int) -> int:
 
 
 class Slot:
-    """A run of page-aligned anonymous memory.
+    """A buffer of page-aligned anonymous memory.
+
+    Args:
+        nbytes: The size of the buffer.
+        huge: Whether to ask the kernel for huge pages.
 
     Attributes:
         view: The memory, writable.
-        unpin: Unregisters the memory from a GPU's driver; None if it is not registered.
+        unpin: Unregisters the memory from a GPU's driver; None if the memory is not registered.
         is_used: Whether the slot was used before, so that the kernel has provided its pages.
+
+    Raises:
+        UnavailableError: There is no memory for the buffer.
     """
 
     __slots__ = ("_memory", "is_used", "unpin", "view")
@@ -68,11 +75,11 @@ _givers: list[Callable[[], int]] = []
 
 
 class Pool:
-    """A set of equal slots. It hands out first the slot that was released last.
+    """A set of slots of one size. The slot that was released last is handed out first.
 
     Args:
         slot_bytes: The bytes of each slot.
-        limit: The most slots; None for no bound.
+        limit: The most slots; None for no bound. Only the slots of a bounded pool have huge pages.
     """
 
     def __init__(self, slot_bytes: int, limit: int | None) -> None:
@@ -89,10 +96,11 @@ class Pool:
         self._changed = threading.Condition()
 
     def acquire(self, *, wait: bool = True) -> Slot | None:
-        """Return a slot.
+        """Return a free slot, or a new one if the limit allows it.
 
         Args:
-            wait: Whether to wait for a slot if all are in use. If not, None is returned then.
+            wait: Whether to wait for a slot while all are in use; without waiting, the call returns
+                None.
         """
         with self._changed:
             while not self._free:
@@ -112,7 +120,7 @@ class Pool:
         return slot
 
     def release(self, slot: Slot) -> None:
-        """Give a slot back."""
+        """Give a slot back to the pool."""
         slot.is_used = True
         with self._changed:
             self._free.append(slot)
@@ -120,7 +128,7 @@ class Pool:
 
     @contextmanager
     def lease(self) -> Iterator[Slot]:
-        """Hold a slot for a block of code. A thread that holds one must not wait for another."""
+        """Take a slot for a block of code. The block must not wait for a second slot."""
         slot = self.take()
         try:
             yield slot
@@ -128,7 +136,7 @@ class Pool:
             self.release(slot)
 
     def shrink(self) -> int:
-        """Give the memory of free slots back to the system; return how many bytes."""
+        """Give the memory of the free slots back to the system; return the number of bytes."""
         nbytes = 0
         while True:
             with self._changed:
@@ -147,9 +155,9 @@ _lock = new_lock()
 
 
 def shared_pool(at_least: int) -> Pool:
-    """Return the process's pool of slots that hold ``at_least`` bytes each.
+    """Return the process's pool whose slots hold at least ``at_least`` bytes each.
 
-    Work in the background has a pool of its own.
+    Threads in the background share another pool than the other threads.
     """
     # Each size keeps its slots, so there are few sizes.
     nbytes = SLOT_BYTES if at_least <= SLOT_BYTES else 1 << (at_least - 1).bit_length()
@@ -185,22 +193,26 @@ def release_memory() -> int:
 
 
 def on_release(give_back: Callable[[], int]) -> None:
-    """Have :func:`release_memory` call ``give_back``, which returns how many bytes it gave back."""
+    """Register a function that :func:`release_memory` calls.
+
+    Args:
+        give_back: Gives memory back to the system; returns the number of bytes.
+    """
     _givers.append(give_back)
 
 
 def view_at(address: int, nbytes: int) -> memoryview:
-    """Return the bytes at an address as a writable view. The caller keeps their owner alive."""
+    """Return a writable view of the bytes at an address. The caller must keep this memory alive."""
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
 def bytes_at(address: int, nbytes: int) -> bytes:
-    """Return a copy of the bytes at an address. For few bytes this is faster than a view."""
+    """Return a copy of the bytes at an address. For few bytes a copy is faster than a view."""
     return ctypes.string_at(address, nbytes)
 
 
 def address_of(view: memoryview) -> int:
-    """Return the address of a writable view."""
+    """Return the address of the first byte of a writable view."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
@@ -210,9 +222,9 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23
 
 
 def can_write(address: int) -> bool:
-    """Whether the page at an address can be written; True if the system cannot say.
+    """Whether this process may write to the page at an address; True if the system cannot tell.
 
-    The content of the page stays as it is.
+    The check does not change what the page contains.
     """
     refused = _populate(address, _POPULATE_WRITE)
     if refused == errno.EINVAL:
@@ -222,7 +234,12 @@ def can_write(address: int) -> bool:
 
 
 def _populate(address: int, advice: int) -> int:
-    """Have the system provide the page at an address; return the errno, or 0 for success."""
+    """Ask the kernel to provide the page at an address; return the errno, or 0 for success.
+
+    Args:
+        address: Any address in the page.
+        advice: For which access: ``_POPULATE_READ`` or ``_POPULATE_WRITE``.
+    """
     if _libc is None:
         return 0
     page = ctypes.c_void_p(address // mmap.PAGESIZE * mmap.PAGESIZE)
@@ -234,14 +251,20 @@ _KEEP_SIZE = 1
 
 
 def reserve_space(fd: int, nbytes: int) -> bool:
-    """Reserve bytes of the disk for a file, beyond its end; return whether that worked."""
+    """Reserve space on the disk for the first ``nbytes`` of a file; return whether that worked.
+
+    The length of the file stays as it is.
+    """
     if _libc is None or not nbytes:
         return False
     return not _libc.fallocate64(fd, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(nbytes))
 
 
 def copy(target: memoryview, source: memoryview | bytes) -> None:
-    """Copy bytes. From 32 KiB on, copying from a writable view releases the GIL."""
+    """Copy all bytes of ``source`` to the beginning of ``target``.
+
+    If ``source`` is a writable view of 32 KiB or more, the copy releases the GIL.
+    """
     n = len(source)
     if n < 32 << 10 or not isinstance(source, memoryview) or source.readonly:
         target[:n] = source
@@ -250,7 +273,7 @@ def copy(target: memoryview, source: memoryview | bytes) -> None:
 
 
 def fill_from(raw: memoryview | bytes, memory: memoryview) -> bool:
-    """Fill memory with bytes; return False, and change nothing, if the lengths differ."""
+    """Copy ``raw`` into ``memory``; if their lengths differ, copy nothing and return False."""
     if len(raw) != len(memory):
         return False
     memory[:] = raw

@@ -1,9 +1,9 @@
-"""Open files and folders that an interrupt cannot leave open.
+"""File descriptors that an interrupt cannot leave open.
 
-A Ctrl-C comes between any two instructions of Python. It may come between the call that returns a
-number and the ``try`` that closes it, and then the file stays open. Within a ``__del__`` the
-interrupt would be lost. So C code alone hands the number to its owner, and the owner closes it
-without any Python.
+A Ctrl-C can come between any two instructions of Python. If it comes after the call that opens a
+file and before the ``try`` whose ``finally`` closes the file, the file stays open. A ``__del__``
+does not help: Python swallows an interrupt in it. So here C code passes a new descriptor to the
+object that owns it, and C code closes the descriptor when the owner is freed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 
 class Descriptor:
-    """An open file or folder. It is closed at the latest when nothing refers to it any more.
+    """An open file or folder, closed at the latest when the last reference to this object is gone.
 
-    A ``with`` block gets its number, and closes it at the end.
+    A ``with`` block gets the file descriptor; the end of the block closes it.
 
     Args:
-        call: Opens the file or folder, and returns its number; a negative number if it failed. It
-            must be a function of C, with its arguments bound by ``partial``.
+        call: Opens the file or folder, and returns the file descriptor, or a negative number for a
+            failure. It must be a C function whose arguments ``partial`` has bound.
     """
 
     def __init__(self, call: Callable[[], int]) -> None:
@@ -33,7 +33,7 @@ class Descriptor:
 
     @property
     def fd(self) -> int:
-        """The number; negative if the file is closed or was not opened."""
+        """The file descriptor; -1 if the file is closed or was not opened."""
         return -1 if self._owner is None or self._owner.closed else self._owner.fileno()
 
     def close(self) -> None:
@@ -49,13 +49,13 @@ class Descriptor:
 
 
 def opened(path: Any, flags: int, mode: int = 0o777, folder: int | None = None) -> Descriptor:
-    """Open a file or folder as :func:`os.open` does. A child does not inherit it across an exec.
+    """Open a file or folder as :func:`os.open` does. An exec closes it.
 
     Args:
-        path: The path; or the name in ``folder``.
+        path: The path, relative to ``folder`` if that is given.
         flags: The flags of :func:`os.open`.
         mode: The mode of a new file, less the umask.
-        folder: The number of an open folder that ``path`` is relative to.
+        folder: The file descriptor of an open folder; None for the current folder.
 
     Raises:
         OSError: The file or folder cannot be opened.

@@ -1,4 +1,4 @@
-"""The one place where casnap reads its environment: variables, folders."""
+"""The one module that reads casnap's environment: variables, and the folders of the user."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def given_path(path: object) -> str:
     Each path or URI from an argument must go through this function before any other use.
 
     Raises:
-        TypeError: It is neither a str nor a path-like object of a str.
-        InvalidNameError: It is empty, or has a NUL.
+        TypeError: The path is neither a str nor a path-like object of a str.
+        InvalidNameError: The path is empty, or has a NUL character.
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
@@ -43,15 +43,15 @@ def given_path(path: object) -> str:
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """Return the local path that a user gave as a path, with ``~``, or as a ``file:`` URI.
+    """Return a path that a user gave, with ``~`` replaced; of a ``file:`` URI, return its path.
 
     Each path from an argument must go through this function before any file is looked at. The URI
     of a remote place stays as it is.
 
     Raises:
-        TypeError: It is neither a str nor a path-like object of a str.
-        InvalidNameError: It is a URI that names another host, or that programs read in two ways; or
-            the file system lacks one of its characters.
+        TypeError: The path is neither a str nor a path-like object of a str.
+        InvalidNameError: The URI names another host, has no path, or has a ``%`` escape, which
+            programs read in two ways. Or the path has a character that no file name can have here.
     """
     text = given_path(path)
     try:
@@ -84,12 +84,12 @@ def is_file_uri(text: str) -> bool:
 
 
 def cache_folder() -> Path | None:
-    """Return the folder for host-local caches; None if there is none.
+    """Return the folder for host-local caches; None if no candidate can be used.
 
-    The candidates are ``CASNAP_CACHE_DIR``, or if it is not set ``$XDG_CACHE_HOME/casnap``
-    (``~/.cache/casnap``), then a private folder in the temp folder. A candidate is skipped if
-    this process cannot write there, if it is another user's, or if it is on a network file system
-    or one of an unknown type, where LMDB may not work.
+    The first candidate is ``CASNAP_CACHE_DIR``. If this variable is not set, it is
+    ``$XDG_CACHE_HOME/casnap`` (``~/.cache/casnap``). The second is a private folder in the temp
+    folder. A candidate cannot be used if this process cannot write there, if it belongs to another
+    user, or if it is on a network file system or one of an unknown type, where LMDB may not work.
     """
     for folder in _cache_candidates():
         # Another process may delete the folder between these calls.
@@ -101,16 +101,16 @@ def cache_folder() -> Path | None:
 
 
 def folder_for_chunks(name: str) -> Path | None:
-    """Return the folder for the read cache that the user asked for.
+    """Return the folder for a read cache, and create it.
 
     Args:
-        name: The name of the folder in the folder for caches.
+        name: The name of the folder below ``CASNAP_CACHE_DIR``, or else below :func:`cache_folder`.
 
     Returns:
-        The folder; None, with a warning, if no folder can be written.
+        The folder; None, with a warning, if this process can write to no such folder.
 
     Raises:
-        StoreError: The folder that the user named is another user's, or on a network file system.
+        StoreError: The folder belongs to another user, or is on a network file system.
     """
     setting = os.environ.get("CASNAP_CACHE_DIR")
     folder = Path(local_path(setting)) if setting else cache_folder()
@@ -141,7 +141,7 @@ def cache_bytes_asked() -> int:
     """Return how many bytes of chunks to cache, as ``CASNAP_CACHE_BYTES`` says; 0 by default.
 
     Raises:
-        StoreError: The variable is not a number of bytes.
+        StoreError: The value of the variable is not a number of bytes.
     """
     text = os.environ.get(variable := "CASNAP_CACHE_BYTES", "").strip()
     nbytes = parsed_size(text) if text else 0
@@ -155,7 +155,7 @@ def threads_asked() -> int | None:
     """Return how many threads a take may use, as ``CASNAP_THREADS`` says; None by default.
 
     Raises:
-        StoreError: The variable is not a number of threads.
+        StoreError: The value of the variable is not a number of threads.
     """
     count = _number_asked("CASNAP_THREADS", kind := "a number of threads, such as 4")
     if count == 0:
@@ -174,14 +174,14 @@ def hashes_on_device() -> bool:
 
 
 def _number_asked(variable: str, kind: str) -> int | None:
-    """Return the number that a variable is set to; None if it is not set.
+    """Return the number that an environment variable has as its value; None if it is not set.
 
     Args:
         variable: The name of the variable.
-        kind: What it should be, for the message.
+        kind: A description of a right value, for the error message.
 
     Raises:
-        StoreError: The variable is not a number.
+        StoreError: The value is not a whole number.
     """
     text = os.environ.get(variable, "").strip()
     if text and not re.fullmatch("[0-9]{1,18}", text):
@@ -190,7 +190,10 @@ def _number_asked(variable: str, kind: str) -> int | None:
 
 
 def why_refused(folder: Path) -> str | None:
-    """Return why a folder must not hold a cache, in words that follow "it"; None if it may."""
+    """Return the reason why a folder must not hold a cache; None if the folder may.
+
+    The reason is the end of a sentence that begins with "it", such as "is a link of another user".
+    """
     owner, linked_by = folder.stat().st_uid, folder.lstat().st_uid
     if owner != os.geteuid():
         return f"belongs to another user (uid {owner})"
@@ -235,7 +238,9 @@ def _user_folder(variable: str, below_home: str) -> Path | None:
 def google_metadata_server() -> tuple[str, int] | None:
     """Return host and port of the server that gives credentials to machines of Google's cloud.
 
-    None if the environment names other credentials or another server, or forbids the question.
+    Returns:
+        Host and port; None if the environment names credentials or another server, or forbids to
+        ask the server.
     """
     variables = ("GOOGLE_APPLICATION_CREDENTIALS", "GCE_METADATA_HOST", "GCE_METADATA_ROOT")
     if any(map(os.environ.get, variables)) or os.environ.get("NO_GCE_CHECK") == "true":
@@ -261,9 +266,9 @@ def gloo_interfaces() -> list[str]:
 
 
 def boot_id() -> str:
-    """Return the id of this boot; "" if it is unknown.
+    """Return the id of this boot of the machine; "" if it is unknown.
 
-    Caches are not synced to disk, so a cache from before this boot may be damaged.
+    Caches are not synced to disk. So a cache that an earlier boot wrote may be damaged.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -272,7 +277,7 @@ def boot_id() -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process with this pid runs on this host."""
+    """Whether a process with this pid runs on this host; True if the system cannot tell."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

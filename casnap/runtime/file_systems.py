@@ -1,4 +1,4 @@
-"""File systems: which types other hosts may share, in one table, and the mounts of this host."""
+"""Which types of file systems other hosts may share, and what is mounted on this host."""
 
 from __future__ import annotations
 
@@ -50,31 +50,35 @@ _statfs.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
 
 
 def name_lag(folder: str) -> float:
-    """Return for how many seconds this host may not see a name that another host has put.
+    """Return for how long this host may not see a name that another host has put in a folder.
 
-    It is 0 on a local file system. A client of any other, such as NFS, Lustre, Ceph, SMB or FUSE,
-    may keep names, their attributes and their absence. An unknown type counts as such a client.
+    The result is in seconds. It is 0 on a local file system. On any other, such as NFS, Lustre,
+    Ceph, SMB or FUSE, this host may cache names, attributes and the absence of names. An unknown
+    type counts as one of these.
 
     Raises:
-        OSError: The folder cannot be looked at.
+        OSError: The file system cannot be asked for its type.
     """
     return 0.0 if _number(folder) in _LOCAL_NUMBERS else _LAG
 
 
 def is_shared_type(kind: str) -> bool:
-    """Whether other hosts may use a file system of this type too.
+    """Whether other hosts may use file systems of this type. An unknown type counts as one.
 
     Args:
-        kind: The type in the list of mounts.
+        kind: The type in the list of mounts, such as ``nfs4``.
     """
     return kind not in _LOCAL
 
 
 def shared_type(folder: Path) -> str | None:
-    """Return the type of a folder's file system if other hosts may use it too; else None.
+    """Return the type of a folder's file system if other hosts may use it.
+
+    Returns:
+        The type in the list of mounts; None if the file system is local, or not in the list.
 
     Raises:
-        OSError: The folder cannot be looked at.
+        OSError: The file system cannot be asked for its type.
     """
     # Ask the file system first: that is one system call, and the list of mounts takes eight.
     if name_lag(str(folder)) == 0:
@@ -84,10 +88,13 @@ def shared_type(folder: Path) -> str | None:
 
 
 def is_on_shared(real_path: str) -> bool:
-    """Whether other hosts may use the file system too that holds a path without links.
+    """Whether a path lies on a file system that other hosts may use.
 
-    This does not ask the file system itself, which may hang. If the list of mounts cannot be read,
-    the answer is False.
+    The list of mounts alone decides, because a call of the file system itself may hang. If the list
+    cannot be read, the answer is False.
+
+    Args:
+        real_path: The path, without symbolic links.
     """
     mount = _mount_at(f"{real_path}/")
     return mount is not None and is_shared_type(mount.kind)
@@ -106,9 +113,9 @@ class Mount(NamedTuple):
     """A mounted file system.
 
     Attributes:
-        folder: The folder that it is mounted on, with a slash at the end.
+        folder: The folder where the file system is mounted, with a slash at the end.
         kind: The type, such as ``ext4`` or ``fuse.sshfs``.
-        source: The disk, or the server and its folder.
+        source: The disk; or the server and its folder.
         options: All mount options.
     """
 
@@ -119,7 +126,7 @@ class Mount(NamedTuple):
 
 
 def mounts() -> list[Mount]:
-    """Return the mounted file systems, as the system lists them; none if it has no list."""
+    """Return the mounted file systems; none if the system does not list them."""
     try:
         return _listed(Path("/proc/self/mountinfo").read_text())
     except OSError:

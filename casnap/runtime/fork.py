@@ -1,8 +1,8 @@
-"""Undoing in a forked child what it must not inherit.
+"""What a forked child must do before it runs anything else.
 
-A child must not inherit held locks, threads, connections, open files and handlers. All modules list
-theirs here, and the child undoes them before anything else runs in it. Only ``format/decoding.py``,
-which imports nothing of casnap, does this by itself.
+A child must not use locks that the parent held, nor the parent's threads, connections, open files
+and handlers. Each module registers its own here, and the child drops or renews all of them first.
+Only ``format/decoding.py``, which imports nothing of casnap, registers its locks itself.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ _signals: list[int] = []
 
 
 class _Masks(threading.local):
-    """The signal masks of a thread from before its forks.
+    """The signal masks that a thread had before its forks; the last is that of the innermost fork.
 
-    A thread has several if it is interrupted in a fork by the handler of another signal, and that
-    handler forks too.
+    There is more than one mask if a signal handler interrupts a fork, and forks too.
     """
 
     def __init__(self) -> None:
@@ -48,9 +47,9 @@ _masks = _Masks()
 
 
 class _Method:
-    """A call of a method, until its object is gone.
+    """A call of a method. It is removed from ``_calls`` once the object of the method is gone.
 
-    A WeakMethod would print an error at the exit of the process.
+    A ``WeakMethod`` would print an error when the process exits.
     """
 
     def __init__(self, method: MethodType) -> None:
@@ -67,16 +66,18 @@ def in_child(call: F) -> F:
     """Have a function called in each forked child, before anything else runs there.
 
     Args:
-        call: The function. A method is called as long as its object exists, and does not keep it.
+        call: The function. A method is called as long as its object exists; this registration does
+            not keep the object alive.
     """
     _calls.append(_Method(call) if isinstance(call, MethodType) else call)
     return call
 
 
 def never_free(*objects: object) -> None:
-    """Keep objects of the parent for ever, in a child that must not even free them.
+    """Keep objects of the parent alive in a forked child until the child exits.
 
-    Freeing one could wait for threads that the child lacks, or change what both processes share.
+    To free such an object, the child would wait for threads that it does not have, or would change
+    what it shares with the parent.
     """
     for each in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
@@ -90,16 +91,16 @@ def new_lock() -> threading.Lock:
 
 
 def new_rlock() -> threading.RLock:
-    """Return a lock like :func:`new_lock`, which the thread that holds it can take again."""
+    """Return a lock like :func:`new_lock` that its holder can acquire again."""
     lock = threading.RLock()
     _locks.add(lock)
     return lock
 
 
 def cached_property(make: Callable[[Any], T]) -> functools.cached_property[T]:
-    """Return a property whose value is made once for each object.
+    """Return a property whose value is computed once for each object.
 
-    Before Python 3.12 such a property has a lock, which a child finds free.
+    Before Python 3.12 such a property has a lock. A forked child finds this lock free.
     """
     made = functools.cached_property(make)
     if (lock := getattr(made, "lock", None)) is not None:
@@ -108,7 +109,7 @@ def cached_property(make: Callable[[Any], T]) -> functools.cached_property[T]:
 
 
 class PerProcess(Generic[T]):
-    """A value that a forked child makes anew.
+    """A value that each forked child makes anew.
 
     Args:
         make: Makes the value.
@@ -128,16 +129,17 @@ class PerProcess(Generic[T]):
 
 @contextmanager
 def locked_file(file: Descriptor) -> Iterator[Callable[[], bool]]:
-    """Close a locked file at the end of a block, which frees its lock.
+    """Close a file on which this process holds a lock at the end of a block. That frees the lock.
 
-    A lock lasts until the last process has closed the file. So a forked child closes it at once.
+    The system keeps the lock until all processes have closed the file. So each forked child closes
+    the file at once.
 
     Args:
         file: The open file.
 
     Yields:
-        A function that returns whether this process still has the file open. In a child that was
-        forked in the block it returns False.
+        A function that returns whether this process still has the file open. It returns False in a
+        child that was forked during the block.
     """
     try:
         _files.add(file)
@@ -151,16 +153,16 @@ def locked_file(file: Descriptor) -> Iterator[Callable[[], bool]]:
 
 
 def add_signal(number: int) -> None:
-    """Note a signal that this process handles, and its children do not.
+    """Note a signal that this process handles, but that terminates its forked children.
 
-    The signal waits while this process forks. A new child still has its parent's handler for a
-    moment: if the child were terminated then, the handler would swallow the signal.
+    The signal is blocked during a fork. Otherwise a new child would for a moment still have the
+    parent's handler, which would swallow a signal that is meant to terminate the child.
     """
     _signals.append(number)
 
 
 def remove_signal(number: int) -> None:
-    """Undo one :func:`add_signal`."""
+    """Undo one call of :func:`add_signal`."""
     _signals.remove(number)
 
 

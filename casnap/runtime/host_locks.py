@@ -1,4 +1,4 @@
-"""Locks that the processes of a host share. Each is a locked file; a process waits for it."""
+"""Locks that all processes of a host share. Each is a file, locked by one process at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _POLL = 0.002
 
 
 class BusyError(OSError):
-    """Another process has held a lock for too long."""
+    """Another process has held a lock for longer than the caller wanted to wait."""
 
     def __init__(self, message: str) -> None:
         super().__init__(errno.EWOULDBLOCK, message)
@@ -29,14 +29,14 @@ class BusyError(OSError):
 
 @contextmanager
 def locked(path: Path, patience: float) -> Iterator[None]:
-    """Hold, for a block of code, a lock that the processes of this host share.
+    """Hold a lock that all processes of this host respect, for a block of code.
 
     Args:
-        path: The file to lock; it is made if it does not exist.
+        path: The file to lock; it is created if it does not exist.
         patience: How many seconds to wait for the lock.
 
     Raises:
-        BusyError: Another process holds the lock, and did not free it in that time.
+        BusyError: Another process has held the lock for that long.
     """
     file = opened(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     end = time.monotonic() + patience

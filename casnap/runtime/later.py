@@ -10,20 +10,20 @@ from typing import Any
 
 
 def imported_later(package: dict[str, Any]) -> tuple[Callable[[str], Any], list[str]]:
-    """Return a ``__getattr__`` (PEP 562) for a module, which imports names at their first use.
+    """Return a ``__getattr__`` (PEP 562) for a module. It imports each name at its first use.
 
-    The names stand once, in the imports of the module: each ``from ... import X as X`` passes ``X``
-    on, as type checkers read it. Those ``if TYPE_CHECKING:`` are never run, so here the text of the
-    module tells where each name comes from.
+    The module lists its names as imports ``from ... import X as X`` below ``if TYPE_CHECKING:``.
+    Type checkers read these imports; Python does not run them. This function parses the source of
+    the module to learn from which module each name comes.
 
     Args:
-        package: The globals of the module that calls this. They keep what is imported.
+        package: The globals of the module. Each name that is imported is added to them.
 
     Returns:
-        The function, and all names that the module passes on.
+        The ``__getattr__`` function, and the sorted list of the names.
 
     Raises:
-        ImportError: There is compiled code alone.
+        ImportError: The source of the module is missing; only its compiled code is installed.
     """
     name = package["__name__"]
     if (text := package["__loader__"].get_source(name)) is None:
@@ -48,8 +48,9 @@ def imported_later(package: dict[str, Any]) -> tuple[Callable[[str], Any], list[
 class ModuleLater(ModuleType):
     """A module that is imported at the first use of one of its names.
 
-    Signatures name classes by such a module. So ``typing.get_type_hints`` finds these classes; it
-    would not find a name that only type checkers import.
+    Signatures can name a class as ``module.Class``, with a ``ModuleLater`` as the module. Then
+    ``typing.get_type_hints`` finds the class. It would not find a name that is imported only for
+    type checkers.
     """
 
     def __getattr__(self, name: str) -> Any:

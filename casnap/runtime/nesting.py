@@ -1,8 +1,8 @@
 """The check that a take does not begin within another call of casnap.
 
-A signal handler runs on the main thread, between any two steps of the program. If the main thread
-is in a call of casnap, it holds locks and buffers. A take in the handler that waited for these
-would wait for ever. So would a take in a ``state_dict()`` or in a ``progress=``.
+A signal handler runs on the main thread, between any two steps of the program. If the handler
+interrupts a call of casnap, that call holds locks and buffers. A take in the handler would wait for
+them for ever. The same holds for a take in a ``state_dict()`` or in a ``progress=`` callback.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _HOLD_NOTHING = {("casnap.pending", "wait"), ("casnap.serving.follower", "__exit
 
 
 def refuse_nested_take(advice: str = "") -> None:
-    """Check, in a function of casnap, that casnap itself has not called it, however indirectly.
+    """Refuse a take that begins within another call of casnap in the same thread.
 
-    The stack of the thread shows it. The stack of a thread that casnap started begins in casnap.
+    A function of casnap calls this first. The check looks for casnap in the stack of its callers.
 
     Args:
-        advice: More advice for the message.
+        advice: More advice for the error message.
 
     Raises:
-        CasnapError: Another call of casnap has led to this one.
+        CasnapError: A function of casnap is among the callers.
     """
     if _is_within_call(sys._getframe(1).f_back):
         raise CasnapError(
@@ -40,7 +40,7 @@ def refuse_nested_take(advice: str = "") -> None:
 
 
 def is_within_call() -> bool:
-    """Whether another call of casnap has led to the function that asks, however indirectly."""
+    """Whether the function that calls this one runs, directly or not, in another call of casnap."""
     return _is_within_call(sys._getframe(1).f_back)
 
 
@@ -53,7 +53,7 @@ def _is_within_call(frame: FrameType | None) -> bool:
 
 
 def _holds_something(frame: FrameType) -> bool:
-    """Whether a frame is of a function of casnap that may hold locks or buffers of a take."""
+    """Whether a stack frame belongs to a function of casnap that may hold locks or buffers."""
     module: str = frame.f_globals.get("__name__", "")
     package, _, submodule = module.partition(".")
     if package != "casnap" or submodule.startswith(_OUTSIDE) or module in _WAITING:

@@ -1,4 +1,4 @@
-"""The callback by which long operations report their progress, and bars that show it."""
+"""Callbacks that report the progress of long operations, and progress bars."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from casnap.runtime.environment import is_other_rank
 Progress = Callable[[str, int, int], None]
 """Called from time to time, from any thread, with the phase, the amount done, and the total."""
 ProgressOption: TypeAlias = Progress | bool | None
-"""How a user watches an operation: by a callback; by bars (True); or not at all."""
+"""How a user watches an operation: a callback; True for bars; None or False for nothing."""
 
 PATIENCE = 0.5
 """Seconds that work may take before a progress bar appears."""
@@ -21,16 +21,16 @@ _OF_BYTES = {"copying", "reading", "storing", "writing"}
 
 
 class ProgressCounter:
-    """Counts the amount done, from any thread, and reports it.
+    """Counts how much of a phase is done, in any thread, and reports this to a callback.
 
     Args:
-        progress: Called with the phase, the amount done (at most the total), and the total; None
-            reports nothing.
+        progress: The callback. It gets the phase, the amount done (at most the total), and the
+            total. None reports nothing.
         phase: The name of the phase, for users.
         total: The amount to do.
 
     Attributes:
-        total: The amount to do. It may be raised.
+        total: The amount to do. The owner of the counter may raise it.
         done: The amount done so far.
     """
 
@@ -53,12 +53,12 @@ class ProgressCounter:
 
 
 def callback_of(progress: ProgressOption) -> Progress | None:
-    """Return the callback for what a user gives as ``progress=``.
+    """Return the callback for the value that a user gave as ``progress=``; None to report nothing.
 
-    Of the ranks of a world, the first one shows bars.
+    For True, rank 0 shows progress bars if it has a terminal or a notebook; other ranks show none.
 
     Raises:
-        TypeError: It is no callback, and not True.
+        TypeError: The value is neither a callback nor a bool nor None.
     """
     if progress is None or progress is False:
         return None
@@ -73,7 +73,7 @@ def callback_of(progress: ProgressOption) -> Progress | None:
 
 
 def can_show_bars() -> bool:
-    """Whether standard error is a terminal or a notebook."""
+    """Whether this process writes its standard error to a terminal or a notebook."""
     return sys.stderr.isatty() or _is_notebook()
 
 
@@ -82,11 +82,11 @@ def _is_notebook() -> bool:
 
 
 class ProgressBars:
-    """Shows a bar for each phase that is not done within :data:`PATIENCE`.
+    """Shows a progress bar for each phase that takes longer than :data:`PATIENCE`.
 
     Args:
-        note: Returns what stands beside the bar.
-        leave: Whether bars stay on the screen once their phase is done.
+        note: Returns a text to show beside the bar.
+        leave: Whether a bar stays on the screen once its phase is done.
     """
 
     def __init__(self, note: Callable[[], str] = str, *, leave: bool = True) -> None:
@@ -97,7 +97,7 @@ class ProgressBars:
         self._bar: Any = None
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        """Show how much of a phase is done."""
+        """Show how much of a phase is done. The arguments are those of a ``Progress`` callback."""
         with self._lock:
             if self._bar is None or phase != self._phase:
                 self._close()
@@ -109,7 +109,7 @@ class ProgressBars:
                 self._close()
 
     def close(self) -> None:
-        """End the bar that is shown."""
+        """Close the bar that is shown, if there is one."""
         with self._lock:
             self._close()
 
@@ -120,7 +120,7 @@ class ProgressBars:
 
     def _new_bar(self, phase: str, total: int) -> Any:
         with warnings.catch_warnings():
-            # In a notebook without ipywidgets, its bars are of text.
+            # tqdm warns in a notebook without ipywidgets, and then shows a bar of text.
             warnings.simplefilter("ignore")
             from tqdm.auto import tqdm
 

@@ -1,4 +1,4 @@
-"""Threads that work together: the first error stops all of them, and the caller gets it."""
+"""Threads that work together. The first error stops all of them, and the caller raises it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ _NO_THREADS = (
 
 
 def start_thread(start: Callable[[], None]) -> None:
-    """Start a thread by its ``start`` method.
+    """Start a thread.
+
+    Args:
+        start: The ``start`` method of the thread.
 
     Raises:
         UnavailableError: The system starts no more threads.
-        KeyboardInterrupt: The user pressed Ctrl-C. Within ``start``, the interrupt may come as an
-            error about a lock, and the thread may run.
+        KeyboardInterrupt: The user pressed Ctrl-C. The thread may run all the same. Python may have
+            reported the interrupt as a RuntimeError about a lock; the interrupt is raised instead.
     """
     try:
         start()
@@ -49,15 +52,15 @@ def cores() -> int:
 
 
 class Worker(threading.Thread):
-    """A thread that can be waited for again after an interrupt.
+    """A thread for which :meth:`wait` can be called again after an interrupt.
 
-    Before Python 3.13 an interrupted ``join`` makes a thread count as ended while it runs on.
+    Before Python 3.13, an interrupted ``join`` makes a running thread count as ended.
 
     Args:
-        work: The work of the thread.
+        work: The function that the thread runs.
         name: The name of the thread.
-        in_background: Whether the thread must not hold up others: for example, it collects garbage.
-            The threads that it starts are in the background too.
+        in_background: Whether takes must not wait for this thread, because it does work such as a
+            collection. Every thread that it starts is in the background too.
     """
 
     def __init__(
@@ -92,23 +95,23 @@ class Worker(threading.Thread):
 
     @property
     def ended(self) -> bool:
-        """Whether the work is not being done now.
+        """Whether the thread is not running.
 
-        That is so after the end, before the start, and in a child that was forked since.
+        This is so before its start, after its end, and in a child that was forked while it ran.
         """
         return self._has_ended or not self.is_alive()
 
     def give_up(self) -> bool:
-        """Keep the thread from beginning its work; return False if it has begun.
+        """Prevent the thread from running its work; return False if the work has already begun.
 
-        Call this if the start was interrupted: the thread may then run at once, later or never.
+        Call this after an interrupted ``start``: the thread may then begin at once, later or never.
         """
         return self._fate.acquire(blocking=False)
 
     def wait(self) -> None:
         """Wait for the end of the thread.
 
-        The call may be interrupted and repeated, in a signal handler too.
+        After an interrupt the call can be repeated. A signal handler may call it too.
         """
         while not self.ended:
             # Not an Event: a signal handler could find its lock held by its own thread.
@@ -121,14 +124,14 @@ class Worker(threading.Thread):
 
 
 def works_in_background() -> bool:
-    """Whether this thread works in the background, and so must not hold up takes."""
+    """Whether the current thread is a :class:`Worker` in the background."""
     thread = threading.current_thread()
     return isinstance(thread, Worker) and thread.in_background
 
 
 @contextmanager
 def python_gc_paused() -> Iterator[None]:
-    """Pause Python's cycle collector, which would visit many new objects again and again."""
+    """Disable Python's cycle collector for a block that makes many objects, to save its time."""
     running = gc.isenabled()
     try:
         # Within the try: an interrupt between the two would leave the collector off for good.
@@ -140,17 +143,17 @@ def python_gc_paused() -> Iterator[None]:
 
 
 class Crew:
-    """A set of threads, joined at the end of a ``with`` block.
+    """A set of threads that work together. The end of a ``with`` block waits for them.
 
-    It is no executor: an executor refuses work once the interpreter begins to exit, and a pending
-    take must still finish then.
+    It is not an executor of ``concurrent.futures``. Such an executor refuses work once the
+    interpreter begins to exit, but a pending take must still finish then.
 
     Args:
-        limit: The most threads for one piece of work; None for no bound. Work that needs a core
-            keeps to this limit; work that only waits need not.
+        limit: The most threads for one piece of work that needs processor cores; None for no bound.
+            Work that mostly waits ignores the limit.
 
     Attributes:
-        limit: The most threads for one piece of work; None for no bound.
+        limit: The most threads for one piece of work that needs processor cores; None for no bound.
         error: The first error; None if no thread failed.
     """
 
@@ -162,23 +165,23 @@ class Crew:
 
     @property
     def failed(self) -> bool:
-        """Whether a thread has failed. The others should then stop."""
+        """Whether a thread has failed. The other threads should then stop."""
         return self.error is not None
 
     def fail(self, error: BaseException) -> None:
-        """Note an error. :meth:`join` raises the first one."""
+        """Note an error, unless an earlier one was noted. :meth:`join` raises the noted error."""
         with self._lock:
             self.error = self.error or error
 
     def limited(self, count: int) -> int:
-        """Return how many threads may do work that wants ``count`` threads."""
+        """Return ``count``, or the limit if ``count`` is greater."""
         return count if self.limit is None else min(count, self.limit)
 
     def start(self, work: Callable[[], None], count: int = 1) -> list[Worker]:
-        """Run ``work`` on ``count`` new threads.
+        """Start ``count`` new threads, each of which calls ``work``.
 
         Raises:
-            UnavailableError: The system starts fewer threads. The threads of this call have ended.
+            UnavailableError: The system started fewer threads. The threads of this call have ended.
         """
         started: list[Worker] = []
         for _ in range(count):
@@ -197,7 +200,7 @@ class Crew:
         return started
 
     def run(self, work: Callable[[], None], count: int = 1) -> None:
-        """Run ``work`` on ``count`` new threads, wait for them, and raise the first error."""
+        """Call ``work`` on ``count`` new threads, wait for them, and raise the first error."""
         self.join(self.start(work, count))
 
     def _guarded(self, work: Callable[[], None]) -> None:
@@ -207,13 +210,13 @@ class Crew:
             self.fail(e)
 
     def join(self, threads: Iterable[Worker] | None = None) -> None:
-        """Wait for threads, then raise the first error.
+        """Wait for threads, then raise the crew's first error.
 
-        An interrupt makes the crew fail, so that its threads stop. Once they have ended, the
-        interrupt is raised.
+        An interrupt while waiting is noted as an error of the crew. The call still waits until the
+        threads have ended.
 
         Args:
-            threads: The threads to wait for; None for all.
+            threads: The threads to wait for; None for all threads of the crew.
         """
         for thread in list(self._threads if threads is None else threads):
             waiting = True
@@ -245,15 +248,15 @@ class Crew:
 
 
 def run_shielded(work: Callable[[Crew], T], limit: int | None = None) -> T:
-    """Do work on another thread, where no interrupt disturbs it, and return its result.
+    """Do work on a new thread, where no Ctrl-C can interrupt it, and return its result.
 
-    Interrupts come to the main thread alone. There an interrupt makes the crew fail. The work then
-    stops and cleans up, and the interrupt is raised.
+    Only the main thread gets interrupts. While it waits, an interrupt is noted as an error of the
+    crew. The work should then stop and clean up. After that, the interrupt is raised.
 
     Args:
-        work: The work. It gets the crew, may start more threads in it, and should stop once the
-            crew has failed.
-        limit: The limit of the crew.
+        work: The work. Its argument is the crew, on which it may start more threads. It should stop
+            once the crew has failed.
+        limit: The ``limit`` of the crew.
     """
     results: list[T] = []
     with Crew(limit) as crew:
@@ -277,8 +280,8 @@ def mapped(call: Callable[[T], U], items: Iterable[T], at_once: int) -> Iterator
     Args:
         call: The function. Its first error is raised, and ends the iteration.
         items: The items.
-        at_once: How many calls run at once. With more than 1, calls run ahead of the items that
-            were yielded, by eight for each thread at most.
+        at_once: How many threads call the function. With more than 1, the items are worked on in
+            groups of eight for each thread, and a whole group before its first item is yielded.
     """
     if at_once == 1:
         yield from ((item, call(item)) for item in items)
@@ -297,7 +300,10 @@ def mapped(call: Callable[[T], U], items: Iterable[T], at_once: int) -> Iterator
 
 
 class SharedItems(Generic[T]):
-    """An iterable that the threads of a crew share. It ends early once the crew has failed."""
+    """An iterable that several threads of a crew share: each item goes to one of them.
+
+    It ends once the items are used up, or the crew has failed.
+    """
 
     def __init__(self, items: Iterable[T], crew: Crew) -> None:
         self._items = iter(items)

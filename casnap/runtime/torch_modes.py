@@ -1,9 +1,9 @@
-"""Running torch without the caller's modes.
+"""Run torch code of casnap outside the modes that the caller has set.
 
-Some modes belong to a thread: inference mode, a default device, a mode that records or fakes
-operations. The caller's own code, such as a ``state_dict()``, runs in these modes. Casnap's code
-must not: its tensors would be on another device, have no values, or be read-only for its other
-threads.
+Torch keeps some modes for each thread: inference mode, a default device, a mode that records or
+fakes operations. The caller's own code, such as a ``state_dict()``, runs in these modes. Casnap's
+own code must not: its tensors would lie on another device, have no values, or be read-only for
+other threads of casnap.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def without_torch_modes() -> Iterator[None]:
-    """Leave the modes of this thread for a block of code, or for a decorated function.
+    """Switch off the torch modes of this thread for a block of code, or for a decorated function.
 
-    There torch records no graph, and new tensors are ordinary tensors on the CPU.
+    In the block torch records no graph, and new tensors are ordinary tensors on the CPU.
     """
     with (
         torch._C.DisableTorchFunction(),
@@ -32,7 +32,7 @@ def without_torch_modes() -> Iterator[None]:
 
 
 def _transforms_left() -> AbstractContextManager[object]:
-    """Leave the transforms of torch.func, which wrap all new tensors."""
+    """Return a block in which the transforms of ``torch.func`` do not wrap new tensors."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -41,7 +41,7 @@ def _transforms_left() -> AbstractContextManager[object]:
 
 
 def fill(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """Copy ``source`` into ``target``, from any thread. They may be tensors of inference mode."""
+    """Copy ``source`` into ``target``, on any thread. Both may be tensors of inference mode."""
     inference = target.is_inference()
     if inference == torch.is_inference_mode_enabled() and not torch.is_grad_enabled():
         target.copy_(

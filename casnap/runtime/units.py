@@ -19,11 +19,11 @@ _MOST_SECONDS = timedelta.max.total_seconds()
 
 
 def parsed_size(text: str, thousand: int = 1000) -> int | None:
-    """Return the bytes of a text: ``5GB`` is 5·10⁹, ``5GiB`` is 5·2³⁰; None if it is no size.
+    """Return the bytes of a text: ``5GB`` is 5·10⁹, ``5GiB`` is 5·2³⁰; None if the text is no size.
 
     Args:
         text: The text.
-        thousand: How many bytes ``1kB`` has.
+        thousand: The number of bytes of ``1kB``: 1000 or 1024.
     """
     match = _BYTES.fullmatch(text.strip().lower())
     if match is None or (match[3] and not match[2]):
@@ -33,7 +33,7 @@ def parsed_size(text: str, thousand: int = 1000) -> int | None:
 
 
 def parsed_time(text: str) -> float | None:
-    """Return the seconds of a text such as ``1.5h`` or ``0``; None if it is no time."""
+    """Return the seconds of a text such as ``1.5h`` or ``0``; None if the text is no time."""
     match = _TIME.fullmatch(text)
     if match is None:
         return 0.0 if text == "0" else None
@@ -57,15 +57,15 @@ def is_number(value: object) -> bool:
 
 
 def count_of(option: str, value: object, least: int = 1) -> int:
-    """Return the value of an option that counts something.
+    """Return the value of an option that counts something, as an int.
 
     Args:
         option: The name of the option, for messages.
-        value: The value.
+        value: The value that the user gave.
         least: The least value that is allowed.
 
     Raises:
-        ValueError: The value is not a whole number, or is less.
+        ValueError: The value is not a whole number, or is less than ``least``.
     """
     count = whole_number(value)
     if count is None or count < least:
@@ -74,12 +74,12 @@ def count_of(option: str, value: object, least: int = 1) -> int:
 
 
 def count_if_given(option: str, value: object, least: int = 1) -> int | None:
-    """Return None for None, and else the result of :func:`count_of`."""
+    """Return the result of :func:`count_of`; None if the value is None."""
     return None if value is None else count_of(option, value, least)
 
 
 def bytes_of(option: str, value: object, least: int = 1) -> int:
-    """Return the bytes of a :data:`Size` that a user gave.
+    """Return a :data:`Size` that a user gave, in bytes.
 
     Args:
         option: The name of the option, for messages.
@@ -88,7 +88,7 @@ def bytes_of(option: str, value: object, least: int = 1) -> int:
 
     Raises:
         TypeError: The value is neither a number nor a text.
-        ValueError: The number is not whole or is less, or the text is no size.
+        ValueError: The number is not whole or is less than ``least``, or the text is no size.
     """
     size = parsed_size(value) if isinstance(value, str) else value
     nbytes = int(size) if isinstance(size, float) and size.is_integer() else whole_number(size)
@@ -102,16 +102,17 @@ def bytes_of(option: str, value: object, least: int = 1) -> int:
 
 
 def seconds_of(option: str, value: object, *, above_zero: bool = False) -> float:
-    """Return the seconds of a :data:`Duration` that a user gave.
+    """Return a :data:`Duration` that a user gave, in seconds.
 
     Args:
         option: The name of the option, for messages.
         value: The time.
-        above_zero: Whether 0 is forbidden.
+        above_zero: Whether the time must be greater than 0.
 
     Raises:
         TypeError: The value is neither a number, a text nor a timedelta.
-        ValueError: The number is negative, too large or forbidden, or the text is no time.
+        ValueError: The number is negative, too large, or 0 where 0 is forbidden; or the text is no
+            time.
     """
     seconds: Any = value
     if isinstance(value, timedelta):
@@ -131,10 +132,10 @@ def seconds_of(option: str, value: object, *, above_zero: bool = False) -> float
 
 
 def bytes_if_given(option: str, value: object, least: int = 1) -> int | None:
-    """Return None for None, and else the result of :func:`bytes_of`."""
+    """Return the result of :func:`bytes_of`; None if the value is None."""
     return None if value is None else bytes_of(option, value, least)
 
 
 def seconds_if_given(option: str, value: object) -> float | None:
-    """Return None for None, and else the result of :func:`seconds_of`."""
+    """Return the result of :func:`seconds_of`; None if the value is None."""
     return None if value is None else seconds_of(option, value)
