@@ -1,4 +1,5 @@
 """The bytes of a store, as pure functions and records; ``docs/format.md`` describes them.
 
-Imports only :mod:`casnap.errors`. Begin with ``records.py``; ``grid.py`` says how a tensor is cut.
+This folder imports only :mod:`casnap.errors`. Begin with ``records.py``; ``grid.py`` says how a
+tensor is cut into chunks.
 """

@@ -1,18 +1,19 @@
-"""How a chunk is stored in its pack: as it is, compressed, or as a delta of another chunk.
+"""How a chunk is stored in its pack: raw, compressed, or as a delta of another chunk.
 
 The digest of a chunk is the digest of its raw bytes, so each writer may choose a codec. A
 compressed chunk is stored in planes (``planes.py``); ``delta.py`` has the deltas.
 
 A new codec that compresses a chunk by itself needs a number here, a place in ``BY_SIZE``, and a
-case in :func:`compress` and :func:`decompress`: mypy finds a missing case. The last one in
-``BY_SIZE`` is used at once: copies that compress write chunks and tree nodes with it.
-An older version keeps what it cannot read, and says so; to have it refuse the store instead, name a
-feature (``docs/format.md``, Evolution). ``tools/read_store.py`` must learn the codec too.
+case in :func:`compress` and :func:`decompress`: mypy finds a missing case. Copies that compress use
+the last codec in ``BY_SIZE`` at once, for chunks and tree nodes. ``tools/read_store.py`` must learn
+the codec too. An older version of casnap keeps chunks of a new codec, and raises an error when it
+must read one. To have it refuse the whole store instead, name a feature (``docs/format.md``,
+Evolution).
 
 Users can choose the codec once ``CODECS`` of ``storage/commit_log/settings.py`` has a word for it;
 ``NewStore``, ``Store.configure``, ``cli/config.py`` and ``docs/format.md`` then describe the word.
-`gc` (for old chunks) and copies choose in ``storage/writing/chunk_forms.py``. All other code goes
-by the sets below.
+`gc` (for old chunks) and copies choose a codec in ``storage/writing/chunk_forms.py``. All other
+code uses the constants ``KNOWN_CODECS``, ``WHOLE_CODECS`` and ``BY_SIZE``.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from casnap.format.planes import join_planes, split_planes, width_of
 
 
 class Codec(enum.IntEnum):
-    """The numbers of the codecs, as in packs and segments.
+    """The numbers that stand for codecs in packs and segments.
 
-    ``DELTA`` stores how the chunk differs from another one (``delta.py``). A later version may add
-    numbers. A chunk with an unknown number is not damaged: only this version cannot read it.
+    ``DELTA`` stores the difference from another chunk (``delta.py``). A later version of casnap may
+    add numbers. A chunk with an unknown number is not damaged, but this version cannot read it.
     """
 
     RAW = 0
@@ -46,7 +47,14 @@ BY_SIZE = (Codec.RAW, Codec.PLANES)
 
 
 def codec_among(codecs: Iterable[int]) -> Codec:
-    """Return which of some codecs makes chunks smallest, deltas aside; raw if there is none."""
+    """Return the codec, of those given, that makes chunks smallest.
+
+    Args:
+        codecs: The numbers of codecs. Deltas and unknown numbers are ignored.
+
+    Returns:
+        The codec; ``RAW`` if no other is left.
+    """
     given = set(codecs)
     return [Codec.RAW, *(codec for codec in BY_SIZE if codec in given)][-1]
 
@@ -56,7 +64,7 @@ def compress(raw: memoryview | bytes, codec: Codec = Codec.PLANES) -> bytes | No
 
     Args:
         raw: The bytes of the chunk.
-        codec: One that needs no other chunk.
+        codec: The codec. It must not be ``DELTA``, which needs a second chunk.
 
     Raises:
         ValueError: The codec is ``DELTA``.
@@ -74,15 +82,15 @@ def compress(raw: memoryview | bytes, codec: Codec = Codec.PLANES) -> bytes | No
 
 
 def decompress(codec: int, stored_form: memoryview, raw_size: int) -> memoryview:
-    """Return the raw bytes of a chunk that is not a delta.
+    """Return the raw bytes of a chunk that is not stored as a delta.
 
     Args:
-        codec: The number of its codec.
+        codec: The number of the chunk's codec.
         stored_form: The stored bytes.
-        raw_size: The expected length of the raw bytes; nothing longer is ever allocated.
+        raw_size: The expected length of the raw bytes. No longer buffer is ever allocated.
 
     Raises:
-        DamagedError: The chunk is damaged.
+        DamagedError: The stored bytes are damaged.
         UnsupportedFormatError: This version does not know the codec, or the codec is ``DELTA``.
     """
     if codec not in WHOLE_CODECS:
@@ -102,5 +110,5 @@ def decompress(codec: int, stored_form: memoryview, raw_size: int) -> memoryview
 
 
 def _forgotten(codec: NoReturn) -> AssertionError:
-    """Return the error of a match that has no case for a codec; mypy refuses such a match."""
+    """Return the error for a codec that a ``match`` does not handle; mypy finds such a case."""
     return AssertionError(codec)

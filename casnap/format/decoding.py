@@ -1,11 +1,11 @@
-"""Decoding that cannot crash the interpreter: of closed types, and of records of one length.
+"""Decoders for msgpack, JSON and binary records, made so that they cannot crash the interpreter.
 
-msgspec looks at a type when it first makes a decoder for it. Two threads that do that at once crash
-the interpreter (seen with 0.22), so only this module makes decoders. Any thread can use them.
+Two threads that make a decoder of msgspec for the same type at once crash the interpreter (seen
+with msgspec 0.22). So only this module makes decoders, under a lock. Any thread can use them.
 
-An iterator of ``struct`` keeps the view in use that it reads. If an error keeps iterator and view
-alive, Python before 3.12.4 crashes when it collects them (gh-77894). So only this module unpacks
-records.
+An iterator of ``struct`` holds a view of the bytes that it unpacks. If an exception keeps both the
+iterator and the view alive, Python before 3.12.4 crashes when it frees them (gh-77894). So only
+this module unpacks records, and it unpacks copies.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ _decoders: dict[tuple[type[Any], Any], Any] = {}
 
 
 def decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
-    """Return the decoder from msgpack to values of a type."""
+    """Return the decoder that turns msgpack into a value of a type."""
     return _make_decoder(msgspec.msgpack.Decoder, kind)  # type: ignore[no-any-return]
 
 
 def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
-    """Return the decoder from JSON to values of a type."""
+    """Return the decoder that turns JSON into a value of a type."""
     return _make_decoder(msgspec.json.Decoder, kind)  # type: ignore[no-any-return]
 
 
 def decode_keeping(data: bytes | memoryview | msgspec.Raw, kind: type[T]) -> T:
-    """Return a struct from a map. It keeps unknown fields, and they are encoded with it again.
+    """Decode a struct, and keep the fields that its type does not have.
+
+    When the result is encoded again, the unknown fields are in it as they were.
 
     Args:
-        data: The map, in msgpack.
-        kind: A struct that forbids unknown fields.
+        data: The struct as a map, in msgpack.
+        kind: The type of the struct, which must forbid unknown fields.
 
     Raises:
         msgspec.DecodeError: The map is malformed, or has more than 256 unknown fields.
@@ -65,7 +67,12 @@ _AT_ONCE = 1024
 
 @lru_cache(maxsize=64)
 def _keeping_decoder(kind: type[Any], later: tuple[str, ...]) -> Any:
-    """Return a decoder for a struct with more fields, whose values are not decoded."""
+    """Return a decoder for a struct type with more fields, which keep their msgpack bytes.
+
+    Args:
+        kind: The struct type.
+        later: The names of the further fields.
+    """
     names = {f"later_{number}": name for number, name in enumerate(later)}
     fields = [(name, msgspec.Raw) for name in names]
     with _making:
@@ -86,17 +93,17 @@ def _make_decoder(of: type[Any], kind: Any) -> Any:
 def unpacked(
     layout: struct.Struct, data: bytes | bytearray | memoryview
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield the records that some bytes consist of, like ``layout.iter_unpack``.
+    """Yield binary records of one layout, as ``layout.iter_unpack`` does.
 
-    A caller may abandon the iterator before its end: the iterator reads copies of a few records at
-    a time, and keeps no view in use.
+    A caller may stop before the last record: the iterator works on copies of about a thousand
+    records, and holds no view of ``data``.
 
     Args:
         layout: The layout of a record.
-        data: The records, one behind the other.
+        data: The records, without gaps.
 
     Raises:
-        struct.error: The last record is cut off; the ones before it were yielded.
+        struct.error: The last record is cut off. The records before it were yielded.
     """
     step = _AT_ONCE * layout.size
     if len(data) <= step:

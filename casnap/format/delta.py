@@ -1,14 +1,14 @@
-"""Deltas: a chunk stored as its difference from another one of the same length, its base.
+"""Deltas: a chunk stored as its difference from another chunk of the same length, its base.
 
 The difference is taken element by element, between integers that wrap around. The bits of floats
-are ordered like the floats, so a small change of a number is a small difference of integers. A
-chain of deltas is applied in one buffer.
+are ordered like the floats, so a small change of a float is a small difference of integers. All
+deltas of a chain are applied to the same buffer.
 
-A delta has one of two forms. If most elements differ, the dense form stores all differences in
-planes (``planes.py``). If few differ, the sparse form stores these alone: the gaps between them,
-and their differences.
+A delta has one of two forms. If most elements differ from the base, the dense form stores all
+differences in planes (``planes.py``). If few elements differ, the sparse form stores their
+differences alone, and the gaps between their indices.
 
-numpy computes this at 10 GB/s, Python's integers at 0.25 GB/s.
+numpy computes differences at 10 GB/s, Python's own integers at 0.25 GB/s.
 """
 
 from __future__ import annotations
@@ -43,12 +43,15 @@ MOST_STORED = 2.0
 def encode_delta(
     raw: memoryview | bytes, base: memoryview | bytes, base_digest: Digest
 ) -> bytes | None:
-    """Return a chunk as a delta of a base; None if that saves little, or the lengths differ.
+    """Return a chunk as a delta of a base.
 
     Args:
-        raw: The chunk.
-        base: The other chunk.
+        raw: The bytes of the chunk.
+        base: The bytes of the base.
         base_digest: The digest of the base.
+
+    Returns:
+        The delta; None if it takes 90 % of the chunk's bytes or more, or if the lengths differ.
     """
     import numpy as np
 
@@ -75,28 +78,32 @@ def encode_delta(
 
 
 def base_of(stored_form: memoryview | bytes) -> Digest:
-    """Return the digest of the base of a delta.
+    """Return the digest of the base that a delta names.
 
     Raises:
-        DamagedError: The bytes are no delta.
+        DamagedError: The bytes are not a delta.
     """
     return _head(stored_form)[0]
 
 
 def is_sparse(stored_form: memoryview | bytes) -> bool:
-    """Whether a delta has the sparse form."""
+    """Whether a delta has the sparse form.
+
+    Raises:
+        DamagedError: The bytes are not a delta.
+    """
     return _head(stored_form)[1] == _SPARSE
 
 
 def apply_delta(stored_form: memoryview, chunk: bytearray | memoryview) -> None:
-    """Change a chunk in place by a delta. The caller verifies the result.
+    """Apply a delta to its base, in place. The caller must verify the result.
 
     Args:
         stored_form: The delta.
-        chunk: The bytes of its base, or of the base changed by other deltas of a chain.
+        chunk: The bytes of the base. The call overwrites them with the bytes of the chunk.
 
     Raises:
-        DamagedError: The bytes cannot be a delta of such a chunk.
+        DamagedError: The delta is malformed, or does not fit a chunk of this length.
     """
     import numpy as np
 
@@ -123,19 +130,20 @@ def apply_delta(stored_form: memoryview, chunk: bytearray | memoryview) -> None:
 def changed_by(
     stored_form: memoryview, chunk: memoryview, width: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return which elements a delta changes, with their values before and after.
+    """Return which elements of a chunk differ from its base, with their values before and after.
 
     Args:
-        stored_form: The delta.
-        chunk: The verified chunk that the delta makes of its base.
+        stored_form: The delta that makes the chunk of its base.
+        chunk: The bytes of the chunk, verified.
         width: The bytes of an element.
 
     Returns:
-        The indices of the changed elements in ascending order, their values in the base, and their
-        values in the chunk. None if the delta does not list elements of that width.
+        The indices of the differing elements in ascending order, their values in the base, and
+        their values in the chunk. None if the delta has the dense form, or elements of another
+        width.
 
     Raises:
-        DamagedError: The bytes cannot be a delta of this chunk.
+        DamagedError: The delta is malformed, or does not fit this chunk.
     """
     import numpy as np
 
@@ -153,16 +161,20 @@ def changed_by(
 def _listed(
     body: memoryview, width: int, count: int, most: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the indices of elements that a sparse delta lists, its differences, and its end.
+    """Decode the body of a sparse delta.
 
     Args:
         body: The delta without its head.
         width: The bytes of an element.
-        count: How many elements the delta lists.
+        count: How many elements the delta changes.
         most: How many elements the chunk has.
 
+    Returns:
+        The indices of the changed elements, their differences as bytes, and the length of the body
+        that was decoded.
+
     Raises:
-        DamagedError: The bytes cannot be a delta of such a chunk.
+        DamagedError: The body is malformed, or does not fit a chunk of this length.
     """
     import numpy as np
 
@@ -181,7 +193,11 @@ def _listed(
 
 
 def _difference(elements: np.ndarray, elements_before: np.ndarray) -> np.ndarray:
-    """Return the differences of elements; valid until this thread needs its scratch again."""
+    """Return the differences of two arrays of integers, as bytes.
+
+    The differences are offset by :func:`_middle`. They lie in memory that the next call in this
+    thread overwrites.
+    """
     import numpy as np
 
     memory = scratch(elements.nbytes, _DIFFERENCES)
@@ -192,7 +208,7 @@ def _difference(elements: np.ndarray, elements_before: np.ndarray) -> np.ndarray
 
 
 def _add(elements: np.ndarray, differences: np.ndarray) -> None:
-    """Add differences from :func:`_difference` to elements, in place."""
+    """Add the differences that :func:`_difference` returned to an array of integers, in place."""
     import numpy as np
 
     np.add(elements, differences.view(elements.dtype), out=elements)
@@ -200,9 +216,9 @@ def _add(elements: np.ndarray, differences: np.ndarray) -> None:
 
 
 def _middle(elements: np.ndarray) -> np.generic:
-    """Return the number that stands for no difference: all bytes 0x80.
+    """Return the integer that stands for the difference 0: all its bytes are 0x80.
 
-    So the differences -1 and 1 have the same upper bytes, which compress well.
+    Stored in this way, the differences -1 and 1 have nearly the same bytes, which compress well.
     """
     import numpy as np
 

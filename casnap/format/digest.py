@@ -22,5 +22,5 @@ def digest_of(buffer: bytes | bytearray | memoryview) -> Digest:
 
 
 def split_digests(digests: bytes) -> list[Digest]:
-    """Return the digests that some bytes hold, one behind the other."""
+    """Cut concatenated digests into single ones."""
     return [Digest(digests[i : i + DIGEST_SIZE]) for i in range(0, len(digests), DIGEST_SIZE)]

@@ -1,11 +1,11 @@
-"""The entries of a manifest: what a snapshot holds.
+"""The entries of a manifest: the tensors, values and containers that a snapshot holds.
 
 ``docs/format.md`` describes them byte for byte. A store is untrusted: each entry is decoded into a
 closed type.
 
-Later versions may add sorts of entries, kinds, dtypes, and elements of an entry. Whatever they add,
-the payload of an entry names all chunks that the entry needs. So this version can keep and copy an
-unknown entry, and verify its chunks. It only refuses to read the entry.
+Later versions of casnap may add sorts of entries, kinds, dtypes, and elements of an entry. In each
+of these cases the payload of the entry names all chunks that the entry needs. So this version can
+keep and copy an unknown entry, and verify its chunks. It only refuses to read the entry.
 """
 
 from __future__ import annotations
@@ -61,13 +61,14 @@ _DTYPES = frozenset({*TORCH_DTYPES, *QUANTIZED_DTYPES})
 
 
 class Payload(Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
-    """The bytes of an entry: in place, or as the digests of chunks.
+    """The bytes of an entry: stored in the entry itself, or as the digests of chunks.
 
     Attributes:
-        nbytes: The length of the bytes.
-        inline: The bytes themselves, if there are at most 64.
-        digests: Else up to four digests, one behind the other.
-        depth: 0 if the digests name chunks; else each names a list of digests of one depth less.
+        nbytes: The number of bytes.
+        inline: The bytes themselves, if they are 64 or fewer.
+        digests: Up to four concatenated digests, if the bytes are more than 64.
+        depth: 0 if the digests name chunks. At depth n, each digest names a node: a list of digests
+            of depth n - 1.
     """
 
     nbytes: int
@@ -94,10 +95,12 @@ class Quantization(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class _EntryBase(Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
-    """The base of entries. It refuses unknown elements: they may change what the others mean.
+    """The base class of entries. Decoding fails for an entry with unknown elements.
+
+    An unknown element may change what the others mean.
 
     Attributes:
-        payload: The bytes.
+        payload: The bytes of the entry.
     """
 
     payload: Payload
@@ -107,12 +110,12 @@ class TensorEntry(_EntryBase, frozen=True, array_like=True, tag="t", gc=False):
     """A tensor, numpy array or numpy scalar.
 
     Attributes:
-        payload: Its bytes, row-major and little-endian, cut by the grid.
+        payload: The bytes of the elements, row-major and little-endian, cut by the grid.
         dtype: The name in torch (``bfloat16``), or numpy's typestr (``<f4``) for numpy kinds.
         shape: The global shape.
         kind: ``tensor``, ``parameter``, ``buffer``, ``ndarray`` or ``numpy_scalar``.
         requires_grad: The tensor's ``requires_grad``.
-        quantization: Set for quantized dtypes.
+        quantization: The parameters of a quantized dtype; None for other dtypes.
     """
 
     dtype: str
@@ -126,19 +129,22 @@ class ValueEntry(_EntryBase, frozen=True, array_like=True, tag="v", gc=False):
     """A value that is neither tensor nor container.
 
     Attributes:
-        payload: The encoded bytes.
-        kind: Their encoding (see ``state/values.py``): ``int``, ``str``, ``object``, …
+        payload: The encoded value.
+        kind: The encoding (see ``state/values.py``): ``int``, ``str``, ``object``, …
     """
 
     kind: str
 
 
 class ContainerEntry(_EntryBase, frozen=True, array_like=True, tag="c", gc=False):
-    """A dict, list, tuple, set, … whose elements are entries below its path.
+    """A dict, list, tuple, set, or another container.
+
+    Its elements have entries of their own below its path.
 
     Attributes:
-        payload: Its spec: the encoded keys, in order, and all else that building it again needs.
-        kind: Which container (see ``state/containers.py``).
+        payload: The container's spec: the encoded keys in order, and whatever else is needed to
+            build the container again.
+        kind: The type of the container (see ``state/containers.py``).
         count: The number of elements.
     """
 
@@ -147,11 +153,13 @@ class ContainerEntry(_EntryBase, frozen=True, array_like=True, tag="c", gc=False
 
 
 class UnknownEntry(Struct, frozen=True, gc=False):
-    """An entry that a later version wrote; this version knows only its payload.
+    """An entry that a later version of casnap wrote; this version knows only its payload.
 
     Attributes:
-        payload: The bytes.
-        what: The unknown part, as a noun with "the", for messages.
+        payload: The bytes of the entry.
+        what: The part that this version does not know, in words that begin with "the", for
+            messages.
+        kind: Always ``unknown``.
     """
 
     payload: Payload
@@ -172,7 +180,10 @@ def _decode_known(data: Raw | bytes) -> KnownEntry:
 
 
 def decode_entry(data: Raw) -> Entry:
-    """Decode an entry. An unknown sort or unknown elements make it an :class:`UnknownEntry`.
+    """Decode an entry.
+
+    Returns:
+        The entry; an :class:`UnknownEntry` if its sort, or one of its elements, is unknown.
 
     Raises:
         msgspec.DecodeError: The entry is malformed.
@@ -198,7 +209,11 @@ def decode_entry(data: Raw) -> Entry:
 
 
 def _split(data: Raw, count: int) -> tuple[list[Raw], bool]:
-    """Return the first ``count`` elements of an array, and whether any that follows is not nil."""
+    """Decode an array of msgpack, and split it into known and unknown elements.
+
+    Returns:
+        The first ``count`` elements, and whether any element after them is not nil.
+    """
     elements = decoder(list[Raw]).decode(data)
     return elements[:count], _has_any(elements[count:])
 
@@ -208,12 +223,17 @@ def _has_any(elements: Iterable[Raw]) -> bool:
 
 
 def entry_tree(top: Digest, load: Load) -> Tree[Entry]:
-    """Return the tree of the entries of a key of the app state."""
+    """Return the tree of a manifest that has the entries of one key of the app state.
+
+    Args:
+        top: The digest of the tree's top node.
+        load: Returns the verified bytes of a node.
+    """
     return Tree(top, load, KnownEntry, decode_one=decode_entry)
 
 
 def unknown_in(entry: Entry) -> str:
-    """Return the part of an entry that only a later version can read; "" if there is none."""
+    """Return the part of an entry that this version does not know, in words; "" if it knows all."""
     match entry:  # without helper calls: a restore asks this twice for each entry
         case ValueEntry(kind=kind):
             return "" if kind in VALUE_KINDS else f"the kind of value {kind[:40]!r}"
@@ -243,14 +263,15 @@ def type_text(entry: Entry) -> str:
 
 
 def check_known(label: str, entries: Iterable[tuple[str, Entry]]) -> None:
-    """Check that this version can read entries.
+    """Check that this version of casnap can read entries.
 
     Args:
-        label: The snapshot, for the message.
-        entries: The path and the entry of each.
+        label: The name of the snapshot, for the message.
+        entries: Pairs of a path and its entry.
 
     Raises:
-        UnsupportedFormatError: It cannot read some. The message names the paths of up to 20.
+        UnsupportedFormatError: This version cannot read some entries. The message names up to 20
+            paths.
     """
     unknown = [f"{path} has {what}" for path, entry in entries if (what := unknown_in(entry))]
     if unknown:
@@ -265,18 +286,22 @@ _MOST_NAMED = 20
 
 
 def with_payload(entry: KnownEntry, payload: Payload) -> KnownEntry:
-    """Return an entry with another payload."""
+    """Return a copy of an entry with another payload."""
     return msgspec.structs.replace(entry, payload=payload)
 
 
 class Manifest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The top of a snapshot's tree. It has the digest of a subtree for each key of the app state.
+    """The top node of a snapshot's tree.
 
-    Where a manifest is written anew, it keeps fields that a later version added.
+    It names one tree of entries for each key of the app state.
+
+    A struct that was decoded by ``decode_keeping`` also keeps fields that a later version added.
 
     Attributes:
-        shared: ``global/<key>``: entries that any rank can restore.
-        ranks: ``ranks/<r>/<key>``: entries that belong to one rank.
+        shared: For each key, the digest of the tree ``global/<key>``, whose entries any rank can
+            restore.
+        ranks: For each rank r and key, the digest of the tree ``ranks/<r>/<key>``, whose entries
+            belong to that rank.
         thinned: The path components of the keys that the snapshot has lost by thinning, sorted.
     """
 

@@ -1,9 +1,10 @@
 """The fixed grid that cuts a tensor into chunks.
 
-The cells depend on global shape, item size and the store's chunk size alone, so equal weights give
-equal chunks however they are sharded. One axis is cut: the first one whose slices fit into a chunk.
-A cell holds a power of two of its slices. The cell has length 1 on the axes before, and the full
-length on the axes after. So the cells of a contiguous tensor are consecutive runs of its bytes.
+The cells depend only on global shape, item size and the store's chunk size, so equal weights give
+equal chunks however they are sharded. The grid cuts one axis into runs: the first axis of which one
+slice fits into a chunk. A run has a power of two of slices. On each axis before the cut one, a cell
+has length 1; on each axis after, the full length. So a cell of a contiguous tensor is one run of
+the tensor's bytes, and the cells follow each other.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class Grid:
 
     Attributes:
         shape: The global shape.
-        itemsize: Bytes per element.
+        itemsize: The bytes of an element.
         axis: The axis that is cut into runs of ``step`` slices; 0 if there is nothing to cut.
-        step: Slices per cell on ``axis``.
-        rows: Cells along ``axis``.
-        count: The number of cells; 0 if the tensor has no element.
+        step: The slices of a cell on ``axis``; the last cell on ``axis`` may have fewer.
+        rows: The number of cells along ``axis``.
+        count: The number of all cells; 0 if the tensor has no element.
     """
 
     shape: tuple[int, ...]
@@ -39,18 +40,18 @@ class Grid:
 
     @property
     def slice_bytes(self) -> int:
-        """Bytes of one slice along ``axis``."""
+        """The bytes of one slice of ``axis``."""
         return self.itemsize * prod(self.shape[self.axis + 1 :])
 
     def cell_bytes(self, index: int) -> int:
-        """Return the length of one cell in bytes."""
+        """Return the number of bytes of the cell ``index``."""
         if not self.shape:
             return self.itemsize
         row = index % self.rows
         return min(self.step, self.shape[self.axis] - row * self.step) * self.slice_bytes
 
     def sizes(self) -> Iterator[int]:
-        """Yield the length of each cell in bytes, in order."""
+        """Yield the number of bytes of each cell, in order."""
         if self.count < 2:
             if self.count:
                 yield self.cell_bytes(0)
@@ -63,9 +64,12 @@ class Grid:
             yield last_bytes
 
     def region(self, index: int, stop: int | None = None) -> Region:
-        """Return the box of the cell ``index``, or of the cells from it to before ``stop``.
+        """Return the box of one cell, or of several cells in a row.
 
-        All these cells must lie at the same place of the axes before ``axis`` (:meth:`lead_stop`).
+        Args:
+            index: The first cell.
+            stop: One past the last cell; None for one cell. It must not exceed
+                ``lead_stop(index)``.
         """
         if not self.shape:
             return Region((), ())
@@ -81,17 +85,21 @@ class Grid:
         return Region(tuple(offsets), tuple(sizes))
 
     def lead_stop(self, index: int) -> int:
-        """Return one past the last cell that lies at the same place of the axes before ``axis``."""
+        """Return one past the last cell with the same position on the axes before ``axis``.
+
+        Args:
+            index: The cell with which the others are compared.
+        """
         return (index // self.rows + 1) * self.rows
 
     def covering(self, region: Region) -> Iterator[int]:
-        """Yield, in order, the cells that share an element with ``region``."""
+        """Yield, in order, the numbers of the cells that share an element with ``region``."""
         return chain.from_iterable(range(*run) for run in self.runs_covering(region))
 
     def runs_covering(self, region: Region) -> Iterator[tuple[int, int]]:
-        """Yield, in order, the runs of cells that share an element with ``region``.
+        """Yield, in order, the runs of successive cells that share an element with ``region``.
 
-        A run is its first cell, and one past its last cell.
+        Each run is a pair: the number of its first cell, and one past the number of its last cell.
         """
         if self.count == 0 or region.numel == 0:
             return

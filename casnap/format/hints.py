@@ -1,7 +1,7 @@
-"""Hints at the end of a pack of nodes: the places of the chunks and nodes that its nodes name.
+"""Hints: where the chunks and nodes lie that a pack of nodes names. They are the pack's last node.
 
-Nothing relies on hints: a reader verifies what it reads at a hint; if that fails, it looks in the
-index.
+A hint may be wrong. A reader verifies what it reads at the hinted place. If the digest differs, the
+reader looks in the index.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ class _PlaceRun(Struct, frozen=True, array_like=True, gc=False):
     """Chunks or nodes of equal lengths that lie one behind the other in a pack.
 
     Attributes:
-        count: How many there are.
-        pack: The number of their pack among the packs of the hints; -1: the pack of the hints.
-        offset: Where the first one begins.
-        stored_size: The stored bytes of each.
-        raw_size: The raw bytes of each.
-        codec: The codec of all.
+        count: The number of chunks or nodes.
+        pack: The index of their pack in the hints' list of packs; -1 for the pack that has the
+            hints.
+        offset: The offset of the first chunk or node in the pack.
+        stored_size: The stored bytes of each chunk or node.
+        raw_size: The raw bytes of each chunk or node.
+        codec: The codec of each chunk or node.
     """
 
     count: int
@@ -55,7 +56,11 @@ class _PlaceRun(Struct, frozen=True, array_like=True, gc=False):
     codec: int
 
     def offset_of(self, after: int) -> int:
-        """Return the offset of one chunk or node; number 0 is the first."""
+        """Return the offset of a chunk or node of the run in its pack.
+
+        Args:
+            after: The number of chunks or nodes before it in the run.
+        """
         step = (
             -(-self.stored_size // _PAGE) * _PAGE
             if self.stored_size >= _ALIGN_FROM
@@ -64,7 +69,7 @@ class _PlaceRun(Struct, frozen=True, array_like=True, gc=False):
         return self.offset + after * step
 
     def goes_on_with(self, run: _PlaceRun) -> bool:
-        """Whether ``run`` begins where this run ends, with the same lengths and codec."""
+        """Whether ``run`` begins where this run ends in the pack, with equal lengths and codec."""
         alike = (self.pack, self.stored_size, self.raw_size, self.codec) == (
             run.pack,
             run.stored_size,
@@ -86,10 +91,11 @@ class Hints:
 
     Args:
         body: The decoded hints.
-        pack: The id of the pack.
+        pack: The id of the pack that has the hints.
 
     Attributes:
-        nodes: Nodes whose bytes are part of the hints: upper lists of the table, not verified.
+        nodes: Tree nodes whose bytes stand in the hints: upper lists of the table of snapshots.
+            Their digests have not been verified.
     """
 
     def __init__(self, body: _Body, pack: bytes) -> None:
@@ -99,7 +105,7 @@ class Hints:
         self._stops = list(accumulate(run.count for run in body.runs))
 
     def find(self, digest: bytes) -> Place | None:
-        """Return the place that a hint gives for a digest; None if there is no hint."""
+        """Return the hinted place of a chunk or node; None if the hints do not name its digest."""
         names, name, at = self._body.names, digest[:_NAME_SIZE], -1
         for _ in range(_MOST_FINDS):
             at = names.find(name, at + 1)
@@ -127,9 +133,9 @@ def encode_hints(
     """Return the hints of a pack as bytes.
 
     Args:
-        places: Digests of chunks and nodes, each with its place.
-        nodes: Nodes to put into the hints themselves.
-        pack: The id of the pack.
+        places: The digests of chunks and nodes, each with its place.
+        nodes: The tree nodes whose bytes the hints contain.
+        pack: The id of the pack that gets the hints.
     """
     numbers: dict[bytes, int] = {}
     runs: list[_PlaceRun] = []
@@ -147,12 +153,20 @@ def encode_hints(
 
 
 def are_hints(node: bytes) -> bool:
-    """Whether the bytes of a node are hints."""
+    """Whether the bytes of a pack's node are hints and not a tree node."""
     return node.startswith(_MAGIC)
 
 
 def decode_hints(data: bytes, pack: bytes) -> Hints | None:
-    """Decode hints; return None if the bytes are no hints, or are too long."""
+    """Decode hints.
+
+    Args:
+        data: The bytes of the hints.
+        pack: The id of the pack that has the hints.
+
+    Returns:
+        The hints; None if the bytes are not hints, are malformed, or are too long.
+    """
     if not are_hints(data) or len(data) > MOST_HINTS_BYTES:
         return None
     try:
@@ -167,14 +181,14 @@ def decode_hints(data: bytes, pack: bytes) -> Hints | None:
 
 
 def names_nodes(node: bytes) -> bool:
-    """Whether a node is a list of the nodes of a tree."""
+    """Whether the bytes are a tree node of the upper levels, which lists other nodes."""
     return node.startswith(_LIST_OF_NODES)
 
 
 def named_in(node: bytes) -> Iterator[Digest]:
-    """Yield the digests that a node names, as far as its bytes show them.
+    """Yield the digests in the bytes of a node.
 
-    It may miss a digest, or take other bytes for one.
+    The search does not decode the node. It may miss a digest, or yield other bytes of that length.
     """
     if not node.startswith((*_TREE, _MANIFEST)):
         if len(node) % DIGEST_SIZE == 0:

@@ -1,4 +1,4 @@
-"""The names of snapshots, of keys in paths, and of ranks in messages."""
+"""Rules for the names of snapshots, the components of paths in them, and ranks in messages."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _PLAIN = re.compile(r"(?:[\w-][\w.=+-]{0,200}/){0,4}[\w-][\w.=+-]{0,200}", re.AS
 
 
 def name_text(name: object) -> str:
-    """Return the name of a snapshot, or a path to one, as a str.
+    """Return the name of a snapshot, or a path to a snapshot, as a str.
 
     Raises:
-        InvalidNameError: It is neither a str nor a path-like object of a str.
+        InvalidNameError: The name is neither a str nor a path-like object of a str.
     """
     text = os.fspath(name) if isinstance(name, os.PathLike) else name
     if not isinstance(text, str):
@@ -79,19 +79,20 @@ def check_name(name: str | os.PathLike[str]) -> str:
 
 
 def folder_of(name: str) -> str:
-    """Return the folder that a snapshot lies in; "" for the folder of the store."""
+    """Return the folder part of a snapshot's name; "" if the name has none."""
     return name.rpartition("/")[0]
 
 
 def is_deep(name: str) -> bool:
-    """Whether a snapshot of this name lies in a folder below the folder of its store."""
+    """Whether the name of a snapshot has a folder part."""
     return "/" in name
 
 
 def is_row_name(name: str) -> bool:
-    """Whether the table of snapshots may have a row of this name.
+    """Whether a name that was read from the table of snapshots is a valid snapshot name.
 
-    A table is untrusted input: a name could climb out of the store, or stand for one of its files.
+    A table is untrusted input: a name could lead out of the store, or be that of a file of the
+    store.
     """
     if _PLAIN.fullmatch(name) and "casnap-" not in name.lower():
         return True
@@ -107,10 +108,10 @@ def _is_row_name(name: str) -> bool:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name from a store may become the name of a file.
+    """Whether casnap may create a file with a name that it has read from a store.
 
-    It may have letters and digits of any script, and ``_ .,+=@()-``. It begins with a letter, a
-    digit or ``_``, and has less than 256 bytes.
+    Such a name has fewer than 256 bytes, letters and digits of any script, and ``_ .,+=@()-``. It
+    begins with a letter, a digit or ``_``.
     """
     return _FILE_NAME.fullmatch(name) is not None and len(name.encode()) < 256
 
@@ -124,7 +125,7 @@ def rank_names(ranks: Sequence[int]) -> str:
 
 
 class Tagged(Struct, frozen=True, array_like=True):
-    """A stored key of a dict whose type msgpack lacks.
+    """A stored key of a dict, of a type that msgpack does not have.
 
     Attributes:
         kind: The type of the key, as in ``docs/format.md``.
@@ -140,11 +141,11 @@ Key: TypeAlias = str | int | Tagged
 
 
 def component_of(key: Key) -> str:
-    """Return the path component of a key.
+    """Return the path component that stands for a key of a dict.
 
-    In a dict that has both an int and its text as keys, the int gets another component: see
-    :func:`components_of`. The component depends on the stored bytes of the key alone, since other
-    versions of Python may have another text for the same key.
+    The component depends only on the stored bytes of the key: another version of Python may print
+    the same key in another way. If a dict has both an int and the same digits as a str, the int
+    gets another component (:func:`components_of`).
     """
     if type(key) is int:
         return str(key)
@@ -162,7 +163,10 @@ def component_of(key: Key) -> str:
 
 
 def components_of(keys: Sequence[Key]) -> list[str]:
-    """Return the path components of the keys of a dict. Keys with equal bytes share a component."""
+    """Return the path components of all keys of a dict, in their order.
+
+    Two keys with equal stored bytes get the same component.
+    """
     components = list(map(component_of, keys))
     if len(set(components)) == len(components):
         return components
@@ -174,7 +178,10 @@ def components_of(keys: Sequence[Key]) -> list[str]:
 
 
 def is_hashed(component: str) -> bool:
-    """Whether a path component is a hash. If so, only the spec of its dict has the key."""
+    """Whether a path component is a hash of a key.
+
+    Such a key stands only in the spec of its dict.
+    """
     return component.startswith("%k")
 
 
@@ -183,7 +190,7 @@ def _hashed(key: Key) -> str:
 
 
 def key_of(component: str) -> str:
-    """Return, as a str, the key that a path component stands for. A hash stays as it is."""
+    """Return the key that a path component stands for, as a str. A hash is returned unchanged."""
     return _ESCAPED.sub(lambda m: chr(int(m[1].lstrip("u"), 16)), component)
 
 

@@ -1,4 +1,4 @@
-"""Plain values as bytes, and back: values that mean the same without torch."""
+"""The encoding of values that mean the same without torch: None, numbers, text and bytes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 
 class ValueCodec(NamedTuple):
-    """How values of one type are stored.
+    """How the values of one Python type are stored.
 
     Attributes:
-        kind: The kind of their entries.
-        type: The type, matched exactly.
+        kind: The ``kind`` of the entries.
+        type: The Python type. Values of its subclasses do not count.
         encode: Returns the bytes of a value; None if the bytes would lose a part of the value.
-        decode: Returns the value of some bytes; may raise ValueError and struct.error.
+        decode: Returns the value that was encoded; may raise ValueError and struct.error.
     """
 
     kind: str
@@ -24,12 +24,12 @@ class ValueCodec(NamedTuple):
 
 
 def encode_text(text: str) -> bytes:
-    """Return a text as UTF-8. Lone surrogates in it are kept."""
+    """Return the UTF-8 bytes of a text. Lone surrogates in the text are kept."""
     return text.encode("utf-8", "surrogatepass")
 
 
 def decode_text(data: bytes) -> str:
-    """Return the text that :func:`encode_text` has encoded.
+    """Return the text that bytes encode in UTF-8. Lone surrogates in it are kept.
 
     Raises:
         ValueError: The bytes are not UTF-8.

@@ -1,10 +1,10 @@
-"""Planes: numbers stored byte by byte, each plane compressed by itself.
+"""Planes: the bytes of many numbers, sorted by their position in the number, and then compressed.
 
-The first plane has the first byte of each number, the second plane the second byte, and so on. The
-bytes of numbers hardly repeat, but the byte with sign and exponent takes few values, so its plane
-compresses well. The shuffle filters of HDF5 and Blosc have the same idea.
+The first plane has the first byte of each number, the second plane has the second bytes, and so on.
+The whole bytes of a number hardly ever repeat. But the byte with sign and exponent takes few
+values, so its plane compresses well. The shuffle filters of HDF5 and Blosc have the same idea.
 
-numpy cuts and joins planes: slices of byte strings have a fifth of its speed.
+numpy cuts and joins planes five times as fast as slices of byte strings do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _local = threading.local()
 
 
 def _compressor(width: int) -> zstandard.ZstdCompressor:
-    """Return this thread's compressor for planes of elements of ``width`` bytes."""
+    """Return this thread's compressor for the planes of numbers of ``width`` bytes."""
     if not hasattr(_local, "compressors"):
         import zstandard
 
@@ -55,7 +55,10 @@ def _compressor(width: int) -> zstandard.ZstdCompressor:
 
 
 def _decompressor() -> zstandard.ZstdDecompressor:
-    """Return this thread's decompressor. Making one takes as long as reading a short plane."""
+    """Return this thread's decompressor.
+
+    To make a new one would take as long as to read a short plane.
+    """
     if not hasattr(_local, "decompressor"):
         import zstandard
 
@@ -65,13 +68,15 @@ def _decompressor() -> zstandard.ZstdDecompressor:
 
 
 def scratch(nbytes: int, number: int = 0) -> np.ndarray:
-    """Return memory of this thread, which it reuses: fresh memory takes longer than the work.
+    """Return a buffer of this thread for temporary bytes.
 
-    The memory is valid until this thread asks for the same number again.
+    A new buffer would cost more than the work in it.
+
+    The buffer is valid until this thread asks again for the same ``number``.
 
     Args:
-        nbytes: How many bytes.
-        number: Which memory: a thread has several, by number.
+        nbytes: The length of the buffer.
+        number: Which of the thread's buffers to return. Different numbers have different memory.
     """
     import numpy as np
 
@@ -82,7 +87,15 @@ def scratch(nbytes: int, number: int = 0) -> np.ndarray:
 
 
 def _cut(raw: np.ndarray, width: int) -> list[memoryview]:
-    """Return the planes of a chunk; valid until this thread needs its scratch again."""
+    """Return the planes of a chunk.
+
+    They lie in the thread's buffer 0, and are valid until :func:`scratch` returns this buffer
+    again.
+
+    Args:
+        raw: The bytes of the chunk.
+        width: The bytes of a number, and so the number of planes.
+    """
     import numpy as np
 
     if width == 1:
@@ -101,7 +114,7 @@ def _cut(raw: np.ndarray, width: int) -> list[memoryview]:
 
 
 def width_of(content: bytes | memoryview) -> int:
-    """Return the width that compresses a sample of a chunk best."""
+    """Return how many planes make a chunk smallest, judged by compressing a sample of its bytes."""
     raw = memoryview(content)
     sample = bytes(raw) if len(raw) <= 3 * _SAMPLE else b""
     if not sample:
@@ -123,7 +136,14 @@ def width_of(content: bytes | memoryview) -> int:
 
 
 def split_planes(content: bytes | memoryview, width: int) -> bytes:
-    """Return a chunk in planes: a header, then each plane, compressed if that is worth it."""
+    """Return a chunk in planes: a header, then each plane.
+
+    A plane is compressed if this saves at least 3 % of its bytes.
+
+    Args:
+        content: The bytes of the chunk.
+        width: The number of planes.
+    """
     import numpy as np
 
     compressor = _compressor(width)
@@ -138,12 +158,12 @@ def split_planes(content: bytes | memoryview, width: int) -> bytes:
 def join_planes(
     stored: memoryview, raw_size: int, memory: np.ndarray | None = None
 ) -> tuple[np.ndarray, int]:
-    """Return the bytes that were split into planes, and where the planes end.
+    """Return the bytes that :func:`split_planes` was given, and the offset at which the planes end.
 
     Args:
-        stored: The planes; other bytes may follow them.
-        raw_size: The length of the result; nothing longer is ever allocated.
-        memory: ``raw_size`` bytes to put the result into; None allocates them.
+        stored: The planes; other bytes may follow.
+        raw_size: The length of the result. No longer buffer is ever allocated.
+        memory: A buffer of ``raw_size`` bytes for the result; None allocates one.
 
     Raises:
         DamagedError: The planes are damaged.
@@ -165,7 +185,11 @@ def join_planes(
 
 
 def _planes_in(stored: memoryview, raw_size: int) -> tuple[list[np.ndarray], int]:
-    """Return the decompressed planes, and where they end in ``stored``."""
+    """Return the decompressed planes, and the offset in ``stored`` at which the planes end.
+
+    Raises:
+        DamagedError: The planes are damaged.
+    """
     import numpy as np
     import zstandard
 

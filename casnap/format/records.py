@@ -1,4 +1,4 @@
-"""The records of a store: their fields, their bytes, and the limits for reading them.
+"""The records of a store: their fields, their bytes, and the limits of their sizes.
 
 ``docs/format.md`` describes them byte for byte. A store is untrusted: every record is decoded into
 a closed type, and every number in it is checked before it is used.
@@ -51,13 +51,13 @@ SegmentId = NewType("SegmentId", bytes)
 
 
 class Place(Struct, frozen=True, array_like=True, gc=False):
-    """Where a chunk or node lies: a run of bytes in a pack, and its encoding there.
+    """Where a chunk or node lies: a run of bytes in a pack, and their codec.
 
     Attributes:
         pack: The id of the pack.
-        offset: The first byte in the pack.
-        stored_size: The stored bytes.
-        raw_size: The bytes once decoded.
+        offset: The offset of the first byte in the pack.
+        stored_size: The number of stored bytes.
+        raw_size: The number of bytes once decoded.
         codec: The number of the codec (``codec.py``).
     """
 
@@ -72,7 +72,7 @@ class DeltaPlace(Place, frozen=True, array_like=True, gc=False):
     """The place of a chunk that is stored as a delta.
 
     Attributes:
-        base: The digest of the delta's base.
+        base: The digest of the base.
     """
 
     base: bytes
@@ -83,7 +83,7 @@ class NodeRef(Struct, frozen=True, array_like=True):
 
     Attributes:
         digest: The digest of the node.
-        hint: Where the node lay when this was written; None if that was not known.
+        hint: Where the node was when the reference was written; None if the writer did not know.
     """
 
     digest: bytes
@@ -91,12 +91,12 @@ class NodeRef(Struct, frozen=True, array_like=True):
 
 
 class SegmentRef(Struct, frozen=True, array_like=True):
-    """A live index segment.
+    """A reference of a root to a live segment of the index.
 
     Attributes:
         id: The id of the segment.
-        count: How many records it has.
-        deltas: How many of the records are of deltas. Each of these has a base.
+        count: The number of its records.
+        deltas: The number of its records that are of deltas. Each of these has a base.
     """
 
     id: bytes
@@ -105,7 +105,7 @@ class SegmentRef(Struct, frozen=True, array_like=True):
 
     @property
     def weight(self) -> int:
-        """A measure of the segment's bytes: how many records and bases it has."""
+        """The number of the segment's records and bases: a measure of its bytes."""
         return self.count + self.deltas
 
 
@@ -113,9 +113,9 @@ class Stats(Struct, frozen=True, array_like=True):
     """Figures of one take.
 
     Attributes:
-        logical_bytes: Bytes of the state.
-        new_bytes: Bytes that the take added to the store, as stored.
-        entries: How many leaves the state has.
+        logical_bytes: The bytes of the state.
+        new_bytes: The stored bytes that the take added to the store.
+        entries: The number of leaves of the state.
         seconds: The time from the call to the commit.
     """
 
@@ -163,19 +163,25 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
 
     @property
     def unknown_features(self) -> tuple[str, ...]:
-        """The features that this version lacks. If there are any, it cannot read the snapshot."""
+        """The features that this version does not know.
+
+        If there are any, it cannot read the snapshot.
+        """
         return tuple(feature for feature in self.features if feature not in _ROW_FEATURES)
 
     def of_this_version(self) -> Row:
-        """Return the row without fields that a later version added, as a copy gets it."""
+        """Return the row without the fields that a later version added.
+
+        A copy of a snapshot gets this row.
+        """
         return Row(**{name: getattr(self, name) for name in Row.__struct_fields__})
 
     def has_note(self, note: str) -> bool:
-        """Whether the row has a note, and the note is true."""
+        """Whether the row has a note whose value is true."""
         return bool(self.notes.get(note))
 
     def with_notes(self, changes: Mapping[str, Any]) -> Row:
-        """Return the row with some notes changed; None removes one."""
+        """Return a copy of the row with some notes changed; the value None removes a note."""
         notes = sorted({**self.notes, **changes}.items())
         kept = {key: note for key, note in notes if note is not None or key not in changes}
         return msgspec.structs.replace(self, notes=kept)
@@ -187,46 +193,50 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
 
     @property
     def is_rewound(self) -> bool:
-        """Whether a rewind has moved the snapshot aside: its run does not resume from it."""
+        """Whether a rewind has moved the snapshot aside.
+
+        Its run does not resume from such a snapshot.
+        """
         return self.has_note(REWOUND)
 
     @property
     def awaited(self) -> list[str]:
-        """The texts of the notes that hold the snapshot, for people."""
+        """For each note that holds the snapshot, the reason, such as "not mirrored yet"."""
         return [reason for note, reason in HOLDING_NOTES.items() if self.has_note(note)]
 
     @property
     def holds(self) -> list[str]:
-        """Why the snapshot must stay, such as "tagged"; empty if nothing holds it.
+        """The reasons why the snapshot must stay, such as "tagged"; empty if there is none.
 
-        Pruning, thinning, and forgetting snapshots without a folder obey these holds. Overwriting a
-        snapshot obeys its tags alone, and deleting it by its name obeys none.
+        Three actions obey all of these: to prune, to thin, and to forget snapshots whose folder is
+        gone. An overwriting take obeys only tags. To delete a snapshot by its name obeys none.
         """
         return [*(["tagged"] if self.tags else []), *self.awaited]
 
     def run_of(self, name: str) -> str:
-        """Return the folder of the snapshot's run.
+        """Return the folder of the run that the snapshot belongs to.
 
-        A rewind moves a snapshot into a folder below the folder of its run.
+        This is the folder part of its name. If a rewind has moved the snapshot aside, the run's
+        folder is one level higher.
 
         Args:
-            name: The name of the snapshot, which a row lacks.
+            name: The name of the snapshot, which the row itself does not have.
         """
         folder = name.rpartition("/")[0]
         return folder.rpartition("/")[0] if self.is_rewound else folder
 
     @property
     def origin(self) -> tuple[str, int]:
-        """The id of the store that the snapshot was copied from, and the number of its root there.
+        """The store that the snapshot was copied from: its id, and the number of its root.
 
-        They are "" and -1 if the row does not name them.
+        They are "" and -1 if the snapshot is not a copy that keeps its order.
         """
         return self.noted_root(ORIGIN)
 
     def noted_root(self, note: str) -> tuple[str, int]:
-        """Return the id of a store, and the number of its root, that a note names.
+        """Return the store and root that a note names: the store's id, and the root's number.
 
-        They are "" and -1 if the row has no such note, or the note is malformed.
+        They are "" and -1 if the row does not have the note, or the note is malformed.
         """
         match self.notes.get(note):
             case [str(store_id), int(number)] if number >= 0:
@@ -235,16 +245,19 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
 
     @property
     def copied_notes(self) -> dict[str, Any]:
-        """The notes that a copy of the snapshot gets. The other notes are about one store alone."""
+        """The notes that a copy of the snapshot gets.
+
+        All other notes are about this store alone.
+        """
         return {note: True for note in (REWOUND, THINNED) if self.has_note(note)}
 
 
 class UnfinishedCopy(Struct, frozen=True, array_like=True):
-    """A snapshot that is being copied into the store, as far as it was sent.
+    """A snapshot of which a copy has put only a part into this store so far.
 
     Attributes:
-        parts: A manifest of the parts that were sent.
-        time: When the last part was sent, in seconds since the epoch, by the writer's clock.
+        parts: A manifest of the parts that have arrived.
+        time: When the last part arrived, in seconds since the epoch, by the writer's clock.
     """
 
     parts: NodeRef
@@ -254,24 +267,26 @@ class UnfinishedCopy(Struct, frozen=True, array_like=True):
 class Root(Struct, frozen=True):
     """A root. The newest root says what the store holds.
 
-    A writer drops fields that it does not know. So a later version that adds a field must add a
-    write feature too.
+    A writer that puts the next root drops fields that it does not know. So a later version that
+    adds a field must also add a write feature.
 
     Attributes:
         seq: The number of the root.
-        commit: The id of the commit. A writer recognises its root by it after an unclear answer.
-        time: Seconds since the epoch, by the writer's clock; no decision that matters rests on it.
-        fence: A collector may be deleting packs that have a smaller base and that no root names.
+        commit: The id of the commit. After an unclear answer, a writer recognises its root by this
+            id.
+        time: Seconds since the epoch, by the writer's clock. No decision that matters rests on it.
+        fence: A root number. A collector may be deleting packs that have a smaller base and that no
+            root names.
         table: The tree of name → :class:`Row`; None while there is no snapshot.
         segments: The live index segments.
         condemned: The id of each condemned pack → the number of the root that condemned it.
-        lost: Digests of chunks and nodes that a repair found whole nowhere, one behind the other.
+        lost: The concatenated digests of chunks and nodes of which a repair found no whole copy.
         read_features: A reader refuses the store if it does not know one of these features.
         write_features: A writer refuses the store if it does not know one of these features.
-        settings: Settings of the store; a writer keeps settings that it does not know.
+        settings: The settings of the store. A writer keeps settings that it does not know.
         store: A copy of ``casnap.json``.
         writer: The program and version that put the root, for people; nothing relies on it.
-        copies: The commit id of a snapshot of another store → its unfinished copy here.
+        copies: The commit id of a snapshot in another store → the unfinished copy in this store.
     """
 
     seq: int
@@ -295,22 +310,22 @@ FOLDER_ONLY = "folder-only"
 
 
 def serves_below(root: Root) -> bool:
-    """Whether a store serves paths in folders below its own folder."""
+    """Whether a store may hold snapshots whose paths lie in subfolders of its own folder."""
     return not root.settings.get(FOLDER_ONLY)
 
 
 def serving_below(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings changed so that their store serves all paths below it."""
+    """Return a copy of a store's settings that lets the store serve paths in subfolders."""
     return {key: value for key, value in settings.items() if key != FOLDER_ONLY}
 
 
 class StoreConfig(Struct, frozen=True, kw_only=True):
-    """``casnap.json``: written once, when the store is created.
+    """The record ``casnap.json``, which is written once, when the store is created.
 
     Attributes:
         format: The number of the format; a reader refuses a number that it does not know.
-        digest: The name of the hash function; a reader refuses a name that it does not know. A
-            casnap before 1.0 wrote none.
+        digest: The name of the hash function; a reader refuses a name that it does not know. It is
+            "" in a store that a casnap before 1.0 created.
         store_id: The id of the store: 32 hex digits.
         chunk_size: The most bytes of a chunk, a power of two.
         put_if_absent: Whether a probe found that the backend honours conditional puts.
@@ -330,15 +345,15 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decode(data: bytes | memoryview, as_type: type[T], label: str) -> T:
-    """Decode msgpack into a closed type.
+    """Decode a record of msgpack into a closed type.
 
     Args:
-        data: The bytes.
+        data: The bytes of the record.
         as_type: The type.
         label: The name of the record, for messages.
 
     Raises:
-        DamagedError: The bytes are not such a record.
+        DamagedError: The bytes are not a record of this type.
     """
     try:
         return decoder(as_type).decode(data)
@@ -347,10 +362,10 @@ def decode(data: bytes | memoryview, as_type: type[T], label: str) -> T:
 
 
 def decode_kept(data: bytes | memoryview, as_type: type[T], label: str) -> T:
-    """Decode as :func:`decode` does, and keep the fields that the type lacks.
+    """Decode a record as :func:`decode` does, but keep fields that the type does not have.
 
     Raises:
-        DamagedError: The bytes are not such a record.
+        DamagedError: The bytes are not a record of this type.
     """
     try:
         return decode_keeping(data, as_type)
@@ -359,7 +374,7 @@ def decode_kept(data: bytes | memoryview, as_type: type[T], label: str) -> T:
 
 
 def decode_row(data: msgspec.Raw) -> Row:
-    """Decode a row, and keep the fields that a later version added.
+    """Decode a row of the table of snapshots, and keep the fields that a later version added.
 
     Raises:
         msgspec.DecodeError: The row is malformed.
@@ -371,16 +386,16 @@ _MAGIC, _VERSION = b"CASNAP", b"%d" % FORMAT
 
 
 def seal(kind: bytes, body: bytes) -> bytes:
-    """Return a framed record: magic, kind, version and body, then the digest of these."""
+    """Return a sealed record: magic, kind, version and body, then the digest of all these bytes."""
     head = _MAGIC + kind + _VERSION
     return b"".join((head, body, digest_of(head + body)))
 
 
 def unseal(kind: bytes, data: bytes, label: str) -> memoryview:
-    """Return the body of a sealed record.
+    """Verify a sealed record, and return its body.
 
     Args:
-        kind: The kind of record.
+        kind: The kind of record that is expected.
         data: The sealed bytes.
         label: The name of the record, for messages.
 
@@ -407,18 +422,23 @@ PACK_TAIL_SIZE, FOOTER_RECORD_SIZE = _PACK_TAIL.size, _PACKED.size
 
 
 def count_deltas(records: Iterable[Record]) -> int:
-    """Return how many records are of deltas."""
+    """Return how many of the records are of chunks stored as deltas."""
     return sum([type(place) is DeltaPlace for _, place in records])
 
 
 def footer_size(records: Collection[Record]) -> int:
-    """Return how many bytes the footer of a pack takes that has these records."""
+    """Return the number of bytes of a pack's footer with these records."""
     bases = DIGEST_SIZE * count_deltas(records)
     return len(records) * _PACKED.size + bases + PACK_TAIL_SIZE
 
 
 def pack_footer(kind: bytes, records: Collection[Record]) -> bytes:
-    """Return the footer of a pack: records, bases of deltas, both counts, magic, and a digest."""
+    """Return the footer of a pack: records, bases of deltas, both counts, magic, and a digest.
+
+    Args:
+        kind: The kind of the pack.
+        records: The digest and place of each chunk or node in the pack.
+    """
     bases = [place.base for _, place in records if type(place) is DeltaPlace]
     packed = [_PACKED.pack(d, p.offset, p.stored_size, p.raw_size, p.codec) for d, p in records]
     counts = struct.pack("<II8s", len(packed), len(bases), _MAGIC + kind + b"1")
@@ -427,7 +447,7 @@ def pack_footer(kind: bytes, records: Collection[Record]) -> bytes:
 
 
 def footer_length(tail: bytes) -> int:
-    """Return the length of a pack's footer, as its counts give it.
+    """Return the length of a pack's footer, computed from the counts in it. Nothing is verified.
 
     Args:
         tail: The last bytes of the pack, at least ``PACK_TAIL_SIZE``.
@@ -437,10 +457,17 @@ def footer_length(tail: bytes) -> int:
 
 
 def read_pack_footer(pack: PackId, tail: bytes) -> list[Record]:
-    """Decode the footer of a pack from its last bytes, which may begin before the footer.
+    """Decode and verify the footer of a pack.
+
+    Args:
+        pack: The id of the pack.
+        tail: The last bytes of the pack. They may begin before the footer.
+
+    Returns:
+        The digest and place of each chunk or node in the pack.
 
     Raises:
-        DamagedError: ``tail`` does not end in a whole footer.
+        DamagedError: ``tail`` does not end with a whole footer.
     """
     label = f"the footer of pack {pack.hex()}"
     if len(tail) < PACK_TAIL_SIZE:
@@ -462,11 +489,11 @@ def read_pack_footer(pack: PackId, tail: bytes) -> list[Record]:
 
 
 def with_base(p: Place, base: bytes) -> DeltaPlace:
-    """Return a place as the place of a delta.
+    """Return the place of a delta: a plain place, with the digest of the base added.
 
     Args:
-        p: The place.
-        base: The digest of the delta's base.
+        p: The plain place.
+        base: The digest of the base.
     """
     return DeltaPlace(p.pack, p.offset, p.stored_size, p.raw_size, p.codec, base)
 
@@ -480,19 +507,19 @@ RawRecord: TypeAlias = tuple[bytes, int, int, int, int, int]
 
 
 class Segment(Struct, frozen=True):
-    """A piece of the index: some packs, and where each digest lies in them."""
+    """A piece of the index: some packs, and the places of the chunks and nodes in them."""
 
     packs: tuple[PackId, ...]
     records: list[Record]
 
     @property
     def deltas(self) -> int:
-        """How many of the records are of deltas."""
+        """How many of the records are of chunks stored as deltas."""
         return count_deltas(self.records)
 
 
 def encode_segment(segment: Segment) -> bytes:
-    """Return the sealed bytes of a segment, with its records sorted."""
+    """Return the sealed bytes of a segment, with its records sorted by digest."""
     number: dict[bytes, int] = {pack: i for i, pack in enumerate(segment.packs)}
     records: list[bytes] = []
     bases: dict[bytes, bytes] = {}
@@ -511,9 +538,9 @@ def _sealed_segment(
     """Return the sealed bytes of a segment.
 
     Args:
-        packs: Its packs.
-        records: Its packed records, sorted.
-        bases: The packed record of each delta → the digest of its base.
+        packs: The ids of the segment's packs.
+        records: The records as bytes, sorted.
+        bases: The record of each delta, as bytes → the digest of the base.
     """
     based = [_BASE.pack(bases[r], i) for i, r in enumerate(records) if r in bases] if bases else []
     head = _SEGMENT_HEAD.pack(len(packs), len(records), len(based))
@@ -521,7 +548,7 @@ def _sealed_segment(
 
 
 class SealedSegment:
-    """A segment as it is stored, decoded record by record.
+    """A segment in its stored form. It decodes one record at a time, to save memory.
 
     A million decoded records would take some 400 MB.
 
@@ -530,9 +557,9 @@ class SealedSegment:
         label: The name of the segment, for messages.
 
     Attributes:
-        packs: The packs of the segment.
-        count: How many records it has.
-        deltas: How many of the records are of deltas.
+        packs: The ids of the segment's packs.
+        count: The number of records.
+        deltas: The number of records that are of deltas.
 
     Raises:
         DamagedError: The segment is damaged.
@@ -553,7 +580,11 @@ class SealedSegment:
         self._check_bases()
 
     def _check_bases(self) -> None:
-        """Check that each record of a delta has one base, and no other record has one."""
+        """Check that each record of a delta has one base, and that no other record has any.
+
+        Raises:
+            DamagedError: The check fails.
+        """
         codecs = bytearray(self._records[_RECORD.size - 1 :: _RECORD.size])
         for _, index in unpacked(_BASE, self._based):
             if index >= len(codecs) or codecs[index] != _DELTA:
@@ -566,10 +597,10 @@ class SealedSegment:
         return DamagedError(f"{self._label} is malformed: {why}")
 
     def records(self) -> Iterator[RawRecord]:
-        """Yield the records one by one.
+        """Yield the records, in the order of their digests.
 
         Raises:
-            DamagedError: A record names a pack that the segment does not list.
+            DamagedError: A record has the number of a pack that the segment does not list.
         """
         n_packs = len(self.packs)
         for record in unpacked(_RECORD, self._records):
@@ -578,14 +609,14 @@ class SealedSegment:
             yield record
 
     def bases(self) -> Iterator[bytes]:
-        """Yield the digest of each delta's base."""
+        """Yield the digest of the base of each delta."""
         return (base for base, _ in unpacked(_BASE, self._based))
 
     def records_of_deltas(self) -> Iterator[tuple[RawRecord, bytes]]:
-        """Yield the record of each delta, and the digest of its base.
+        """Yield pairs: the record of a delta, and the digest of the delta's base.
 
         Raises:
-            DamagedError: A record names a pack that the segment does not list.
+            DamagedError: A record has the number of a pack that the segment does not list.
         """
         for base, index in unpacked(_BASE, self._based):
             record = _RECORD.unpack_from(self._records, index * _RECORD.size)
@@ -594,12 +625,19 @@ class SealedSegment:
             yield record, base
 
     def bases_by_index(self) -> dict[int, bytes]:
-        """Return a dict: the index of each delta's record → the digest of its base."""
+        """Return the digest of each delta's base, keyed by the index of the delta's record."""
         return {index: base for base, index in unpacked(_BASE, self._based)}
 
 
 def segment_counts(data: bytes) -> tuple[int, int]:
-    """Return the counts of records and deltas in a segment's head; both are -1 if it is cut off."""
+    """Return how many records and how many deltas a segment has, as its head says.
+
+    Args:
+        data: The first bytes of the sealed segment.
+
+    Returns:
+        Both counts; -1 and -1 if the head is cut off.
+    """
     if len(data) < 8 + _SEGMENT_HEAD.size:
         return -1, -1
     _, count, deltas = _SEGMENT_HEAD.unpack_from(data, 8)
@@ -607,41 +645,57 @@ def segment_counts(data: bytes) -> tuple[int, int]:
 
 
 def max_segment_bytes(ref: SegmentRef) -> int:
-    """Return the most bytes that a sealed segment may have.
+    """Return the most bytes that a segment may have, given its reference in a root.
 
-    Nearly each pack that it lists has a record in it. The first MiB allows for packs without one,
-    which lost all their records.
+    The bound assumes a pack for each record. Besides, 1 MiB is allowed for packs that are listed
+    but have no record left.
     """
     most = ref.count * (_RECORD.size + ID_SIZE) + ref.deltas * _BASE.size
     return min((1 << 20) + most, MAX_SEGMENT_BYTES)
 
 
 class SegmentLayout(NamedTuple):
-    """Where the parts of a sealed segment lie, so that a range of it can be read.
+    """The offsets of the parts of a sealed segment. By these, a reader can read a part alone.
 
     Attributes:
-        packs: How many packs the segment lists.
+        packs: The number of packs that the segment lists.
     """
 
     packs: int
 
     @staticmethod
     def of(ref: SegmentRef, length: int) -> SegmentLayout | None:
-        """Return the layout of a segment; None if it cannot have ``length`` bytes."""
+        """Return the layout of a segment.
+
+        Args:
+            ref: The reference to the segment.
+            length: The number of the segment's sealed bytes.
+
+        Returns:
+            The layout; None if a segment with such a reference cannot have this length.
+        """
         others = ref.count * _RECORD.size + ref.deltas * _BASE.size + DIGEST_SIZE
         listed = length - 8 - _SEGMENT_HEAD.size - others
         return None if listed < 0 or listed % ID_SIZE else SegmentLayout(listed // ID_SIZE)
 
     def pack_offset(self, number: int) -> int:
-        """Return the offset of a pack's id in the segment, given the number of the pack."""
+        """Return the offset of a pack's id in the segment.
+
+        Args:
+            number: The index of the pack in the segment's list of packs.
+        """
         return 8 + _SEGMENT_HEAD.size + number * ID_SIZE
 
     def offset(self, index: int) -> int:
-        """Return the offset of a record in the segment, given the index of the record."""
+        """Return the offset of a record in the segment.
+
+        Args:
+            index: The index of the record.
+        """
         return self.pack_offset(self.packs) + index * _RECORD.size
 
     def decode(self, data: bytes | bytearray) -> list[RawRecord]:
-        """Return the records in bytes that are whole records. Nothing is verified."""
+        """Decode a run of whole records. Nothing is verified."""
         return list(unpacked(_RECORD, data))
 
 
@@ -663,14 +717,16 @@ def decode_segment(data: bytes, label: str) -> Segment:
 def merged_segment(
     parts: Iterable[tuple[bytes, str]], without: Collection[PackId] = ()
 ) -> tuple[bytes, tuple[PackId, ...]]:
-    """Merge segments into one. It keeps every place of every digest, duplicates too.
+    """Merge segments into one.
+
+    It has each place of each digest, also if a digest has several places.
 
     Args:
-        parts: The sealed bytes of each segment, and its name for messages.
-        without: The packs to leave out, with all places in them.
+        parts: For each segment, its sealed bytes and its name for messages.
+        without: The packs to leave out. Their records are left out too.
 
     Returns:
-        The sealed bytes of the new segment, and its packs.
+        The sealed bytes of the new segment, and the ids of its packs.
 
     Raises:
         DamagedError: A segment is damaged.
@@ -702,21 +758,24 @@ CONFIG_KEY = "casnap.json"
 
 
 def root_key(seq: int) -> str:
-    """Return the key of a root. Each folder has 1,000 roots."""
+    """Return the backend's key for the root of a number. A folder holds 1,000 roots."""
     return f"roots/{seq // 1000}/{seq}"
 
 
 def pack_key(pack: PackId | bytes) -> str:
-    """Return the key of a pack. The last byte of its id chooses one of 256 folders."""
+    """Return the backend's key for a pack.
+
+    The last byte of the pack's id selects one of 256 folders.
+    """
     name = pack.hex()
     return f"packs/{name[-2:]}/{name}"
 
 
 def segment_key(segment: SegmentId | bytes) -> str:
-    """Return the key of a segment."""
+    """Return the backend's key for a segment."""
     return f"index/{segment.hex()}"
 
 
 def id_from_name(name: str) -> bytes | None:
-    """Return the id of a pack or segment by its file name; None if casnap makes no such name."""
+    """Return the id of a pack or segment, given its file name; None for any other name."""
     return bytes.fromhex(name) if re.fullmatch("[0-9a-f]{32}", name) else None

@@ -1,4 +1,4 @@
-"""Boxes in a tensor, their intersections, and whether they cover the tensor once."""
+"""Boxes of elements in a tensor: their intersections, and whether they cover the tensor once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _PRIME = (1 << 61) - 1
 
 
 class Region(Struct, frozen=True, array_like=True, gc=False):
-    """A box of the elements of a tensor.
+    """A box of elements in a tensor, given by a range of indices on each axis.
 
-    On each axis ``i`` it holds ``offsets[i] <= x_i < offsets[i] + sizes[i]``.
+    On axis ``i`` the range is from ``offsets[i]`` to before ``offsets[i] + sizes[i]``.
 
     Attributes:
-        offsets: Where it begins, on each axis.
-        sizes: How many elements it has, on each axis.
+        offsets: The first index on each axis.
+        sizes: The number of indices on each axis.
     """
 
     offsets: tuple[int, ...]
@@ -30,14 +30,14 @@ class Region(Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """The number of elements in the box."""
         n = 1
         for size in self.sizes:
             n *= size
         return n
 
     def intersect(self, other: Region) -> Region | None:
-        """Return the common box; None if there is no common element."""
+        """Return the box of the elements that are in both boxes; None if there are none."""
         offsets, sizes = [], []
         for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             start, stop = max(a, b), min(a + n, b + m)
@@ -50,7 +50,8 @@ class Region(Struct, frozen=True, array_like=True, gc=False):
     def start_in(self, outer: Region) -> int | None:
         """Return the index of this box's first element among the row-major elements of ``outer``.
 
-        None if the elements of this box are not consecutive in ``outer``.
+        Returns:
+            The index; None if the elements of this box do not follow each other in ``outer``.
         """
         start, stride, is_contiguous = 0, 1, True
         for axis in range(len(self.sizes) - 1, -1, -1):
@@ -63,7 +64,7 @@ class Region(Struct, frozen=True, array_like=True, gc=False):
         return start
 
     def within(self, outer: Region) -> tuple[slice, ...]:
-        """Return the slices that cut this box out of a tensor that holds ``outer``."""
+        """Return the slices that select this box from a tensor that holds the box ``outer``."""
         return tuple(
             slice(o - base, o - base + n)
             for o, n, base in zip(self.offsets, self.sizes, outer.offsets, strict=True)
@@ -71,12 +72,16 @@ class Region(Struct, frozen=True, array_like=True, gc=False):
 
 
 def cover_once(shape: tuple[int, ...], boxes: Collection[Region]) -> bool:
-    """Whether boxes hold each element of a tensor once, and nothing else. No box may be empty.
+    """Whether boxes cover each element of a tensor exactly once, and nothing outside it.
 
-    Each step from one coordinate to the next gets a random length, modulo a large prime. If the
-    boxes cover the tensor once, their volumes add up to its volume. Else they do so with a chance
-    of 1 in 10¹⁶, and no attacker can foresee the lengths. This takes one pass over the boxes;
-    comparing each with each would take time in the square of their number.
+    The check adds up the volumes of the boxes, and compares the sum with the volume of the tensor.
+    To tell overlaps from gaps, each step from one index to the next gets a random length, modulo a
+    large prime. Boxes that do not cover the tensor once pass with a probability of 1 in 10¹⁶, and
+    nobody can foresee the lengths. The time grows with the number of boxes, not with its square.
+
+    Args:
+        shape: The shape of the tensor.
+        boxes: The boxes. With an empty box among them the result is False.
     """
     marks: list[dict[int, int]] = [{} for _ in shape]
     lengths = random.Random()  # seeded by the operating system

@@ -1,9 +1,9 @@
-"""The Merkle tree: sorted keys in leaves, and lists of nodes above them.
+"""The Merkle tree: sorted keys with values in leaves, and lists of nodes above the leaves.
 
-The hash of a key decides whether a node ends after it. So a tree depends on its content alone, not
-on the order of changes: equal content has equal digests, and a change rewrites one leaf and the
-lists above it. Trees hold digests, never places. A tree of one leaf is that leaf. Prolly trees, as
-in Noms and Dolt, have the same idea.
+The hash of a key decides whether a node ends after that key. So a tree depends on its content
+alone, not on the order of changes: equal content has equal digests, and a change rewrites one leaf
+and the lists above it. Trees hold digests, never places. A tree with one leaf has no list. Prolly
+trees, as in Noms and Dolt, have the same idea.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _CHILD_FIELDS = 3
 
 
 class LeafNode(Struct, Generic[V], frozen=True, array_like=True, tag="l"):
-    """A leaf: keys in order, each with its value."""
+    """A leaf of a tree: keys in ascending order, each with its value."""
 
     items: list[tuple[str, V]]
 
 
 class Branch(Struct, frozen=True, array_like=True, tag="b"):
-    """A list of nodes: nodes of the level below, in the order of their keys."""
+    """A list of nodes: the nodes of the level below, in ascending order of their keys."""
 
     children: list[Child]
 
@@ -60,7 +60,11 @@ MAX_LEVELS = DIGEST_SIZE - 1
 
 
 def most_in_node(fanout: int) -> int:
-    """Return the most items, or children, that a node may have."""
+    """Return the most items of a leaf, or children of a list.
+
+    Args:
+        fanout: The average number of items or children.
+    """
     return 16 * fanout
 
 
@@ -75,13 +79,15 @@ def _decoder(value_type: Any) -> Any:
 
 
 class _Claim(NamedTuple):
-    """What a list of nodes says about a child, to check the child against.
+    """What a list of nodes says about one of its nodes.
+
+    The node is checked against this when it is read.
 
     Attributes:
-        first_key: The first key of the child.
-        size: The number of items below it.
-        end: The first key of the next child, if there is one: the keys of this one are less.
-        depth: How many lists are above it.
+        first_key: The first key of the node.
+        size: The number of items below the node.
+        end: A key that is greater than all keys of the node; None for the last node.
+        depth: The number of lists above the node.
     """
 
     first_key: str
@@ -99,7 +105,13 @@ _Change = tuple[str, V | None]
 
 
 def build(items: Mapping[str, V], put_node: Put, fanout: int = ENTRY_FANOUT) -> Digest:
-    """Store a tree of these items and return the digest of its top."""
+    """Store a new tree, and return the digest of its top node.
+
+    Args:
+        items: The keys and values.
+        put_node: Stores the bytes of a node, and returns its digest.
+        fanout: The average number of items, or children, in a node.
+    """
     levels: _Levels[V] = _Levels(fanout, put_node)
     levels.add_items(sorted(items.items(), key=_key_in))
     top = levels.top()
@@ -107,10 +119,14 @@ def build(items: Mapping[str, V], put_node: Put, fanout: int = ENTRY_FANOUT) -> 
 
 
 class _Levels(Generic[V]):
-    """Writes a tree from left to right. Each level has one open node.
+    """Writes a tree from left to right. Each level has one open node, which still grows.
 
-    A full node stays open until its level gets another item: if it turns out to be the top, no list
-    is written above it.
+    A full node is stored only once its level gets another item or child. If none comes, the node is
+    the top of the tree, and needs no list above it.
+
+    Args:
+        fanout: The average number of items, or children, in a node.
+        put_node: Stores the bytes of a node, and returns its digest.
     """
 
     def __init__(self, fanout: int, put_node: Put) -> None:
@@ -121,7 +137,10 @@ class _Levels(Generic[V]):
         self._key_chars = 0
 
     def add_items(self, items: Iterable[tuple[str, V]]) -> None:
-        """Add the next items, in the order of their keys."""
+        """Add the next items.
+
+        Their keys must be in ascending order, and follow those added before.
+        """
         run, is_full, key_chars = self._runs[0], self._full[0], self._key_chars
         fanout, most_items = self._fanout, most_in_node(self._fanout)
         for item in items:
@@ -137,11 +156,12 @@ class _Levels(Generic[V]):
         self._full[0], self._key_chars = is_full, key_chars
 
     def add_node(self, child: Child, level: int) -> None:
-        """Add a stored node as it is.
+        """Add a node that is already stored, with all that is below it.
 
         Args:
-            child: The node.
-            level: Its level; 0 for a leaf. The levels up to it must be closed (:meth:`closed_to`).
+            child: The node's first key, digest, and number of items.
+            level: The level of the node; 0 for a leaf. :meth:`closed_to` must have returned True
+                for it.
         """
         upper = level + 1
         self._reach(upper)
@@ -153,9 +173,9 @@ class _Levels(Generic[V]):
         self._full[upper] = ends and upper < MAX_LEVELS
 
     def closed_to(self, level: int) -> bool:
-        """Close the full nodes of the levels up to ``level``; return whether no node is open there.
+        """Store the full nodes of levels up to ``level``; return whether no node stays open there.
 
-        If none is, a stored node of that level can be added as it is.
+        If none does, a stored node of that level can be added without reading it.
         """
         self._reach(level)
         for i in range(level + 1):
@@ -182,7 +202,7 @@ class _Levels(Generic[V]):
         self.add_node(child, level)
 
     def top(self) -> Child | None:
-        """Close all nodes; return the top of the tree, or None if the tree has no item."""
+        """Store all open nodes, and return the top of the tree; None if the tree has no item."""
         level = 0
         while True:
             is_last = not any(self._runs[level + 1 :])
@@ -200,19 +220,18 @@ class Tree(Generic[V]):
     """A stored tree. It reads a node when it first needs the node.
 
     Args:
-        top: The digest of its top node; None for a tree without items.
+        top: The digest of the top node; None for a tree without items.
         load: Returns the verified bytes of a node.
         value_type: The type of the values.
-        fanout: How many items, or children, its nodes have on average.
-        accepts: Whether the tree may have a key. The tree skips items with other keys, and leaves
-            them out of a leaf that it writes anew.
-        decode_one: Decodes one value. It is called if a leaf cannot be decoded as a whole, because
-            a later version wrote it.
+        fanout: The average number of items, or children, in a node.
+        accepts: Whether a key is valid. The tree skips items with other keys. When it writes a leaf
+            anew, it leaves these items out.
+        decode_one: Decodes one value of a leaf that a later version of casnap wrote, and that
+            cannot be decoded as a whole.
 
     Attributes:
-        children: The nodes below the top; if the top is a leaf, the top itself.
-        rejected: The keys that were skipped so far. No more are added once they have 1 MiB of
-            characters.
+        children: The nodes below the top node; if the top node is a leaf, that leaf itself.
+        rejected: The keys that were skipped so far, up to about 1 MiB of characters.
     """
 
     def __init__(
@@ -271,7 +290,7 @@ class Tree(Generic[V]):
         return node
 
     def _decoded_one_by_one(self, data: bytes) -> LeafNode[V] | Branch:
-        """Decode a node value by value: a later version may have written it."""
+        """Decode a node value by value, since a later version of casnap may have written it."""
         kind, below, *_ = decoder(list[Raw]).decode(data)
         sort = decoder(str).decode(kind)
         if sort == "l":
@@ -297,10 +316,10 @@ class Tree(Generic[V]):
         )
 
     def node(self, digest: Digest) -> LeafNode[V] | Branch:
-        """Return a node that a list of this tree has named. The last leaf is cached.
+        """Return a node that a list of this tree names. The leaf that was read last is cached.
 
         Raises:
-            DamagedError: The node is missing or damaged, or differs from what the list says.
+            DamagedError: The node is missing or damaged, or is not as the list says.
         """
         if self._last is not None and self._last[0] == digest:
             return self._last[1]
@@ -312,7 +331,7 @@ class Tree(Generic[V]):
         return node
 
     def _accepted(self, node: LeafNode[V]) -> LeafNode[V]:
-        """Return a leaf without the items whose keys the tree does not accept."""
+        """Return a leaf without the items whose keys the tree does not accept; note these keys."""
         if self._accepts is None:
             return node
         bad = {key for key, _ in node.items if not self._accepts(key)}
@@ -323,7 +342,11 @@ class Tree(Generic[V]):
         return LeafNode([item for item in node.items if item[0] not in bad]) if bad else node
 
     def _check_claim(self, digest: Digest, node: LeafNode[V] | Branch) -> None:
-        """Check that a node is as its list says; if it were not, an edit could lose items."""
+        """Check that a node is as the list above it says. Otherwise an edit could lose items.
+
+        Raises:
+            DamagedError: The node differs from what the list says.
+        """
         claim, entries = self._claims[digest], _entries(node)
         count = sum(c for _, _, c in node.children) if isinstance(node, Branch) else len(entries)
         fits = count == claim.size and entries[0][0] == claim.first_key
@@ -334,7 +357,7 @@ class Tree(Generic[V]):
         """Return the items of one leaf.
 
         Raises:
-            DamagedError: The node is missing, damaged, or no leaf.
+            DamagedError: The node is missing or damaged, or is not a leaf.
         """
         node = self.node(digest)
         if isinstance(node, Branch):
@@ -345,18 +368,21 @@ class Tree(Generic[V]):
         return sum(count for _, _, count in self.children)
 
     def get(self, key: str) -> V | None:
-        """Return the value of a key, or None."""
+        """Return the value of a key; None if the tree does not have the key."""
         items = next(self._leaves(self.children, key), [])
         at = bisect_left(items, key, key=_key_in)
         return items[at][1] if at < len(items) and items[at][0] == key else None
 
     def items(self, start: str = "") -> Iterator[tuple[str, V]]:
-        """Yield the items in order of their keys, from ``start`` on."""
+        """Yield the items in ascending order of their keys, from the key ``start`` on."""
         for items in self._leaves(self.children, start):
             yield from items[bisect_left(items, start, key=_key_in) :]
 
     def _leaves(self, children: list[Child], start: str) -> Iterator[list[tuple[str, V]]]:
-        """Yield the items of each leaf, from the leaf on that would hold the key ``start``."""
+        """Yield the items of each leaf.
+
+        The first leaf is the one where ``start`` is, or would be.
+        """
         for child in children[max(bisect_right(children, start, key=_key_in) - 1, 0) :]:
             node = self.node(Digest(child[1]))
             if isinstance(node, Branch):
@@ -365,25 +391,28 @@ class Tree(Generic[V]):
                 yield node.items
 
     def items_below(self, prefix: str) -> Iterator[tuple[str, V]]:
-        """Yield the items whose key begins with ``prefix``."""
+        """Yield the items whose keys begin with ``prefix``."""
         for key, value in self.items(prefix):
             if not key.startswith(prefix):
                 return
             yield key, value
 
     def items_in(self, folder: str = "") -> Iterator[tuple[str, V]]:
-        """Yield the items whose key lies in a folder, at any depth; "" is the folder of all."""
+        """Yield the items whose keys lie in a folder or in its subfolders.
+
+        The folder "" holds all items.
+        """
         return self.items_below(f"{folder}/" if folder else "")
 
     def edit(self, changes: Mapping[str, V | None], put_node: Put) -> Digest | None:
-        """Store this tree with changes. Only changed nodes are stored.
+        """Store a changed copy of this tree. Only nodes that differ are stored.
 
         Args:
-            changes: The key of each changed item → its new value; None removes the item.
-            put_node: Stores a node and returns its digest.
+            changes: The new value for each key that changes; None removes the key.
+            put_node: Stores the bytes of a node, and returns its digest.
 
         Returns:
-            The digest of the new top; None if no item is left.
+            The digest of the new top node; None if no item is left.
         """
         levels: _Levels[V] = _Levels(self._fanout, put_node)
         self._edit_nodes(
@@ -402,7 +431,7 @@ class Tree(Generic[V]):
         return digest
 
     def _height(self) -> int:
-        """Return the level of the nodes below the top: 0 for leaves."""
+        """Return the level of the nodes in ``children``: 0 for leaves."""
         height, children = 0, self.children
         while children and isinstance(node := self.node(Digest(children[0][1])), Branch):
             height, children = height + 1, node.children
@@ -411,7 +440,15 @@ class Tree(Generic[V]):
     def _edit_nodes(
         self, levels: _Levels[V], children: list[Child], level: int, todo: list[_Change[V]]
     ) -> None:
-        """Write nodes of one level, with the changes of the items below them."""
+        """Add some nodes of one level to a new tree, with the changes of the items below them.
+
+        Args:
+            levels: Writes the new tree.
+            children: The nodes.
+            level: Their level; 0 for leaves.
+            todo: The changed items, in ascending order of their keys. The new value None removes an
+                item.
+        """
         if not children:
             self._merge(levels, [], todo)
         for i, child in enumerate(children):
