@@ -1,4 +1,7 @@
-"""Collectives of the ranks that do one operation. They carry errors, and have a deadline.
+"""Collectives of the ranks that do one operation together, such as a take.
+
+In a collective, each rank sends each other rank a *part*: some bytes, perhaps none. If a rank has
+failed, the others get its error instead. Each collective has a deadline.
 
 :func:`casnap.ranks.joining.join` begins an operation. A process without other ranks gets a
 :class:`SingleProcess`; several ranks get a :class:`casnap.ranks.group.Group`.
@@ -28,17 +31,18 @@ DEFAULT_TIMEOUT = 600.0
 class Comm(ABC):
     """The ranks that do one operation together. All call the same collectives in the same order.
 
-    :func:`~casnap.ranks.joining.join` returns one. In a ``with`` block, an error of one rank ends
-    the operation on all ranks: each of the others raises a ``RankError`` that names it.
+    :func:`~casnap.ranks.joining.join` returns one. If a ``with`` block over it ends with an error
+    on one rank, the operation ends on all ranks: each other rank raises an error that names the
+    failed rank.
 
     Attributes:
         rank: The number of this rank in the group.
-        size: The number of ranks.
+        size: The number of ranks in the group.
         ranks: The numbers of the group's ranks in the default process group.
         operation: The operation in words, for messages, such as "the take of 'step_1'".
-        timeout: Seconds that one rank waits for another.
+        timeout: The most seconds that one rank waits for another.
         ended: Whether the operation has ended on this rank, with or without an error.
-        hosts: The number of each rank's host; 0 if a host is not known.
+        hosts: For each rank, the number of its host; 0 if the host is not known.
     """
 
     rank: int
@@ -51,17 +55,20 @@ class Comm(ABC):
 
     @property
     def neighbours(self) -> int:
-        """How many ranks are on this rank's host, this rank included."""
+        """The number of ranks on this rank's host, this rank included."""
         return self.hosts.count(self.hosts[self.rank])
 
     @property
     def largest_team(self) -> int:
-        """The most ranks whose parts one rank passes on: if many, send fewer bytes at once."""
+        """The number of ranks in the largest team. One rank passes on the bytes of its whole team.
+
+        With large teams, callers send fewer bytes at once, to spare the memory of that rank.
+        """
         return 1
 
     @property
     def traffic(self) -> Traffic:
-        """The messages and bytes that this rank has sent in this operation."""
+        """How much this rank has sent in this operation so far."""
         return Traffic()
 
     # --- what each subclass implements ---
@@ -73,101 +80,128 @@ class Comm(ABC):
         """Send ``parts[i]`` to rank i; return the part that each rank sent to this rank.
 
         Args:
-            parts: A part for each rank. Their lengths may differ, or be 0. An object that goes to
-                several ranks is sent once where that is possible.
-            room: Memory to receive into. It is used if all parts that come straight from their
-                ranks fit into it.
-            is_proven: Whether the receiver verifies the content itself, so that the parts need no
-                checksum.
+            parts: A part for each rank. If several ranks get the same object, it is sent once where
+                the connections allow that.
+            room: Memory to receive parts into, to save allocations. Parts that arrived by way of
+                another rank do not lie in it. If the others are too long for it, it is not used.
+            is_proven: Whether the receivers verify the parts themselves. Parts are then sent
+                without a checksum.
 
         Raises:
             RankError: Another rank failed, died or missed the deadline; or a part was damaged on
-                its way.
+                the way.
         """
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """Tell all other ranks that this rank has failed. Their next collective raises an error."""
+        """Tell all other ranks that this rank has failed.
+
+        The next collective of each raises the error.
+        """
 
     @abstractmethod
     def leave(self) -> None:
-        """End the operation after its last collective. A later error stays on this rank."""
+        """End the operation on this rank, after its last collective.
+
+        Other ranks hear of no later error.
+        """
 
     @abstractmethod
     def enter_phase(self, phase: str) -> None:
-        """Note the phase that this rank begins. If this rank dies, other ranks name the phase."""
+        """Note which phase this rank begins, in words.
+
+        If the rank dies, the others' error tells it.
+        """
 
     def resume(self, error: BaseException) -> bool:
-        """Tell the other ranks of an error; go on if all failed ranks have errors of one type.
+        """Tell the other ranks of an error; go on if all failed ranks have an error of one type.
+
+        This is a collective: each rank calls it with its own error, or with the one it got from
+        another.
 
         Args:
-            error: The error of this rank, or the one that it got from another rank.
+            error: The error.
 
         Returns:
-            Whether the operation goes on, on all ranks. Else it has ended.
+            Whether the operation goes on. The answer is the same on all ranks; if it is False, the
+            operation has ended.
         """
         return True
 
     def background(self, number: int) -> Comm:
-        """Return the same ranks for the part of the operation that runs in the background.
+        """Return a second ``Comm`` of these ranks, for the part of the operation in the background.
 
-        Operations in the background have connections of their own, and run one after the other. So
-        this operation can end before its part in the background begins.
+        It has connections of its own, and uses them once earlier operations in the background have
+        ended. So this operation may end before its part in the background begins.
 
         Args:
-            number: A number of the operation, the same on all ranks. If a rank skips an operation,
-                the numbers show it.
+            number: A number of the operation, the same on all ranks. If a rank has skipped an
+                operation, the numbers differ, and the ranks raise an error.
         """
         return self
 
     def share(self, nbytes: int) -> SharedMemory:
         """Share memory with the ranks of this host. This is a collective.
 
-        The memory is kept for later calls, of later operations too. So it may hold bytes of earlier
-        operations: read only what this operation wrote.
+        The ranks keep the memory for later calls and operations. So it may hold bytes of earlier
+        operations: a rank must read only bytes that were written in this operation.
 
         Args:
-            nbytes: How many bytes each rank gives; the same on all ranks.
+            nbytes: The number of bytes that each rank gives; the same on all ranks.
         """
         return not_shared(nbytes, self.size)
 
     def await_end(self, rank: int) -> bool:
-        """Wait until another rank has left this operation; return False if it died before that."""
+        """Wait until another rank has left this operation.
+
+        Returns:
+            Whether the rank has left; False if it died before, or the deadline has passed.
+        """
         return self.rank == rank
 
     def check_not_abandoned(self) -> None:
-        """Check that the other ranks have not given up on this rank for being too slow.
+        """Check that the other ranks have not ended the operation because this rank was too slow.
 
         Raises:
-            RankError: They have given up. The operation has ended here too.
+            RankError: The others have ended it. It has ended on this rank too.
         """
         return
 
     # --- bytes ---
 
     def all_gather(self, part: Buffer) -> list[memoryview]:
-        """Return the part of every rank."""
+        """Send the same part to every rank; return the parts of all ranks."""
         return self.all_to_all([part] * self.size)
 
     def gather(self, part: Buffer) -> list[memoryview]:
-        """Return the part of every rank on rank 0, and nothing on other ranks."""
+        """Send a part to rank 0.
+
+        Return the parts of all ranks on rank 0, and an empty list on others.
+        """
         received = self.all_to_all([part, *[b""] * (self.size - 1)])
         return received if self.rank == 0 else []
 
     def scatter(self, parts: Sequence[Buffer] = ()) -> memoryview:
-        """Send ``parts[i]`` from rank 0 to rank i; return the part for this rank."""
+        """Send ``parts[i]`` from rank 0 to rank i, and return this rank's part.
+
+        Other ranks pass no parts.
+        """
         return self.all_to_all(parts if self.rank == 0 else [b""] * self.size)[0]
 
     def broadcast(self, part: Buffer = b"") -> memoryview:
-        """Return rank 0's part."""
+        """Send the part of rank 0 to every rank, and return it. Other ranks pass no part."""
         return self.scatter([part] * self.size)
 
     # --- messages: msgspec structs; a rank's message to itself is not encoded ---
 
     def exchange_messages(self, messages: Sequence[M], kind: type[M]) -> list[M]:
-        """Send ``messages[i]`` to rank i; return the message of each rank to this rank.
+        """Send ``messages[i]`` to rank i; return the messages that the ranks sent to this rank.
 
-        Equal messages to several ranks are sent once where that is possible.
+        Messages that are equal when encoded are sent as one object.
+
+        Args:
+            messages: A message for each rank.
+            kind: The type of the messages.
         """
         known: dict[bytes, bytes] = {}
         encoded = (b"" if rank == self.rank else encode(m) for rank, m in enumerate(messages))
@@ -175,12 +209,15 @@ class Comm(ABC):
         return self._decoded(self.all_to_all(parts), messages[self.rank], kind)
 
     def gather_messages(self, message: M, kind: type[M]) -> list[M]:
-        """Return the message of every rank on rank 0, and nothing on other ranks."""
+        """Send a message to rank 0.
+
+        Return all messages on rank 0, and an empty list on other ranks.
+        """
         received = self.gather(encode(message) if self.rank else b"")
         return self._decoded(received, message, kind)
 
     def broadcast_message(self, message: M | None, kind: type[M]) -> M:
-        """Return the message of rank 0. The other ranks may pass None."""
+        """Send the message of rank 0 to every rank, and return it. Other ranks may pass None."""
         if self.rank == 0:
             assert message is not None
             self.broadcast(encode(message) if self.size > 1 else b"")
@@ -194,12 +231,12 @@ class Comm(ABC):
     # --- agreeing, and ending ---
 
     def check_same(self, name: str, on_this_rank: object, on_rank_0: object) -> None:
-        """Check that an argument is the same on this rank as on rank 0.
+        """Check that an argument of the operation is the same on this rank as on rank 0.
 
         Args:
-            name: The name of the argument, for the message.
-            on_this_rank: The value here.
-            on_rank_0: The value there.
+            name: The name of the argument, for the error message.
+            on_this_rank: The value on this rank.
+            on_rank_0: The value on rank 0.
 
         Raises:
             StateError: The values differ.
@@ -212,7 +249,10 @@ class Comm(ABC):
 
     @contextmanager
     def reporting_errors(self) -> Iterator[None]:
-        """Run the beginning of an operation. An error goes to all ranks, and ends it there too."""
+        """Run the beginning of an operation. An error in the block ends the operation on all ranks.
+
+        Without an error, the operation goes on after the block.
+        """
         try:
             yield
         except BaseException as e:
@@ -228,7 +268,7 @@ class Comm(ABC):
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        """End the operation. Before that, an error goes to the other ranks."""
+        """End the operation. If the block raised an error, the other ranks get it first."""
         try:
             if error is not None:
                 self.fail(error)
@@ -237,7 +277,7 @@ class Comm(ABC):
 
 
 class SingleProcess(Comm):
-    """A group of one rank. Nothing is sent."""
+    """A process that does an operation alone. It sends nothing."""
 
     rank, size, ranks = 0, 1, (0,)
 

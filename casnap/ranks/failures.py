@@ -1,4 +1,4 @@
-"""Failures of an operation of several ranks: the ranks at fault, and their errors as text."""
+"""Failures of an operation of several ranks: which ranks are at fault, and their errors as text."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ STORE_SILENT = (
 
 
 class ErrorText(msgspec.Struct, array_like=True, frozen=True):
-    """An error in the form in which a rank sends it to others.
+    """An error in the form in which one rank sends it to others.
 
     Attributes:
-        kind: The name of its type.
-        text: Its message.
-        reason: The reason of an UnavailableError.
+        kind: The name of the error's type.
+        text: The error's message.
+        reason: The ``reason`` of an UnavailableError; "other" for other errors.
     """
 
     kind: str
@@ -31,12 +31,12 @@ class ErrorText(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Failure(msgspec.Struct, array_like=True):
-    """Why an operation ended early.
+    """The reason why an operation of several ranks ended early.
 
     Attributes:
         ranks: The ranks at fault; empty if they are not known.
-        reason: What happened to them, in words.
-        error: The error of the rank at fault, if it raised one.
+        reason: What happened to these ranks, in words; "" if ``error`` says it.
+        error: The error that the rank at fault raised, if it raised one.
     """
 
     ranks: tuple[int, ...]
@@ -45,10 +45,10 @@ class Failure(msgspec.Struct, array_like=True):
 
 
 class LinkFailedError(Exception):
-    """The ranks cannot be connected, or the process group's store does not answer.
+    """The ranks cannot be connected, or the key-value store of the process group does not answer.
 
     Attributes:
-        failure: The ranks at fault, and what happened.
+        failure: The ranks at fault, and what happened to them.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -57,7 +57,12 @@ class LinkFailedError(Exception):
 
 
 def damage_text(senders: Sequence[int], receiver: int) -> str:
-    """Return the message for bytes that were damaged on their way from other ranks."""
+    """Return the error message for parts that were damaged on their way to this rank.
+
+    Args:
+        senders: The ranks that sent the parts.
+        receiver: This rank.
+    """
     return (
         f"what {rank_names(senders)} sent came damaged to rank {receiver}, so it was not used; a "
         "network card or some memory may be at fault"
@@ -65,7 +70,7 @@ def damage_text(senders: Sequence[int], receiver: int) -> str:
 
 
 def error_text(error: BaseException) -> ErrorText:
-    """Return an error as text for other ranks. It never raises, whatever the error's class does."""
+    """Return an error in the form for other ranks. This works even if ``str(error)`` raises."""
     try:
         text = str(error)
     except Exception as e:  # noqa: BLE001 - the other ranks must get the error in any case
@@ -77,14 +82,15 @@ def error_text(error: BaseException) -> ErrorText:
 
 
 def error_of_ranks(operation: str, texts: dict[int, ErrorText]) -> CasnapError:
-    """Return the error to raise on this rank for errors of other ranks.
+    """Return the error to raise on this rank because other ranks failed.
 
-    The returned error tells the error of the lowest rank that failed, and has its type and reason
-    if the type is one of casnap; else it is a RankError.
+    It carries the message of the failed rank with the lowest number. If casnap defines the type of
+    that rank's error, the returned error has this type, and also the ``reason``. Otherwise it is a
+    RankError.
 
     Args:
         operation: The operation in words, for the message.
-        texts: The error of each rank that failed, by rank.
+        texts: The number of each failed rank → its error.
     """
     rank = min(texts)
     text = texts[rank]

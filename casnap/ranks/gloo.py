@@ -1,8 +1,9 @@
-"""The gloo groups that ranks use. Only this module of ``ranks`` uses undocumented names of torch.
+"""The gloo groups over which ranks communicate.
 
-``dist.new_group`` would not do. It is a collective of the trainer's default group, it waits for a
-missing rank as long as that group does, and its collectives take no deadline of their own. A
-``ProcessGroupGloo`` that is made directly needs only its members, and each call has its deadline.
+In this folder, only this module uses undocumented names of torch. ``dist.new_group`` would not do.
+It is a collective of the trainer's default group. It waits for a missing rank as long as that group
+does. Its collectives take no deadline of their own. A ``ProcessGroupGloo`` that is made directly
+needs only its members, and each call has a deadline.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from casnap.runtime.environment import gloo_interfaces
 
 
 def default_group() -> tuple[object, Any]:
-    """Return the default process group, and the torch store in which its ranks met."""
+    """Return the default process group, and the torch store through which its ranks met."""
     c10d = dist.distributed_c10d
     return c10d._get_default_group(), c10d._get_default_store()
 
 
 def _device() -> Any:
-    """Return a device of gloo whose ranks connect when they first talk.
+    """Return a gloo device whose ranks connect when they first talk.
 
-    It is one device even if the environment names several interfaces: a missed deadline breaks the
-    connections of one device alone.
+    There is one device, even if the environment names several network interfaces, because a missed
+    deadline breaks only the connections of one device.
     """
     kind: Any = dist.ProcessGroupGloo
     for interface in gloo_interfaces():
@@ -45,9 +46,12 @@ _NOT_IMPLEMENTED = "Not implemented"
 
 
 def value_in(store: Any, key: str) -> bytes | None:
-    """Return the value of a key in a torch store, or None; it does not wait for the key.
+    """Return the value of a key in a torch store; None if the key is not set.
 
-    This is one request. A store that cannot compare and set, such as one in Python, needs two.
+    The call does not wait.
+
+    It takes one request; two if the store cannot compare and set, such as a store written in
+    Python.
     """
     try:
         # This sets nothing: no key has the value that it expects.
@@ -60,9 +64,9 @@ def value_in(store: Any, key: str) -> bytes | None:
 
 
 def first_in(store: Any, key: str, value: bytes) -> bytes:
-    """Set a key in a torch store unless it is set; return the value that it has then.
+    """Set a key in a torch store unless the key is set; return the value that the key has then.
 
-    In a store that cannot compare and set, two ranks may both be the first.
+    In a store that cannot compare and set, two ranks may both find their own value.
     """
     try:
         return bytes(store.compare_set(key, "", value))
@@ -75,9 +79,10 @@ def first_in(store: Any, key: str, value: bytes) -> bytes:
 
 
 class _Addresses(dist.Store):  # type: ignore[misc, name-defined]
-    """A torch store for the addresses of ranks.
+    """A torch store through which gloo reads the addresses of ranks.
 
-    gloo waits for each address, then gets it. This store makes both one request.
+    For each address, gloo first waits for the key, then gets the value. Here ``wait`` reads the
+    value already, so that both together are one request.
     """
 
     def __init__(self, store: Any) -> None:
@@ -107,18 +112,18 @@ class _Addresses(dist.Store):  # type: ignore[misc, name-defined]
 def new_group(
     store: Any, name: str, rank: int, size: int, seconds: float, *, connects_later: bool = False
 ) -> tuple[Any, object]:
-    """Make a gloo group. Its ranks find each other in the store by the name of the group.
+    """Make a gloo group of some ranks. The ranks find each other in a torch store.
 
     Args:
-        store: The store of the default group.
-        name: The name of the new group.
-        rank: This rank.
+        store: The torch store of the default group.
+        name: The name of the new group, the same on all its ranks.
+        rank: The number of this rank in the new group.
         size: The number of ranks.
         seconds: How long to wait for each other rank.
         connects_later: Whether two ranks connect when they first talk, instead of at once.
 
     Returns:
-        The group, and an object to keep as long as the group is used.
+        The group, and an object that the caller must keep as long as it uses the group.
     """
     kind: Any = dist.ProcessGroupGloo
     prefix = dist.distributed_c10d.PrefixStore
@@ -133,7 +138,16 @@ def new_group(
 
 
 def exchange_rows(pg: Any, mine: torch.Tensor, seconds: float) -> torch.Tensor:
-    """Send row i of a tensor to rank i; return the rows that the ranks sent to this rank."""
+    """Send row i of a tensor to rank i; return the rows that the ranks sent to this rank.
+
+    Args:
+        pg: The gloo group.
+        mine: The tensor, with a row for each rank.
+        seconds: How long to wait for the other ranks.
+
+    Returns:
+        A tensor of the received rows, in the order of the ranks.
+    """
     theirs = torch.empty_like(mine)
     options = dist.AllToAllOptions()
     options.timeout = timedelta(seconds=seconds)
@@ -142,14 +156,14 @@ def exchange_rows(pg: Any, mine: torch.Tensor, seconds: float) -> torch.Tensor:
 
 
 def break_connections(pg: Any, peers: Iterable[int]) -> None:
-    """Break a group, so that every rank that waits in it fails at once.
+    """Break all connections of a gloo group, so that ranks that wait in the group fail at once.
 
-    Dropping the group is not enough while an exception still refers to it. But one missed deadline
-    breaks all connections of a gloo group, so this misses one on purpose.
+    An exception may still refer to the group, so to drop the group is not enough. gloo breaks all
+    connections of a group when one call misses its deadline. So this function lets a call miss it.
 
     Args:
         pg: The group.
-        peers: The ranks that this rank is connected to.
+        peers: The ranks to which this rank is connected.
     """
     for peer in peers:
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
@@ -162,7 +176,10 @@ def break_connections(pg: Any, peers: Iterable[int]) -> None:
 
 
 def as_tensor(part: bytes | bytearray | memoryview) -> torch.Tensor:
-    """Return bytes as a tensor of uint8. A writable view is not copied."""
+    """Return bytes as a tensor of uint8. The tensor shares the memory of a writable view.
+
+    Read-only bytes are copied.
+    """
     # Torch warns about read-only memory, though this memory is only read.
     writable = part if isinstance(part, memoryview) and not part.readonly else bytearray(part)
     return torch.frombuffer(writable, dtype=torch.uint8)

@@ -1,10 +1,11 @@
 """Several ranks that do one operation together, over a gloo group of casnap's own.
 
-The ranks never talk on the trainer's group (:mod:`casnap.ranks.link`). Each collective begins with
-the number of bytes that follow. A rank that has failed sends its error instead, whatever collective
-the others are in. So all ranks raise the error of one, and the group stays in step. A rank that is
-killed or hangs breaks the group. The others notice it through gloo and find out which rank is at
-fault; the next operation makes a new group.
+The ranks never use the trainer's process group (:mod:`casnap.ranks.link`). In each collective, the
+ranks first tell each other the lengths of their parts. A rank that has failed tells this instead,
+in whichever collective the others are. Then all ranks raise its error, and can still use the group.
+
+A rank that is killed or hangs breaks the connections. The other ranks find out which rank is at
+fault; the next operation makes a new gloo group.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class Group(Comm):
     """Several ranks of a process group, for one operation.
 
     Args:
-        link: The connection between the ranks. If an operation still uses it, this waits for the
-            end of that operation.
-        timeout: Seconds that one rank waits for another.
+        link: The connection between the ranks. If another operation uses it, the constructor waits
+            for the end of that operation.
+        timeout: The most seconds that one rank waits for another.
         operation: The operation in words, for messages.
-        number: A number of the operation, if all ranks know one.
+        number: The number of an operation in the background, which all ranks know; 0 for others.
     """
 
     def __init__(self, link: Link, timeout: float, operation: str, number: int = 0) -> None:
@@ -171,7 +172,7 @@ class Group(Comm):
         self._link.shared = self._link.memory = None
 
     def _checksums(self, parts: Sequence[Buffer]) -> list[int]:
-        """Return the checksum of each part; 0 for empty parts, and for this rank's to itself."""
+        """Return the checksum of each part; 0 if the part is empty, or is this rank's to itself."""
         sums, sums_by_id = [0] * self.size, dict[int, int]()
         for rank, part in enumerate(parts):
             if rank == self.rank or not len(part):
@@ -183,7 +184,11 @@ class Group(Comm):
         return sums
 
     def _verify(self, received: Sequence[memoryview], expected: list[int]) -> None:
-        """Check the received parts against the checksums that their senders made.
+        """Check received parts against the checksums that their senders computed.
+
+        Args:
+            received: The part of each rank.
+            expected: The checksum that each rank sent.
 
         Raises:
             RankError: Some parts were damaged on their way.
@@ -243,13 +248,19 @@ class Group(Comm):
         sums: list[int],
         error: ErrorText | None = None,
     ) -> Incoming:
-        """Exchange parts, or the news that this rank has failed.
+        """Exchange this rank's parts or its error with the other ranks; check that all are in step.
+
+        Args:
+            parts: The part for each rank.
+            sums: The checksum of each part.
+            error: The error of this rank if it has failed. The others learn only that it has one.
 
         Returns:
-            The parts from all ranks. Some may be only announced, and come by :meth:`_transfer`.
+            What the ranks sent to this rank. Of some parts it may have only the length;
+            :meth:`_transfer` receives these parts.
 
         Raises:
-            StateError: Some ranks are in another operation.
+            StateError: Some ranks are in another operation, or at another of its collectives.
         """
         told = self._exchange(parts, sums, error)
         astray = [rank for rank, step in enumerate(told.steps) if step != told.steps[self.rank]]
@@ -284,13 +295,18 @@ class Group(Comm):
         return self._communicate(talk, error)
 
     def _exchange_texts(self, mine: bytes) -> list[bytes]:
-        """Send a text to all ranks; return the text of each."""
+        """Send a text to all ranks; return the text of each rank."""
         parts = [mine] * self.size
         told = self._exchange(parts, [0] * self.size)
         return [bytes(text) for text in self._transfer(parts, told)]
 
     def _exchange_errors(self, sizes: list[int], mine: bytes) -> dict[int, ErrorText]:
-        """Return the errors of the ranks that announced one."""
+        """Exchange errors between all ranks; return the error of each failed rank.
+
+        Args:
+            sizes: The length that each rank has announced; ``FAILED`` if the rank has failed.
+            mine: The encoded error of this rank; empty if it has not failed.
+        """
         texts = self._exchange_texts(mine)
         return {
             rank: decoder(ErrorText).decode(texts[rank])
@@ -299,7 +315,14 @@ class Group(Comm):
         }
 
     def _first_exchange(self, exchange: Callable[[float], T]) -> T:
-        """Do the first exchange of the operation, in the last operation's group or in a new one."""
+        """Do the first exchange of the operation, and make a new gloo group if that is needed.
+
+        The last operation's gloo group is used if it is whole. If it broke in an earlier operation,
+        all ranks meet anew.
+
+        Args:
+            exchange: The exchange, given how many seconds to wait for other ranks.
+        """
         until = time.monotonic() + self.timeout
         phase = self._phase or f"beginning {self.operation}"
         if self._link.transport is not None:
@@ -330,7 +353,13 @@ class Group(Comm):
     def _transfer(
         self, parts: Sequence[Buffer], told: Incoming, room: memoryview | None = None
     ) -> list[memoryview]:
-        """Send and receive the parts that were only announced; return the parts of all ranks."""
+        """Send and receive the parts that were only announced; return the parts of all ranks.
+
+        Args:
+            parts: The part of this rank for each rank.
+            told: The result of the exchange that announced the parts.
+            room: Memory to receive into. It is used if all announced parts fit into it.
+        """
         coming = {rank: told.sizes[rank] for rank, part in enumerate(told.parts) if part is None}
         if room is None or sum(coming.values()) > len(room):
             buffers = {rank: memoryview(bytearray(nbytes)) for rank, nbytes in coming.items()}
@@ -355,14 +384,14 @@ class Group(Comm):
         return [buffers[rank] if part is None else part for rank, part in enumerate(told.parts)]
 
     def _communicate(self, talk: Callable[[], T], error: ErrorText | None = None) -> T:
-        """Talk to the other ranks. If that fails, find out which rank is at fault.
+        """Call a function that communicates with other ranks. If it fails, find the rank at fault.
 
         Args:
-            talk: Sends and receives.
-            error: The error that this rank is about to report, if it has one.
+            talk: The function.
+            error: The error that this rank is about to report, if it has failed.
 
         Raises:
-            RankError: The ranks could not talk. The error names the ranks at fault.
+            RankError: The communication failed. The error names the ranks at fault.
         """
         began = time.monotonic()
         try:

@@ -1,4 +1,7 @@
-"""Joining: find the ranks of an operation and the link between them. The process keeps the link."""
+"""Join the ranks of an operation: find the ranks, and the link between them.
+
+The process keeps a link for each set of ranks, for later operations.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,11 @@ on_release(lambda: sum(link.forget() for link in list(_links.values())))
 
 
 def own_rank(pg: Any = None) -> int:
-    """Return the rank of this process in a group, or in the world; 0 without a process group."""
+    """Return the rank of this process in a group; 0 if ``torch.distributed`` is not initialised.
+
+    Args:
+        pg: The process group; None for the default group.
+    """
     return dist.get_rank(pg) if dist.is_available() and dist.is_initialized() else 0
 
 
@@ -37,14 +44,14 @@ def join(pg: Any, timeout: float | None, operation: str) -> Comm:
     """Begin an operation that all ranks of a process group do together.
 
     Args:
-        pg: The process group; None for the world. If ``torch.distributed`` is not initialised, the
-            world is this process alone.
-        timeout: Seconds that one rank waits for another; None for ten minutes.
+        pg: The process group; None for the default group. If ``torch.distributed`` is not
+            initialised, this process does the operation alone.
+        timeout: The most seconds that one rank waits for another; None for ten minutes.
         operation: The operation in words, for messages, such as "the take of 'step_1'".
 
     Raises:
-        StateError: ``pg`` is no process group, or this process is not in it.
-        TypeError: The timeout is no time.
+        StateError: ``pg`` is not a process group, or this process is not in it.
+        TypeError: The timeout is not a time.
         ValueError: The timeout is not above 0.
     """
     timeout = (
@@ -67,11 +74,11 @@ def join(pg: Any, timeout: float | None, operation: str) -> Comm:
 
 
 def join_ranks(ranks: tuple[int, ...], timeout: float | None, operation: str) -> Comm:
-    """Begin an operation as :func:`join` does.
+    """Begin an operation as :func:`join` does, given the numbers of the ranks.
 
     Args:
-        ranks: The ranks, as numbered in the default process group.
-        timeout: Seconds that one rank waits for another; None for ten minutes.
+        ranks: The numbers of the ranks in the default process group.
+        timeout: The most seconds that one rank waits for another; None for ten minutes.
         operation: The operation in words, for messages.
     """
     if len(ranks) == 1:
@@ -81,7 +88,7 @@ def join_ranks(ranks: tuple[int, ...], timeout: float | None, operation: str) ->
 
 
 def _link_of(ranks: tuple[int, ...]) -> Link:
-    """Return the link between ranks, which their first operation makes."""
+    """Return the process's link between some ranks; make the link if there is none yet."""
     home, store = gloo.default_group()
     for key in [key for key, link in _links.items() if link.home is not home]:
         # The default group of this link was destroyed. Its gloo group would keep two threads.

@@ -1,10 +1,12 @@
-"""The connection between the ranks of a process group, and which rank is at fault if it breaks.
+"""The connection between the ranks of a process group, and which rank is at fault when it breaks.
 
-A :class:`Link` holds a gloo group of casnap's own. It serves one operation after the other. When
-the group breaks, the next operation makes a new one. "The store" here is torch's key-value store of
-the default process group. The ranks meet through it, and each rank notes there what it does. A rank
-whose connection breaks records that in the store, and reads there which ranks are missing. Every
-wait here has a deadline, even the wait for an answer of the store.
+A :class:`Link` holds a gloo group of casnap's own, and serves one operation after the other. When
+the gloo group breaks, the next operation makes a new one.
+
+In this module, "the store" is torch's key-value store of the default process group. The ranks meet
+through the store, and each rank notes there what it does. A rank whose connection breaks records
+this in the store, and reads there which ranks have not reported. Every wait has a deadline, also
+the wait for an answer of the store.
 """
 
 from __future__ import annotations
@@ -63,11 +65,12 @@ _ALL_MUST_CALL = (
 
 
 class _Arrival(msgspec.Struct, array_like=True):
-    """A rank's note in the store that it has come to a new group.
+    """The note by which a rank tells in the store that it is ready for a new group.
 
     Attributes:
         process: The process of the rank.
-        token: A random token, by which the rank recognises the group that counts it.
+        token: Random bytes. Rank 0 lists the tokens of the group's ranks; a rank that finds its own
+            token in this list knows that rank 0 has seen its note.
     """
 
     process: Process
@@ -75,10 +78,10 @@ class _Arrival(msgspec.Struct, array_like=True):
 
 
 class _At(msgspec.Struct, array_like=True):
-    """A rank's note in the store of what it does.
+    """The note by which a rank tells in the store how far it is.
 
     Attributes:
-        number: The number of its operation in the group.
+        number: The number of the rank's operation, counted from the making of the group.
         phase: The phase of the operation, in words.
     """
 
@@ -87,13 +90,13 @@ class _At(msgspec.Struct, array_like=True):
 
 
 class _Start(msgspec.Struct, array_like=True):
-    """Rank 0's note that it has ended its wait for the others: the new group begins, or has failed.
+    """The note by which rank 0 tells in the store that a new group begins, or that it has failed.
 
     Attributes:
-        hosts: The hosts in the order of the ranks: the number of a host (0 if it is not known), and
-            how many successive ranks are on it.
-        team_ranks: The most ranks of one team.
-        failure: Why there is no group, if some ranks did not come.
+        hosts: The hosts in the order of the ranks, as pairs: the number of a host (0 if it is not
+            known), and the number of successive ranks on it.
+        team_ranks: The most ranks of a team.
+        failure: The reason why there is no group; None if the group begins.
     """
 
     hosts: list[tuple[int, int]]
@@ -105,17 +108,19 @@ class Link:
     """The connection between the ranks of a process group, for one operation at a time.
 
     Args:
-        home: The default process group; a link does not outlive it.
-        store: The store of the default group.
-        ranks: The ranks of this group, as numbered in the default group.
-        rank: This rank, as numbered in this group.
-        suffix: Distinguishes links of the same ranks; "" for the link where operations begin.
+        home: The default process group. The link can be used as long as this group exists.
+        store: The torch store of the default group.
+        ranks: The numbers of the link's ranks in the default group.
+        rank: The number of this rank in the link.
+        suffix: Tells apart several links of the same ranks. It is "" for the first link, where
+            operations begin.
 
     Attributes:
-        transport: The connections; None before they are made, and once this rank knows that they
+        transport: The connections; None while there are none, or once this rank knows that they
             broke.
-        shared: The memory that the ranks share, once they do. It is freed with the group.
-        memory: The part of it that this rank gives.
+        shared: The memory that the ranks of this host share; None while they share none. It is
+            freed with the connections.
+        memory: The memory that this rank contributes to ``shared``.
     """
 
     def __init__(
@@ -150,7 +155,7 @@ class Link:
         self._question.set_result(None)
 
     def background(self) -> Link:
-        """Return another link of the same ranks, for operations in the background."""
+        """Return a second link of the same ranks, which operations in the background use."""
         if self._background is None:
             self._background = Link(self.home, self._store, self.ranks, self.rank, "-background")
             # With these, the new link sees at once that a rank of this host dies before all meet.
@@ -159,7 +164,9 @@ class Link:
         return self._background
 
     def acquire(self, holder: int) -> None:
-        """Reserve the link for one operation; wait for an operation that still uses it.
+        """Reserve the link for an operation.
+
+        If another operation has reserved it, wait for its end.
 
         Args:
             holder: The id of the operation.
@@ -168,19 +175,24 @@ class Link:
         self._holder = holder
 
     def release(self, holder: int) -> None:
-        """Free the link at the end of an operation; a second call does nothing."""
+        """Free the link at the end of an operation. A second call does nothing.
+
+        Args:
+            holder: The id of the operation.
+        """
         if self._holder == holder:
             self._note("ended", self._operation)
             self._holder = None
             self._turn.release()
 
     def begin(self, operation: str, phase: str) -> None:
-        """Begin an operation in the group of the operation before.
+        """Begin an operation on the connections that the last operation used.
 
         Args:
-            operation: The operation in words. Its hash is a part of its name in the store, so a
-                rank that missed an operation cannot mistake the next one for it.
-            phase: The first phase of this rank.
+            operation: The operation in words. The store's keys of the operation contain a hash of
+                these words. So a rank that has skipped an operation does not take the next one for
+                it.
+            phase: The first phase of this rank, in words.
         """
         self._number += 1
         self._operation = f"{self._number} {digest_of(operation.encode()).hex()[:16]}"
@@ -197,7 +209,12 @@ class Link:
 
     @contextmanager
     def warning_of_absent(self, operation: str, timeout: float) -> Iterator[None]:
-        """Warn of absent ranks, while a block waits for all ranks to begin an operation."""
+        """Log a warning if ranks are late, while the block waits for all to begin an operation.
+
+        Args:
+            operation: The operation in words.
+            timeout: The seconds after which the block gives up, for the message.
+        """
         timer = threading.Timer(_WARN_AFTER, self._warn_if_absent, (operation, timeout))
         timer.daemon = True
         if self._warns:
@@ -221,7 +238,10 @@ class Link:
                 _warn_of_absent(operation, absent, timeout)
 
     def _reminder(self, operation: str, timeout: float) -> Callable[[Iterable[int]], None]:
-        """Return a function to call with the absent ranks: after some seconds it warns, once."""
+        """Return a function that logs a warning, once, about ranks that are seconds late.
+
+        Its argument is the absent ranks. Calls before that time, and after the warning, do nothing.
+        """
         warn_at = time.monotonic() + _WARN_AFTER if self._warns else math.inf
 
         def warn(absent: Iterable[int]) -> None:
@@ -233,7 +253,7 @@ class Link:
         return warn
 
     def _has_begun(self, rank: int) -> bool:
-        """Whether a rank has begun the operation that this rank is in."""
+        """Whether a rank has begun the operation that this rank does now."""
         at = self._get(f"{self._name}/at/{rank}", _At)
         return at is not None and at.number == self._number
 
@@ -241,11 +261,11 @@ class Link:
         self._store.set(key, encode(value))
 
     def _first(self, key: str, value: T) -> T:
-        """Set a key in the store unless another rank has set it; return the first rank's value."""
+        """Set a key in the store unless the key is set; return the value that the key has then."""
         return decoder(type(value)).decode(gloo.first_in(self._store, key, encode(value)))
 
     def _get(self, key: str, kind: type[T]) -> T | None:
-        """Return the value of a key in the store, or None, without waiting for it."""
+        """Return the value of a key in the store, without waiting; None if the key is not set."""
         value = gloo.value_in(self._store, key)
         return None if value is None else decoder(kind).decode(value)
 
@@ -253,7 +273,12 @@ class Link:
         return bool(self._store.check([key]))
 
     def _pauses(self, until: float, given_up: threading.Event) -> Iterator[None]:
-        """Yield again and again, with ever longer pauses, until the time or the caller gives up."""
+        """Yield once before each try of a caller, with longer and longer pauses in between.
+
+        Args:
+            until: The time at which to stop, by the monotonic clock.
+            given_up: Stops the iteration once it is set.
+        """
         pause, most = _POLL
         most = max(most, self.size / _LOOKS)
         while time.monotonic() < until and not given_up.is_set():
@@ -264,15 +289,16 @@ class Link:
     def _within(
         self, work: Callable[[threading.Event], T], seconds: float, reason: str = STORE_SILENT
     ) -> T:
-        """Do work with the store on another thread, and wait for its result.
+        """Call a function that asks the store, on another thread, and wait for its result.
 
         Args:
-            work: The work. It gets an event that is set once this call has stopped waiting.
+            work: The function. It gets an event that is set once this call has stopped waiting.
             seconds: How long to wait.
-            reason: Why the work may not end in time, for the error.
+            reason: The reason to give in the error if the time is over.
 
         Raises:
-            LinkFailedError: The work did not end in time: the store does not answer.
+            LinkFailedError: The function did not return in time, so the store does not seem to
+                answer.
         """
         given_up = threading.Event()
         answer: Future[T] = Future()
@@ -295,10 +321,14 @@ class Link:
         return answer.result()
 
     def _failure_of_silence(self, reason: str = STORE_SILENT) -> Failure:
-        """Return why the store may not answer.
+        """Return the failure to report when the store does not answer.
 
-        The failure names the dead ranks of this host, if there are any. The store lies on the host
-        of the world's rank 0. If that is another host, the failure names the ranks on it.
+        If ranks of this host have died, the failure names these. Otherwise rank 0 of the default
+        group may be at fault, or its host, where the store lies. The failure names the ranks on
+        that host if it is not this host.
+
+        Args:
+            reason: The reason to give, in words.
         """
         if dead := self._dead_ranks():
             return Failure(tuple(dead), f"{rank_names(dead)} died")
@@ -312,22 +342,22 @@ class Link:
 
     @property
     def connected(self) -> Transport:
-        """The connections. They exist once an operation has begun."""
+        """The connections. There are connections once an operation has begun."""
         assert self.transport is not None
         return self.transport
 
     def connect(self, seconds: float, timeout: float, operation: str, phase: str) -> None:
-        """Make a new group once all ranks have come, and begin an operation.
+        """Wait for all ranks, connect them in a new gloo group, and begin an operation.
 
         Args:
             seconds: How long to wait for the other ranks from now on.
             timeout: How long this rank will have waited in all, for messages.
-            operation: See :meth:`begin`.
-            phase: See :meth:`begin`.
+            operation: The operation in words, as for :meth:`begin`.
+            phase: The first phase of this rank, as for :meth:`begin`.
 
         Raises:
             LinkFailedError: Some ranks did not come.
-            RuntimeError: The ranks came, but could not be connected.
+            RuntimeError: All ranks came, but could not be connected.
         """
         team_size = team_ranks()  # a wrong setting is an error on all ranks that have it
         self.close()
@@ -360,7 +390,7 @@ class Link:
             raise
 
     def _of_this_host(self) -> dict[int, Process]:
-        """Return the processes of the ranks on this host, by rank."""
+        """Return the processes of the ranks on this host, keyed by rank, as the store has them."""
         name, own = self._name, self._hosts[self.rank]
         near = [rank for rank, host in enumerate(self._hosts) if host == own != 0]
         arrivals = self._within(
@@ -387,10 +417,16 @@ class Link:
     def _gather_ranks(
         self, pauses: Iterable[None], operation: str, timeout: float, team_size: int
     ) -> tuple[str, _Start]:
-        """Make a new group, as rank 0, and wait until all ranks have come.
+        """Announce a new group in the store, as rank 0, and wait until all ranks have come to it.
+
+        Args:
+            pauses: Yields before each look at the store; ends when the time is over.
+            operation: The operation in words, for a warning.
+            timeout: How long this rank will have waited in all, for messages.
+            team_size: The most ranks of a team.
 
         Returns:
-            The name of the group, and the note that it begins.
+            The name of the group, and the note by which it begins.
 
         Raises:
             LinkFailedError: Some ranks did not come.
@@ -431,7 +467,11 @@ class Link:
         return name, start
 
     def _token_in(self, name: str) -> bytes:
-        """Return the beginning of this rank's token, as a group has it."""
+        """Return the token that a group's list has for this rank, cut to the listed length.
+
+        Args:
+            name: The name of the group.
+        """
         tokens = self._get(f"{name}/tokens/{self.rank // _TOGETHER}", bytes) or b""
         at = self.rank % _TOGETHER * _TOKEN
         return tokens[at : at + _TOKEN]
@@ -442,10 +482,15 @@ class Link:
     def _come_to_rank_0(
         self, pauses: Iterable[None], operation: str, timeout: float
     ) -> tuple[str, _Start]:
-        """Come to the group that rank 0 makes, and wait until it begins.
+        """Come to the group that rank 0 announces in the store, and wait until the group begins.
+
+        Args:
+            pauses: Yields before each look at the store; ends when the time is over.
+            operation: The operation in words, for a warning.
+            timeout: How long this rank will have waited in all, for messages.
 
         Returns:
-            The name of the group, and the note that it begins.
+            The name of the group, and the note by which it begins.
 
         Raises:
             LinkFailedError: Rank 0 or other ranks did not come.
@@ -489,16 +534,16 @@ class Link:
     # --- a broken connection ---
 
     def close(self) -> None:
-        """Break the connection; every rank that waits in it fails at once."""
+        """Break the connections. Every rank that waits for this one fails at once."""
         transport, self.transport = self.transport, None
         self.shared = self.memory = None
         if transport is not None:
             transport.close()
 
     def broke_before(self) -> bool:
-        """Whether the connection broke in an earlier operation that this rank had already ended.
+        """Whether the connections broke in an earlier operation, which this rank had already ended.
 
-        If so, all ranks make a new group.
+        If so, the present operation can begin anew: all ranks make a new gloo group.
         """
 
         def look() -> bool | None:
@@ -512,7 +557,9 @@ class Link:
         return self._await_answer(look, otherwise=True)
 
     def is_apart(self) -> bool:
-        """Whether some ranks could not be connected in this new group; then all make another one.
+        """Whether some ranks of a new gloo group could not be connected.
+
+        If so, the call waits until every rank knows this; then all ranks make another group.
 
         Raises:
             LinkFailedError: Some ranks hang, or have died.
@@ -527,14 +574,14 @@ class Link:
         )
 
     def _all_come_again(self, apart: str, given_up: threading.Event) -> bool:
-        """Wait until all ranks have noticed that some are not connected.
+        """Wait until every rank has noticed that some ranks are not connected; return True.
 
         Args:
-            apart: The key in the store under which ranks note that.
-            given_up: Set once nobody waits for the answer.
+            apart: The key in the store below which each rank reports that it has noticed.
+            given_up: Set once the caller has stopped waiting for the result.
 
         Raises:
-            LinkFailedError: Some ranks have died, or noticed nothing in time.
+            LinkFailedError: Some ranks have died, or have not reported in time.
         """
 
         def hear_of_failure() -> None:
@@ -565,14 +612,14 @@ class Link:
         return True
 
     def _await_answer(self, look: Callable[[], bool | None], *, otherwise: bool) -> bool:
-        """Return the answer of a look at the store. Other ranks may still be about to write it.
+        """Look at the store repeatedly until it has an answer, which other ranks may still write.
 
         Args:
-            look: Returns the answer, or None if the store does not have it yet.
-            otherwise: The answer if none comes in time.
+            look: Returns the answer; None if the store does not have it yet.
+            otherwise: The answer to return if the store has none in time.
 
         Returns:
-            The answer; False if the store does not answer at all.
+            The answer; False if the store cannot be read.
         """
 
         def ask(given_up: threading.Event) -> bool:
@@ -587,12 +634,12 @@ class Link:
             return False
 
     def find_cause(self, error: ErrorText | None, seconds: float, *, is_late: bool) -> Failure:
-        """Break the connection, record that in the store, and find out which rank is at fault.
+        """Break the connections, record this in the store, and find out which rank is at fault.
 
         Args:
-            error: The error of this rank, if it has one.
-            seconds: How many seconds this rank has waited for others.
-            is_late: Whether it has waited to its deadline.
+            error: The error of this rank, if the rank itself has failed.
+            seconds: How many seconds this rank has waited for the others.
+            is_late: Whether the rank has waited until its deadline.
         """
         self.close()
         within = f"{seconds:.3g}"
@@ -609,13 +656,14 @@ class Link:
     def _cause(
         self, error: ErrorText | None, within: str, patience: float, given_up: threading.Event
     ) -> Failure:
-        """Report to the store that this rank has stopped; return the cause that the ranks find.
+        """Report in the store that this rank has stopped; return the failure that all ranks report.
 
         Args:
-            error: The error of this rank, if it has one.
-            within: The seconds that this rank waited to its deadline, as text; "" if it did not.
+            error: The error of this rank, if the rank itself has failed.
+            within: The seconds for which this rank waited, as text, if it waited until its
+                deadline; else "".
             patience: How many seconds to wait for the reports of other ranks.
-            given_up: Set once nobody waits for the answer.
+            given_up: Set once the caller has stopped waiting for the result.
         """
         operation = f"{self._name}/{self._operation}"
         if error is not None:
@@ -642,9 +690,13 @@ class Link:
         return self._failure_found_first(operation, given_up)
 
     def _failure_found_first(self, operation: str, given_up: threading.Event) -> Failure:
-        """Return the failure that the first rank to find one has recorded, or record one.
+        """Return the failure that a rank has recorded in the store. If there is none, record one.
 
-        It names the ranks that died, or have not reported to the store.
+        The recorded failure names the ranks that died, or else those that have not reported.
+
+        Args:
+            operation: The key of the operation in the store.
+            given_up: Set once the caller has stopped waiting for the result.
         """
         if self._store.add(f"{operation}/asking", 1) > _ASKING:
             # A rank asks the store about every rank. So only a few ranks ask, and the others wait
@@ -656,7 +708,12 @@ class Link:
         return self._first(f"{operation}/cause", self._failure_by_silence(operation, given_up))
 
     def _failure_by_silence(self, operation: str, given_up: threading.Event) -> Failure:
-        """Return a failure that names the ranks that died, or have not reported to the store."""
+        """Return a failure that names the dead ranks of this host, or else those without a report.
+
+        Args:
+            operation: The key of the operation in the store.
+            given_up: Set once the caller has stopped waiting for the result.
+        """
         if ranks := self._dead_ranks():
             event = "died"
         elif (
@@ -675,7 +732,12 @@ class Link:
         return Failure(tuple(ranks), f"{rank_names(ranks)} {event}{last_phase}{advice}")
 
     def _silent_ranks(self, operation: str, given_up: threading.Event) -> list[int]:
-        """Return the ranks that have not reported to the store."""
+        """Return the ranks that have not reported in the store that they stopped.
+
+        Args:
+            operation: The key of the operation in the store.
+            given_up: Stops the search once it is set.
+        """
         return [
             rank
             for rank in range(self.size)
@@ -686,17 +748,21 @@ class Link:
         return self._get(f"{self._name}/{self._operation}/cause", Failure)
 
     def recorded_failure(self) -> Failure | None:
-        """Return why other ranks ended the operation of this rank; None if they did not."""
+        """Return the failure that other ranks have recorded for this operation.
+
+        Returns:
+            The failure; None if there is none, or the store does not answer.
+        """
         try:
             return self._within(lambda _: self._recorded_failure(), _STORE_SECONDS)
         except (RuntimeError, LinkFailedError):
             return None
 
     def forget(self) -> int:
-        """Give back the pages of the memory that this rank shares, unless an operation uses it.
+        """Give the memory that this rank shares back to the system, unless the link is in use.
 
         Returns:
-            How many bytes were given back.
+            The number of bytes that were given back.
         """
         background_bytes = 0 if self._background is None else self._background.forget()
         if not self._turn.acquire(blocking=False):
@@ -708,11 +774,11 @@ class Link:
 
     @property
     def hosts(self) -> list[int]:
-        """The number of each rank's host and container; 0 if it is not known."""
+        """For each rank, a number that stands for its host and container; 0 if they are unknown."""
         return self._hosts
 
     def is_near(self, rank: int) -> bool:
-        """Whether a rank's process is on this host, in this container."""
+        """Whether a rank's process runs on this host, in the same container as this process."""
         return self._share_host(self.rank, rank)
 
     def _share_host(self, one: int, other: int) -> bool:
@@ -724,11 +790,14 @@ class Link:
         return [rank for rank, process in self._processes.items() if process.has_ended(own)]
 
     def await_end(self, rank: int, seconds: float) -> bool:
-        """Wait until another rank has left this operation; return False if it died first.
+        """Wait until another rank has left the operation of this rank.
 
         Args:
             rank: The other rank.
-            seconds: How long to wait; after that, the answer is False.
+            seconds: How long to wait.
+
+        Returns:
+            Whether the other rank has left; False if it died before, or the time is over.
         """
 
         def look(given_up: threading.Event) -> bool:
@@ -747,7 +816,7 @@ class Link:
 
 
 def _failure_to_come(missing_ranks: list[int], dead: list[int], timeout: float) -> Failure:
-    """Return the failure of a group that some ranks did not come to.
+    """Return the failure of a group to which some ranks did not come.
 
     Args:
         missing_ranks: The ranks that did not come.
@@ -761,7 +830,13 @@ def _failure_to_come(missing_ranks: list[int], dead: list[int], timeout: float) 
 
 
 def _warn_of_absent(operation: str, absent: list[int], timeout: float) -> None:
-    """Warn which ranks have not come to an operation yet."""
+    """Log a warning that names the ranks that have not come to an operation yet.
+
+    Args:
+        operation: The operation in words.
+        absent: The ranks.
+        timeout: The seconds after which the wait fails.
+    """
     _log.warning(
         "%s waits for %s, not here after %g s: %s. It goes on when all are here, and fails after "
         "%g s",

@@ -1,4 +1,7 @@
-"""The processes of ranks. Another process on the same host can see whether one has ended."""
+"""The processes of ranks.
+
+A rank can find out whether another rank's process on its host has ended.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,12 @@ from casnap.runtime.environment import boot_id
 
 
 class Process(NamedTuple):
-    """A process, as other processes on its host can find it. All fields are 0 if it is not known.
+    """A process, named so that other processes on its host can find it.
+
+    All fields are 0 if the system does not tell.
 
     Attributes:
-        host: A number of the host, its boot and its container.
+        host: A number that stands for the host, its boot and the container.
         pid: The process id.
         start: When the process started, in clock ticks since the boot.
     """
@@ -26,7 +31,7 @@ class Process(NamedTuple):
 
     @classmethod
     def current(cls) -> Process:
-        """Return this process."""
+        """Return the ``Process`` of the current process."""
         if not (boot := boot_id()):
             return cls()
         with suppress(OSError):
@@ -39,8 +44,7 @@ class Process(NamedTuple):
         """Whether the process has ended.
 
         Args:
-            host: The number of this process's host. From another host the answer is False, since
-                it cannot be known there.
+            host: The ``host`` of the process that asks. If it is another host, the answer is False.
         """
         if not host or self.host != host:
             return False

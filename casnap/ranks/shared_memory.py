@@ -1,9 +1,9 @@
-"""Memory of one rank that other ranks of its host read and write: bulk bytes need no socket.
+"""Memory of one rank that other ranks of its host can read and write, so that they need no socket.
 
-The memory has a file descriptor but no path (``memfd_create``). So neither the size of /dev/shm nor
-its absence matters, and nothing is left behind however a process ends. Another process opens it as
-``/proc/<pid>/fd/<n>``. That link shows the random name of the memory. The name proves that this is
-the memory that was meant, and not one of another host or container with the same numbers.
+The memory has a file descriptor but no path (``memfd_create``). So the size of /dev/shm does not
+matter, and no file is left behind however a process ends. Another process opens the memory as
+``/proc/<pid>/fd/<n>``. This link shows the random name of the memory. The name proves that the link
+leads to the right memory: another host or container may have the same pid and descriptor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from casnap.runtime.descriptors import Descriptor, opened
 
 
 class Address(msgspec.Struct, array_like=True, frozen=True):
-    """The address of shared memory, for other processes of the host. Without a name there is none.
+    """The address by which other processes of the host find shared memory.
+
+    An address with the name "" stands for no memory.
 
     Attributes:
         pid: The process that has the memory open.
@@ -47,11 +49,12 @@ class OwnMemory:
         nbytes: The length of the memory.
 
     Attributes:
-        address: Where other processes find the memory until :meth:`close_descriptor`.
-        view: The memory.
+        address: The address by which other processes find the memory until
+            :meth:`close_descriptor`.
+        view: The memory, writable.
 
     Raises:
-        OSError: This system has no such memory, or not enough.
+        OSError: The system does not offer such memory, or does not have enough.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -69,11 +72,17 @@ class OwnMemory:
         self.view = memoryview(self._map)
 
     def close_descriptor(self) -> None:
-        """Let no further process find the memory. Processes that have mapped it keep it."""
+        """Prevent further processes from finding the memory.
+
+        A process that has mapped it keeps it.
+        """
         self._file.close()
 
     def forget(self) -> int:
-        """Give the pages back to the system, so that the content is lost; return how many bytes."""
+        """Give the memory's pages back to the system; return the number of bytes.
+
+        The content of the memory is lost.
+        """
         with suppress(OSError, ValueError):
             self._map.madvise(mmap.MADV_REMOVE)
             return len(self._map)
@@ -81,7 +90,11 @@ class OwnMemory:
 
 
 def mapped(address: Address) -> memoryview | None:
-    """Return the memory at an address of another process; None if this process cannot find it."""
+    """Map the shared memory of another process; return a writable view of it.
+
+    Returns:
+        The view; None if this process cannot find the memory.
+    """
     if not address.name or sys.platform != "linux":
         return None
     path = Path(f"/proc/{address.pid}/fd/{address.descriptor}")
@@ -100,12 +113,12 @@ def mapped(address: Address) -> memoryview | None:
 
 
 class SharedMemory(NamedTuple):
-    """The memory that ranks share, as one of them sees it.
+    """The memory that ranks share, as seen by one of them.
 
     Attributes:
-        nbytes: How many bytes each rank was to give.
+        nbytes: The number of bytes that each rank was asked to give.
         own_memory: The memory of this rank; empty if no other rank can find it.
-        theirs: The memory of each rank; None if this rank cannot find it.
+        theirs: For each rank, its memory; None if this rank cannot find it.
         readers: For each rank, whether it can find the memory of this rank.
         by_all: Whether every rank can find the memory of every other rank.
     """
@@ -118,12 +131,17 @@ class SharedMemory(NamedTuple):
 
 
 def not_shared(nbytes: int, size: int) -> SharedMemory:
-    """Return the shared memory of ranks that share none."""
+    """Return the ``SharedMemory`` of ranks that share no memory.
+
+    Args:
+        nbytes: The number of bytes that each rank was asked to give.
+        size: The number of ranks.
+    """
     return SharedMemory(nbytes, memoryview(b""), [None] * size, [False] * size)
 
 
 class Ring:
-    """Keeps account of the runs of a memory that are in use.
+    """Keeps account of which runs of a memory are in use. The memory itself is not touched.
 
     Runs are freed in about the order in which they were taken.
 
@@ -138,7 +156,7 @@ class Ring:
         self._end = 0
 
     def take(self, nbytes: int) -> int | None:
-        """Take a free run of ``nbytes`` bytes; return its start, or None if none is long enough."""
+        """Take a free run of ``nbytes`` bytes; return its offset, or None if none is as long."""
         start = 0  # an unused memory begins at 0 again, where its pages are already there
         if self._taken:
             start, oldest = self._end, self._taken[0]
@@ -154,7 +172,7 @@ class Ring:
         return start
 
     def free(self, start: int) -> None:
-        """Free the run that begins at ``start``."""
+        """Free the run that begins at the offset ``start``."""
         self._freed.add(start)
         while self._taken and self._taken[0] in self._freed:
             self._freed.remove(self._taken.popleft())

@@ -1,8 +1,9 @@
-"""How the bytes of a collective get from rank to rank.
+"""The ways on which the bytes of a collective get from rank to rank.
 
 A few ranks are all connected to each other (:class:`Mesh`). Many ranks are divided into teams, each
-on one host, and one rank of a team speaks for it (:class:`Teams`). A member then has one
-connection. A speaker has one to each member of its team, and one to each other speaker.
+on one host (:class:`Teams`). One rank of each team is its speaker. It is connected to the other
+ranks of its team, and to all other speakers. A rank that is not a speaker is connected only to its
+speaker.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class Outgoing(NamedTuple):
     """The parts that a rank sends in a collective.
 
     Attributes:
-        step: The number of this call. A rank with another number is out of step.
+        step: A number of the collective, the same on all ranks that are in step.
         parts: The part for each rank. An object that goes to several ranks is sent once.
         sums: The checksum of each part.
-        has_failed: Whether this rank has failed, and sends nothing else.
+        has_failed: Whether this rank has failed. Then the parts are empty.
     """
 
     step: int
@@ -64,10 +65,11 @@ class Incoming(NamedTuple):
     """The parts that a rank receives in a collective, in the order of the ranks that sent them.
 
     Attributes:
-        steps: The number of the call that each rank is at.
+        steps: The ``step`` of each rank's collective.
         sizes: The length of each rank's part; ``FAILED`` if the rank has failed.
-        sums: The checksum of each part.
-        parts: Each part; None if it was only announced, and comes by :meth:`Transport.transfer`.
+        sums: The checksum of each rank's part.
+        parts: Each rank's part; None if only its length has come. Then :meth:`Transport.transfer`
+            receives the part.
     """
 
     steps: list[int]
@@ -80,8 +82,8 @@ class Traffic(NamedTuple):
     """How much a rank has sent.
 
     Attributes:
-        collectives: How many collectives it took part in.
-        messages: How many messages it sent.
+        collectives: The number of collectives in which the rank took part.
+        messages: The number of messages that the rank sent.
         nbytes: The bytes of these messages.
     """
 
@@ -91,15 +93,15 @@ class Traffic(NamedTuple):
 
 
 class Transport(ABC):
-    """The connections of one rank with others.
+    """The connections of this rank with other ranks.
 
     Attributes:
         pg: The gloo group.
         kept: An object that gloo uses, but does not keep alive.
-        rank: This rank.
+        rank: The number of this rank.
         size: The number of ranks.
-        peers: The ranks that this rank is connected to.
-        largest_team: The most ranks whose parts one rank passes on.
+        peers: The ranks to which this rank is connected.
+        largest_team: The number of ranks in the largest team; 1 without teams.
         messages: How many messages this rank has sent.
         nbytes: The bytes of these messages.
     """
@@ -114,7 +116,9 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange(self, outgoing: Outgoing, seconds: float) -> Incoming:
-        """Send parts to all ranks, and receive or announce theirs. This is a collective.
+        """Send this rank's parts, and receive the other ranks' parts or their lengths.
+
+        This is a collective.
 
         Args:
             outgoing: The parts of this rank.
@@ -126,29 +130,34 @@ class Transport(ABC):
 
     @abstractmethod
     def connect(self, seconds: float) -> None:
-        """Connect this rank with its peers, unless gloo has done so. This is a collective."""
+        """Connect this rank with its peers, unless gloo has already done so. This is a collective.
+
+        Args:
+            seconds: How long to wait for the others.
+        """
 
     @abstractmethod
     def transfer(
         self, parts: Mapping[int, torch.Tensor], buffers: Mapping[int, torch.Tensor], seconds: float
     ) -> None:
-        """Send and receive the parts that the exchange has only announced.
+        """Send and receive the parts of which :meth:`exchange` has brought only the length.
 
         Args:
-            parts: The part for each rank that gets one.
-            buffers: The memory for the part of each rank that sends one.
+            parts: For each rank that gets a part, the part.
+            buffers: For each rank that sends a part, the memory to receive it into.
             seconds: How long to wait for each part.
         """
 
     def close(self) -> None:
-        """Break all connections: every rank that waits for this one fails at once."""
+        """Break all connections. Every rank that waits for this one fails at once."""
         gloo.break_connections(self.pg, self.peers)
 
 
 class Mesh(Transport):
-    """The transport of a few ranks: each is connected to every other.
+    """The transport of a few ranks. Each rank is connected to every other.
 
-    An exchange announces the length of each part. The transfer then sends it straight to its rank.
+    :meth:`exchange` brings the length of each part. :meth:`transfer` then sends the parts
+    themselves, straight from rank to rank.
     """
 
     def __init__(self, pg: Any, rank: int, size: int) -> None:
@@ -187,13 +196,13 @@ class Mesh(Transport):
 
 
 class _Common(msgspec.Struct, array_like=True):
-    """The common half of a message: what the ranks of a team tell all other ranks.
+    """The half of a message that is meant for all ranks.
 
     Attributes:
-        step: The number of the call that the speaker is at.
-        astray: The ranks that are at another call → its number.
+        step: The ``step`` of the sender. A speaker sends its own, for the whole team.
+        astray: The number of each rank of the team that has another ``step`` → this ``step``.
         failed: The ranks that have failed.
-        told: The parts for all ranks: for each its sender, its checksum, its content.
+        told: The parts that go to all ranks, as triples: sender, checksum, content.
     """
 
     step: int
@@ -213,9 +222,9 @@ class Teams(Transport):
     the receiver's team, and from there to the receiver.
 
     Args:
-        pg: A gloo group, whose ranks connect when they first talk.
-        rank: This rank.
-        teams: The ranks of each team; the first one is its speaker.
+        pg: A gloo group whose ranks connect when they first talk.
+        rank: The number of this rank.
+        teams: The ranks of each team. The first rank of a team is its speaker.
     """
 
     def __init__(self, pg: Any, rank: int, teams: Sequence[Sequence[int]]) -> None:
@@ -251,7 +260,10 @@ class Teams(Transport):
         pass  # the exchange has brought all parts
 
     def _own(self, outgoing: Outgoing) -> tuple[_Common, list[_Part]]:
-        """Return the common half of this rank's message, and its parts for single ranks."""
+        """Return this rank's message: the common half for all ranks, and parts for single ranks.
+
+        A part that several ranks get is in the common half.
+        """
         rank, parts, sums = self.rank, outgoing.parts, outgoing.sums
         if outgoing.has_failed:
             return _Common(outgoing.step, failed=[rank]), []
@@ -271,15 +283,17 @@ class Teams(Transport):
         ]
 
     def _speak(self, common: _Common, parts: list[_Part], until: float) -> tuple[Buffer, Buffer]:
-        """Pass on the messages from and to this team, as its speaker.
+        """Collect this team's messages, exchange them with the other speakers, and pass on theirs.
+
+        Only a speaker calls this.
 
         Args:
-            common: The common half of this rank's message.
-            parts: The parts of this rank for single ranks.
+            common: The common half of this rank's own message.
+            parts: This rank's own parts for single ranks.
             until: When to give up, by the monotonic clock.
 
         Returns:
-            The encoded common halves of all teams, and the encoded parts for this rank.
+            The encoded common halves of all teams, and the encoded parts for this rank alone.
         """
         for member, (encoded, parts_of_one) in self._swap({}, self._members, until).items():
             told_by_one = decoder(_Common).decode(encoded)
@@ -312,10 +326,10 @@ class Teams(Transport):
         return commons, encode(by_rank.get(self.rank, []))
 
     def _incoming(self, outgoing: Outgoing, commons: Buffer, single: Buffer) -> Incoming:
-        """Return the parts that this rank receives.
+        """Decode what this rank has received.
 
         Args:
-            outgoing: The parts of this rank.
+            outgoing: The parts that this rank sends; its part for itself is among the result.
             commons: The encoded common halves of all teams, this team's first.
             single: The encoded parts for this rank alone.
         """
@@ -343,15 +357,18 @@ class Teams(Transport):
     def _swap(
         self, outgoing: Mapping[int, tuple[bytes, bytes]], sources: Iterable[int], until: float
     ) -> dict[int, tuple[Buffer, Buffer]]:
-        """Send messages of two halves, and receive messages.
+        """Send messages to some ranks, and receive messages of some ranks.
+
+        A message has two halves.
 
         Args:
-            outgoing: The two halves for each rank that gets a message.
-            sources: The ranks to receive a message from.
+            outgoing: For each rank that gets a message, the common half and the half for this rank
+                alone.
+            sources: The ranks that send a message to this rank.
             until: When to give up, by the monotonic clock.
 
         Returns:
-            The two halves of each source's message.
+            For each source, the two halves of its message.
         """
         heads = {source: self._begin_receiving(_HEAD_BYTES, source, _OF_HEAD) for source in sources}
         sums, tensors = dict[int, bytes](), dict[int, torch.Tensor]()
@@ -417,14 +434,18 @@ class Teams(Transport):
         sums: tuple[bytes, bytes],
         tensors: dict[int, torch.Tensor],
     ) -> list[Any]:
-        """Begin to send a message of two halves; return the works to wait for.
+        """Begin to send a message of two halves.
 
         Args:
             target: The rank that gets the message.
             common: The half that other ranks get too.
-            single: The half for this rank alone.
+            single: The half for the target alone.
             sums: The checksums of both halves.
-            tensors: Tensors of common halves by their ids, to make each tensor once.
+            tensors: Tensors of common halves, keyed by the id of the half. The call adds a new
+                tensor, so that a half that goes to many ranks is converted once.
+
+        Returns:
+            The works of gloo, which the caller must wait for.
         """
         lengths = _HEAD.pack(len(common), len(single), *sums)
         head = lengths + _HEAD_SUM.pack(crc32(lengths))
@@ -450,7 +471,15 @@ class Teams(Transport):
 
 
 def _grouped(parts: Iterable[_Part], key: Callable[[int], int]) -> dict[int, list[_Part]]:
-    """Group parts by a key of the rank that receives each; return the groups by key."""
+    """Group parts by their receivers.
+
+    Args:
+        parts: The parts.
+        key: Returns the group of a receiving rank.
+
+    Returns:
+        The number of each group → its parts.
+    """
     groups: dict[int, list[_Part]] = {}
     for part in parts:
         groups.setdefault(key(part[1]), []).append(part)
@@ -463,14 +492,17 @@ def _wait(work: Any, until: float) -> None:
 
 
 def _teams(hosts: Sequence[int], most: int) -> list[list[int]]:
-    """Divide ranks into teams; return the teams in the order of their first ranks.
+    """Divide ranks into teams.
 
-    A team is on one host. Ranks that are alone on their hosts, or whose hosts are not known, make
-    teams together.
+    All ranks of a team are on one host. Only ranks that are alone on their hosts, or whose hosts
+    are not known, form teams across hosts.
 
     Args:
-        hosts: The number of each rank's host; 0 if it is not known.
-        most: The most ranks of one team.
+        hosts: For each rank, the number of its host; 0 if the host is not known.
+        most: The most ranks of a team.
+
+    Returns:
+        The ranks of each team. The teams are in the order of their first ranks.
     """
     by_host: dict[int, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -489,16 +521,16 @@ def transport_of(
     hosts: Sequence[int],
     team_ranks: int,
 ) -> Transport:
-    """Return the transport of a rank: a mesh if one team has room for all ranks, else teams.
+    """Make the transport of a rank: a mesh if all ranks fit into one team, else teams.
 
-    A part takes one step in a mesh, and three steps between teams.
+    A part takes one step in a mesh, and up to three steps between teams.
 
     Args:
-        new_group: Makes the gloo group, given whether its ranks connect only when they first talk.
-            Returns the group, and an object to keep as long as the group is used.
-        rank: This rank.
-        hosts: The number of each rank's host; 0 if it is not known.
-        team_ranks: The most ranks of one team.
+        new_group: Makes the gloo group. Its argument says whether two ranks connect only when they
+            first talk. It returns the group, and an object to keep as long as the group is used.
+        rank: The number of this rank.
+        hosts: For each rank, the number of its host; 0 if the host is not known.
+        team_ranks: The most ranks of a team.
     """
     if len(hosts) <= team_ranks:
         pg, kept = new_group(False)
