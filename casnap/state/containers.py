@@ -1,6 +1,6 @@
-"""Containers: their kinds, how they are opened into elements, and how they are built again.
+"""Containers: open them into their elements, and build them again of elements.
 
-``casnap.format.names`` makes path components of keys.
+``casnap.format.names`` turns keys into path components.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ _log = logging.getLogger("casnap")
 
 
 class _Keys(Struct, frozen=True, array_like=True):
-    """The spec of a dict of any kind.
+    """The spec of a dict: all that is stored of it except its elements.
 
     Attributes:
         keys: The keys in order.
         factory: The name of a defaultdict's factory.
-        metadata: The metadata that nn.Module adds to its state dict: prefix → version and the like.
+        metadata: The metadata that nn.Module adds to its state dict: submodule → its version and
+            the like.
     """
 
     keys: list[Key]
@@ -83,7 +84,7 @@ _SPARSE_KINDS = {kind: (layout, parts) for layout, (kind, parts) in _SPARSE.item
 
 
 def _are_components(keys: Sequence[Any]) -> bool:
-    """Whether each key is an ASCII text that needs no escapes as a component of a path.
+    """Whether each key is an ASCII text that is a component of a path without escapes.
 
     All keys are checked at once, since a call for each would take longer.
     """
@@ -114,12 +115,12 @@ def _encoded(keys: list[Any]) -> list[Key]:
 
 
 def live_components(keys: Iterable[Any]) -> list[str]:
-    """Return the path components of a live dict's keys, also of keys that cannot be stored."""
+    """Return the path component of each key of a live dict, even of a key that cannot be stored."""
     return _components(_encoded(list(keys)))
 
 
 def _first_twice(components: list[str]) -> str | None:
-    """Return a component that two keys share; None if there is none."""
+    """Return a component that two keys share; None if all components differ."""
     if len(set(components)) == len(components):
         return None
     return Counter(components).most_common(1)[0][0]
@@ -129,9 +130,14 @@ def _first_twice(components: list[str]) -> str | None:
 
 
 class Opened(NamedTuple):
-    """A container opened: its kind, its elements with their path components, and its spec.
+    """A container, opened into its elements.
 
-    ``spec`` is a function that makes the spec, since a restore does not need it.
+    Attributes:
+        kind: The kind of the container.
+        components: The path component of each element.
+        children: The elements.
+        spec: Makes the spec, which says all else about the container. It is a function, since a
+            restore does not need the spec; None if the kind has none.
     """
 
     kind: str
@@ -159,7 +165,10 @@ def _open_mapping(path: str, value: Any) -> Opened:
 
 
 def _metadata_of(path: str, value: Any) -> dict[str, Any] | None:
-    """Return the metadata of a module's state dict, without parts that cannot be stored."""
+    """Return the metadata of a module's state dict, as they are stored.
+
+    Items that cannot be stored are left out, with a warning. So are other attributes of the dict.
+    """
     left_out = [f"the attribute {name}" for name in vars(value) if name != "_metadata"]
     metadata = getattr(value, "_metadata", None)
     kept: dict[str, dict[str, Any]] | None = None
@@ -183,7 +192,7 @@ def _metadata_of(path: str, value: Any) -> dict[str, Any] | None:
 
 
 def _is_storable(key: object, value: object) -> bool:
-    """Whether an item of the metadata of a module can be stored."""
+    """Whether a key and a value of a module's metadata have plain types, and can be encoded."""
     if type(key) is not str or type(value) not in _METADATA_TYPES:
         return False
     if key.isascii() and type(value) is int and -(1 << 31) < value < 1 << 31:
@@ -197,7 +206,7 @@ def _is_storable(key: object, value: object) -> bool:
 
 @lru_cache(maxsize=256)
 def _say_left_out(path: str, names: tuple[str, ...]) -> None:
-    """Warn once, not at each take, that parts of a state dict are not stored."""
+    """Warn that parts of a state dict are not stored; once, not at each take."""
     some = ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
     _log.warning(
         "%s: beside the items of this state dict, %s cannot be stored and is left out; the rest, "
@@ -208,11 +217,16 @@ def _say_left_out(path: str, names: tuple[str, ...]) -> None:
 
 
 def _named_as_keys(metadata: dict[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the metadata of a state dict, also under the names that its keys use for submodules.
+    """Return the metadata of a state dict; add the names without the parts that wrappers add.
 
-    DDP and ``torch.compile`` add parts to names. ``get_state_dict`` removes these from the keys,
-    but not from the metadata, and a loader looks for either name. DDP's part is always
-    dropped: a world of one rank has no DDP, and the same weights have the same tree on all worlds.
+    DDP and ``torch.compile`` add parts to the names of submodules. ``get_state_dict`` removes these
+    parts from the keys, but not from the metadata, and a loader may look for either name. If the
+    keys have such parts too, the metadata are returned unchanged. The part of DDP is always
+    removed: the same weights then have the same tree on one rank, where there is no DDP.
+
+    Args:
+        metadata: The metadata of each submodule, by name.
+        keys: The state dict.
     """
     levels = _ddp_levels(metadata, keys)
     plain_names = _plain_names(metadata, levels)
@@ -232,10 +246,10 @@ _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 def without_wrappers(names: Iterable[str], keys: Iterable[Any]) -> dict[str, str]:
-    """Return the names of a module's submodules without the parts that wrappers add.
+    """Remove from the names of submodules the parts that wrappers add.
 
     Args:
-        names: The names of all submodules.
+        names: The names of all submodules of a module.
         keys: The keys of the module's state dict.
 
     Returns:
@@ -246,16 +260,25 @@ def without_wrappers(names: Iterable[str], keys: Iterable[Any]) -> dict[str, str
 
 
 def _plain_names(names: Iterable[str], levels: int) -> dict[str, str]:
-    """Return names without the parts that wrappers, and ``levels`` DDPs around the module, add."""
+    """Return names without the parts that wrappers add.
+
+    Args:
+        names: The names of submodules.
+        levels: How many DDPs are around the module. Each adds the part ``module``.
+    """
     parts = {name: _plain_parts(name) for name in names}
     return {name: ".".join(each[min(levels, _depth(each)) :]) for name, each in parts.items()}
 
 
 def _ddp_levels(names: Iterable[str], keys: Iterable[Any]) -> int:
-    """Return how many DDPs are around a module, by the names of submodules and the keys.
+    """Return how many DDPs are around a module.
 
     DDP calls the module in it ``module``, but a submodule may have that name too. A ``module`` is
     such a submodule if there are others beside it, or if keys have it as well.
+
+    Args:
+        names: The names of all submodules.
+        keys: The keys of the module's state dict.
     """
     parts = [_plain_parts(name) for name in names]
     if [_DDP] not in parts:
@@ -268,7 +291,7 @@ def _ddp_levels(names: Iterable[str], keys: Iterable[Any]) -> int:
 
 
 def _without_ddp(name: str, levels: int) -> str:
-    """Return a name without the parts that a number of DDPs add to it."""
+    """Return a name without the parts ``module`` that ``levels`` DDPs add to it."""
     parts = name.split(".")
     for _ in range(min(levels, _depth(_plain_parts(name)))):
         parts.remove(_DDP)
@@ -280,7 +303,7 @@ def _plain_parts(name: str) -> list[str]:
 
 
 def _depth(parts: Sequence[str]) -> int:
-    """Return how many parts at the beginning are ``module``, the name that DDP gives."""
+    """Return how many leading parts of a name are ``module``, as DDP adds it."""
     return next((i for i, part in enumerate(parts) if part != _DDP), len(parts))
 
 
@@ -392,7 +415,10 @@ Build: TypeAlias = Callable[[list[Any]], Any]
 
 
 class _Numbers(Iterable[str]):
-    """The path components of numbered elements, made one by one: a damaged count may be huge."""
+    """The path components "0", "1", … of numbered elements.
+
+    They are made one by one, since a damaged count may be huge.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -402,7 +428,12 @@ class _Numbers(Iterable[str]):
 
 
 def container_builder(path: str, entry: ContainerEntry, spec: bytes) -> tuple[Iterable[str], Build]:
-    """Return the path components of a container's elements, and the function that builds it.
+    """Return the path components of a container's elements, and a function that builds it of these.
+
+    Args:
+        path: The path of the container, for messages.
+        entry: The entry of the container.
+        spec: The encoded spec.
 
     Raises:
         DamagedError: The spec is not what was written.

@@ -1,8 +1,8 @@
-"""BLAKE3 of cells in a device's memory, so that their bytes need not come to the host.
+"""Compute the BLAKE3 of cells in a device's memory, so that their bytes stay there.
 
-Only digests come to the host: 32 bytes a cell, and a tag of 4 bytes, which names the call and the
-cell. The kernels are in ``device_kernels.py``, which needs Triton; every build of torch for CUDA,
-ROCm or XPU brings it along.
+The host gets only digests: for each cell 32 bytes, and a tag of 4 bytes, which names the call and
+the cell. The kernels are in ``device_kernels.py``. They need Triton, which every build of torch for
+CUDA, ROCm or XPU brings along.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class CellRun(NamedTuple):
     def is_hashable(self) -> bool:
         """Whether the device can hash the run: each cell has bytes, and begins at a multiple of 4.
 
-        The exceptions are views that begin within a word, and cells behind one whose size is no
-        multiple of 4.
+        Cells of other views begin within a word. So do cells after one whose size is no multiple of
+        4.
         """
         begins = self.memory.data_ptr() % WORD_BYTES == 0
         inner = all(size % WORD_BYTES == 0 for size in self.sizes[:-1])
@@ -67,8 +67,8 @@ class Batch(NamedTuple):
     Attributes:
         first: The number of the first cell.
         cells: The number of cells.
-        leaves: The number of leaves of all these cells.
-        levels: The number of levels of nodes above the leaves, in the largest cell.
+        leaves: How many leaves of BLAKE3 (pieces of 1,024 bytes) all cells have.
+        levels: How many levels of nodes the largest cell has above its leaves.
         is_aligned: Whether each cell begins at a multiple of 16 bytes.
         has_ends: Whether any cell ends with a part of a leaf.
     """
@@ -139,8 +139,8 @@ class DeviceHasher:
     def digests_if_able(self, runs: Iterable[CellRun]) -> list[Digest] | None:
         """Return the digests as :meth:`digests` does; None if the device cannot hash the cells.
 
-        It may lack the memory for that now, and have it next time. After any other failure, which
-        is logged, the device hashes no more in this process.
+        If it lacks the memory for that, it may have it next time. Any other failure is logged, and
+        the device hashes no more in this process.
 
         Raises:
             DeviceError: A digest has the tag of another call or another cell.
@@ -167,7 +167,7 @@ class DeviceHasher:
             )
 
     def prove(self) -> None:
-        """Hash a random megabyte in each way that there is, and compare with the host's BLAKE3.
+        """Hash random bytes by each path through the kernels, and compare with the host's BLAKE3.
 
         Raises:
             DeviceError: A digest is wrong.
@@ -184,7 +184,7 @@ class DeviceHasher:
 
 
 def _spans(run: CellRun) -> Iterable[tuple[int, int]]:
-    """Yield the address of each cell, and its bytes."""
+    """Yield the address and the length in bytes of each cell."""
     assert run.is_hashable
     assert sum(run.sizes) <= run.memory.nbytes
     address = run.memory.data_ptr()
@@ -200,7 +200,7 @@ def _batches(spans: Sequence[tuple[int, int]]) -> tuple[list[Batch], list[int]]:
         spans: The address of each cell, and its bytes.
 
     Returns:
-        The batches; and for each cell, how many leaves its batch has before it.
+        The batches; and for each cell, how many leaves of its batch come before it.
     """
     # One plain loop: a take waits for it, and there may be thousands of cells.
     batches, bases = list[Batch](), list[int]()
@@ -235,7 +235,7 @@ in_child(_in_the_making.clear)
 
 
 def hasher_of(device: torch.device) -> DeviceHasher | None:
-    """Return the hasher of a device; None if its bytes have to be copied to the host and hashed.
+    """Return the hasher of a device; None if the host has to hash its bytes.
 
     There is none for the CPU, without Triton, with ``CASNAP_DEVICE_HASH=off``, where Triton cannot
     compile, and from the first wrong digest on. The first call for a device compiles the kernels,
@@ -260,7 +260,7 @@ def _may_hash(device: torch.device) -> bool:
 
 
 def hasher_if_made(device: torch.device) -> DeviceHasher | None:
-    """Return the hasher of a device if it is made by now; else let a thread make it.
+    """Return the hasher of a device if it is ready; else return None, and let a thread make it.
 
     So nobody waits for a compiler. If the device computes wrong digests, the thread logs that.
     """
@@ -321,7 +321,12 @@ def check_trusted(device: torch.device) -> None:
 
 
 def distrusted(device: torch.device, reason: str) -> DeviceError:
-    """Stop hashing on devices in this process; return an error that says why."""
+    """Stop hashing on devices in this process; return the error to raise.
+
+    Args:
+        device: The device that computed a wrong digest.
+        reason: What was wrong, for the message.
+    """
     _distrusted.append(device)
     return DeviceError(
         f"{name_of(device)} does not hash as it should: {reason}. From now on this process hashes "

@@ -1,16 +1,18 @@
 """BLAKE3 in Triton, for cells in a device's memory; imported only where Triton is there.
 
 A *leaf* is what BLAKE3 calls a chunk: up to 1,024 bytes of a cell. A *node* is the chaining value
-of a leaf or of two nodes. A lane, one element of a block of Triton's, makes one node at a time.
+of a leaf or of two nodes: eight words. A lane, one element of a block of Triton's, makes one node
+at a time.
 
-Nodes lie in *slots*. The first words of all slots come first, then all second words, and so on,
-so that neighbouring lanes read and write neighbouring words. On level k, node p of the batch's
-cell c has the slot ``(base >> k) + c + p``, where ``base`` counts the leaves of the cells before c.
-So slots of cells never overlap, on any level, and a lane finds its cell by a search among the
-bases. A last node that has no neighbour goes up as it is.
+Nodes lie in *slots*. The first words of all slots come first, then all second words, and so on, so
+that neighbouring lanes read and write neighbouring words. On level k, node p of the batch's cell c
+has the slot ``(base >> k) + c + p``, where ``base`` counts the leaves of the cells before c. So
+slots of cells never overlap, on any level, and a lane finds its cell by a search among the bases. A
+last node without a neighbour goes up a level unchanged.
 
-The ninth word of each node is its tag, which names the call and the cell. Two nodes with the same
-tag make a node with that tag. If their tags differ, the node gets ``NO_TAG``, which no cell has.
+After its eight words, each node has a tag, which names the call and the cell. Two nodes with the
+same tag make a node with that tag. If their tags differ, the node gets ``NO_TAG``, which no cell
+has.
 """
 
 from typing import TYPE_CHECKING
@@ -34,7 +36,7 @@ _IV4, _IV5, _IV6, _IV7 = map(tl.constexpr, (0x510E527F, 0x9B05688C, 0x1F83D9AB, 
 
 @triton.jit
 def _mix(a, b, c, d, x, y):
-    """Return four words of the state, mixed with two of the message."""
+    """Return the words ``a`` to ``d`` of the state, mixed with ``x`` and ``y`` of the message."""
     # False lets a sum overflow, also where TRITON_DEBUG makes Triton look for overflows.
     a = tl.add(tl.add(a, b, False), x, False)
     d ^= a
@@ -75,7 +77,7 @@ def _compress(h, m, counter, size, flags):
 
 @triton.jit
 def _begin(zero):
-    """Return the chaining value that a leaf, or a parent, begins with."""
+    """Return BLAKE3's initial chaining value as eight blocks, each of the shape of ``zero``."""
     first = zero | _IV0, zero | _IV1, zero | _IV2, zero | _IV3
     second = zero | _IV4, zero | _IV5, zero | _IV6, zero | _IV7
     return first + second
@@ -83,7 +85,7 @@ def _begin(zero):
 
 @triton.jit
 def _halves(pair):
-    """Return the four words of a row of two long words."""
+    """Split two words of 64 bits, given as pairs, into four words of 32 bits."""
     a, b = tl.split(pair)
     low, high = a.to(tl.uint32), (a >> 32).to(tl.uint32)
     return low, high, b.to(tl.uint32), (b >> 32).to(tl.uint32)
@@ -130,7 +132,15 @@ def _block(start, left):
 
 @triton.jit
 def _cell_of(lane, bases, cells, steps, level):
-    """Return the cell of each slot of a level: the last cell that begins at the slot or before."""
+    """Return the cell that each lane's slot belongs to: the last one that begins at it or before.
+
+    Args:
+        lane: The slots.
+        bases: For each cell, the leaves of the cells before it.
+        cells: The number of cells.
+        steps: The number of bits of ``cells``.
+        level: The level of the slots.
+    """
     low, high = lane * 0, lane * 0 + cells
     for _ in range(steps):
         middle = (low + high) >> 1
@@ -142,7 +152,16 @@ def _cell_of(lane, bases, cells, steps, level):
 
 @triton.jit
 def _put(nodes, room, slot, exists, h, tag):
-    """Write nodes and their tags into slots of a level that has ``room`` slots."""
+    """Write nodes and their tags into slots of a level.
+
+    Args:
+        nodes: The memory of the level.
+        room: The number of slots of the level.
+        slot: The slot of each lane.
+        exists: Whether each lane has a node.
+        h: The eight words of each node.
+        tag: The tag of each node.
+    """
     for i in tl.static_range(8):
         tl.store(nodes + i * room + slot, h[i], exists)
     tl.store(nodes + 8 * room + slot, tag.to(tl.uint32), exists)
@@ -150,7 +169,14 @@ def _put(nodes, room, slot, exists, h, tag):
 
 @triton.jit
 def _get(nodes, room, slot, exists):
-    """Return the nodes in slots, and their tags."""
+    """Return the nodes in slots of a level, and their tags.
+
+    Args:
+        nodes: The memory of the level.
+        room: The number of slots of the level.
+        slot: The slot of each lane.
+        exists: Whether each lane has a slot; zeros come for the others.
+    """
     a = tl.load(nodes + slot, exists, 0), tl.load(nodes + room + slot, exists, 0)
     b = tl.load(nodes + 2 * room + slot, exists, 0), tl.load(nodes + 3 * room + slot, exists, 0)
     c = tl.load(nodes + 4 * room + slot, exists, 0), tl.load(nodes + 5 * room + slot, exists, 0)
@@ -160,7 +186,7 @@ def _get(nodes, room, slot, exists):
 
 @triton.jit
 def _chosen(condition, a, b):
-    """Return the nodes of ``a`` where a condition holds, and of ``b`` elsewhere."""
+    """For each lane, return the node of ``a`` if its condition is true, else the node of ``b``."""
     first = tl.where(condition, a[0], b[0]), tl.where(condition, a[1], b[1])
     second = tl.where(condition, a[2], b[2]), tl.where(condition, a[3], b[3])
     third = tl.where(condition, a[4], b[4]), tl.where(condition, a[5], b[5])

@@ -68,7 +68,7 @@ def devices_of(contents: Iterable[object]) -> set[torch.device]:
 
 
 def as_current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device the current one of its kind for a ``with`` block."""
+    """Return a context manager that makes a device the current one of its kind."""
     module = _module_of(device)
     context: AbstractContextManager[object] = (
         module.device(device) if hasattr(module, "device") else nullcontext()
@@ -117,7 +117,7 @@ def pin(slot: Slot, device: torch.device) -> bool:
 
 
 def _do_nothing() -> None:
-    """Unpin a slot that could not be pinned: there is nothing to do."""
+    """Stands for the function that unpins a slot, if the slot could not be pinned."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Flattening a state into leaves with paths, and building it again.
+"""Flatten a state into leaves with paths, and build it again.
 
 A container becomes a :class:`~casnap.format.entries.ContainerEntry`, whose spec holds the keys in
 order. The leaves of its elements follow, below its path. Both directions keep their own stack, so
@@ -67,12 +67,15 @@ MAX_NESTING = 1000
 
 
 def _walk(value: Any, path: str, *, sparse: bool) -> Iterator[tuple[str, Any, Opened | None]]:
-    """Yield each path of a state with its value, in preorder; a container comes opened too.
+    """Yield each path of a state with its value; a container before its elements.
 
     Args:
         value: The state.
         path: Its path.
         sparse: Whether to open sparse tensors as containers of their parts.
+
+    Yields:
+        The path, the value, and the opened container; None for a tensor or plain value.
     """
     stack: list[tuple[int, Iterator[tuple[str, Any]]]] = [(0, iter(((path, value),)))]
     ancestors: set[int] = set()
@@ -118,8 +121,8 @@ def flatten(value: Any, path: str, *, allow_pickle: bool | None = None) -> Itera
     Args:
         value: Tensors, numpy arrays, plain values and containers of these.
         path: The path of the state; the paths of all leaves begin with it.
-        allow_pickle: Whether to pickle values that have no safe encoding. None: the caller has no
-            such option, so no error advises it.
+        allow_pickle: Whether to pickle values that have no safe encoding. None means False, for a
+            caller without that option: error messages then do not advise it.
 
     Raises:
         UnsupportedTypeError: A value cannot be stored; the message names its path.
@@ -147,7 +150,7 @@ def flatten(value: Any, path: str, *, allow_pickle: bool | None = None) -> Itera
 
 
 def containers_of(value: Any, path: str) -> Iterator[Leaf]:
-    """Yield the leaves of the containers of a state, but no leaves of its tensors and values."""
+    """Yield the leaves of all containers in a state, without those of its tensors and values."""
     for child_path, _, node in _walk(value, path, sparse=False):
         if node is not None:
             yield _container_leaf(child_path, node)
@@ -186,13 +189,12 @@ def _array_leaf(path: str, value: object, allow_pickle: bool | None) -> Leaf:
 def fill_targets(value: Any, path: str) -> dict[str, Shards]:
     """Return the tensors of a live state that can be filled in place, by path.
 
-    An ordinary tensor is one shard. Tensors that are quantized, sparse, expanded, on the meta
-    device, views with a pending conjugation or negation, or of other subclasses are left out.
+    An ordinary tensor is one shard. Left out are tensors that are quantized, sparse, expanded or on
+    the meta device, views with a pending conjugation or negation, and tensors of other subclasses.
 
     Raises:
         UnsupportedTypeError: A container refers to itself, the placements of a sharded tensor do
-            not determine which elements this rank holds, or a tensor says that it holds parts of
-            another.
+            not determine which elements this rank holds, or a tensor is marked as parts of another.
     """
     targets: dict[str, Shards] = {}
     for child_path, child, node in _walk(value, path, sparse=False):
@@ -217,10 +219,10 @@ def _is_fillable_part(part: torch.Tensor) -> bool:
 
 
 class Reopened(NamedTuple):
-    """A container that can be built again.
+    """A container that was read from a store, before its elements are.
 
     Attributes:
-        components: The path components of its elements. Keys are a list; numbers are made one by
+        components: The path component of each element. Keys are a list; numbers are made one by
             one, since a damaged store may claim any number of elements.
         build: Makes the container of its elements.
     """
@@ -234,7 +236,7 @@ Known: TypeAlias = Mapping[str, Any]
 
 
 def live_parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield each path of a live state with its value, so that :func:`inflate` needs no leaf for it.
+    """Yield each path of a live state with its value, in the form of :func:`inflate`'s ``known``.
 
     A container comes as a :class:`Reopened` one.
     """
@@ -247,11 +249,11 @@ def live_parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a state with each leaf changed; its containers are built again as they were.
+    """Replace each tensor and value of a state; its containers are built again as they were.
 
     Args:
         value: The state.
-        change: Called with each tensor and value; returns the one that takes its place.
+        change: Called with each tensor and value; returns the replacement.
     """
     path = "the state"
     parts = live_parts(value, path)
@@ -260,7 +262,13 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def decode(leaves: Iterable[Leaf], *, allow_pickle: bool | None) -> dict[str, Any]:
-    """Return values and containers decoded, by path. Then :func:`inflate` needs only tensors.
+    """Decode the leaves of values and containers; return these by path.
+
+    :func:`inflate` takes the result as ``known``.
+
+    Args:
+        leaves: The leaves, none of a tensor.
+        allow_pickle: Whether to unpickle pickled values. None as for :func:`flatten`.
 
     Raises:
         DamagedError: The bytes of a leaf are not those that were written.
@@ -301,7 +309,14 @@ def too_deep(path: str) -> DamagedError:
 
 
 class _Frame(NamedTuple):
-    """A container whose elements are being collected."""
+    """A container whose elements :func:`inflate` is collecting.
+
+    Attributes:
+        path: The path of the container.
+        build: Makes the container of its elements.
+        paths: The paths of the elements still to be collected.
+        children: The elements so far.
+    """
 
     path: str
     build: Build
@@ -324,7 +339,7 @@ def inflate(
         leaves: The leaves by path; leaves of other states are ignored.
         allow_pickle: Whether to unpickle pickled values. Only for a trusted store. None as for
             :func:`flatten`.
-        known: Values and containers that need no leaf.
+        known: Values and containers by path, decoded; for these no leaf is needed.
         skipped: Paths of elements of dicts that are left out.
 
     Raises:
@@ -365,7 +380,13 @@ def inflate(
 
 
 def _without(prefix: str, container: Reopened, skipped: Collection[str]) -> Reopened:
-    """Return a container without some elements, if it is a dict."""
+    """Return a container without the elements at skipped paths. Only dicts can lose elements.
+
+    Args:
+        prefix: The path of the container, with a slash.
+        container: The container.
+        skipped: The paths.
+    """
     components = container.components
     if not isinstance(components, list):
         return container

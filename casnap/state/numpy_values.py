@@ -1,4 +1,4 @@
-"""numpy arrays and scalars as an entry and a carrier of flat bytes, and back."""
+"""Turn numpy arrays and scalars into an entry and a carrier of flat bytes, and back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def numpy_itemsize(entry: TensorEntry) -> int:
 
     Raises:
         UnsupportedFormatError: The entry's dtype is unknown.
-        DamagedError: Its items are too long.
+        DamagedError: Its elements are too long.
     """
     check_known("the state", [("an entry", entry)])
     digits = entry.dtype[2:].partition("[")[0]
@@ -90,7 +90,7 @@ def _checked_typestr(path: str, dtype: NumpyDtype) -> str:
 
 
 def _carrier_of(value: Any) -> torch.Tensor:
-    """Return the bytes of a buffer or numpy array, without a copy if possible."""
+    """Return a uint8 tensor of the bytes of an array or bytes object, if possible no copy."""
     if isinstance(value, bytes):
         return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else _no_bytes()
     np = sys.modules["numpy"]
@@ -106,7 +106,7 @@ def _no_bytes() -> torch.Tensor:
 
 
 def assemble_numpy(path: str, entry: TensorEntry, content: torch.Tensor) -> object:
-    """Return the array or scalar that a filled carrier, its flat bytes, makes.
+    """Return the array or scalar whose flat bytes are ``content``.
 
     Raises:
         UnsupportedTypeError: numpy is not installed.
@@ -125,7 +125,7 @@ def assemble_numpy(path: str, entry: TensorEntry, content: torch.Tensor) -> obje
 
 
 def numpy_dtype(path: str, entry: TensorEntry) -> NumpyDtype:
-    """Return the dtype of an array or scalar.
+    """Return the dtype of an array's or scalar's entry.
 
     Raises:
         UnsupportedTypeError: numpy is not installed.

@@ -1,4 +1,4 @@
-"""Entries as a tree with sizes, for people."""
+"""Show entries as a tree with sizes, for people."""
 
 from __future__ import annotations
 
@@ -36,7 +36,13 @@ class _Branch:
 
 
 def outline(entries: Mapping[str, Entry]) -> list[Line]:
-    """Return the lines of a tree: some children of each container, and not too many in all."""
+    """Return the lines of a tree of entries.
+
+    Each container shows only some of its children, and the tree ends with "…" if it is long.
+
+    Args:
+        entries: The entries, by path.
+    """
     top = _Branch()
     for path, entry in entries.items():
         nbytes = 0 if isinstance(entry, ContainerEntry) else entry.payload.nbytes
@@ -63,7 +69,7 @@ def _lines(branch: _Branch, indent: str) -> Iterator[Line]:
 
 
 def as_text(lines: Iterable[Line]) -> str:
-    """Return lines in columns."""
+    """Return lines as text, in columns."""
     lines = list(lines)
     widths = [max(map(len, column), default=0) for column in zip(*lines, strict=True)]
     return "\n".join(

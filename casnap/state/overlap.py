@@ -1,4 +1,4 @@
-"""Tensors of a live state that share memory, and filling them in place.
+"""Find live tensors that share memory, and fill them in place if that is safe.
 
 A snapshot holds tied weights and views like any other tensors. Two of them may be filled in place
 only if their new contents agree on the shared memory. The same is true of one tensor whose elements
@@ -90,7 +90,10 @@ def fill_shared_memory(fillings: Iterable[_Filling]) -> bool:
 
 
 def can_hold_all(fillings: Iterable[_Filling]) -> bool:
-    """Whether tensors that share memory can all hold their new contents; none is changed."""
+    """Whether tensors that share memory can all hold their new contents at once.
+
+    The contents are tried in a copy of the memory, so that no tensor changes.
+    """
     listed = list(fillings)
     # The start is rounded down, so that the copies are aligned as the tensors are.
     start = min(tensor.data_ptr() for tensor, _ in listed) // _ALIGNMENT * _ALIGNMENT
@@ -108,7 +111,7 @@ def can_hold_all(fillings: Iterable[_Filling]) -> bool:
 
 
 def _fill(fillings: Iterable[_Filling]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Copy new contents into tensors; return each pair in a form that can be compared."""
+    """Copy new contents into tensors; return pairs of tensor and content that can be compared."""
     both = [
         (as_copyable(target.detach()), as_copyable(content.to(target.dtype)))
         for target, content in fillings

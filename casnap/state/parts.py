@@ -1,4 +1,4 @@
-"""Plain tensors that hold parts of a larger one, and say so by four attributes.
+"""Plain tensors that are marked, by four attributes, as parts of a larger tensor.
 
 ``torch.distributed.checkpoint`` (DCP) calls such a tensor a ``CheckpointableTensor``, since torch
 2.14. Most functions of torch drop the attributes, ``detach()`` and a module's ``state_dict()``
@@ -20,20 +20,25 @@ _SAID = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 def holds_parts(value: object) -> bool:
-    """Whether a tensor says that it holds parts of a larger one."""
+    """Whether a tensor is marked as parts of a larger one."""
     # Nearly no tensor has the first attribute, so the others are seldom asked for.
     return hasattr(value, _SAID[0]) and all(hasattr(value, name) for name in _SAID)
 
 
 def said_of_parts(value: Any) -> tuple[tuple[int, ...], set[Region]]:
-    """Return the shape of the larger tensor, and its boxes that this tensor says it holds."""
+    """Return the shape of the larger tensor and the boxes that this one holds, by its marks."""
     boxes = zip(value.global_offsets, value.local_sizes, strict=True)
     shape = tuple(value.global_shape)
     return shape, {Region(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes}
 
 
 def path_of_tensor(state: object, is_it: Callable[[torch.Tensor], bool]) -> str | None:
-    """Return the path of a tensor in nested dicts and lists for which ``is_it`` holds, or None."""
+    """Return the path of a tensor for which ``is_it`` is true; None if there is none.
+
+    Args:
+        state: Nested dicts and lists.
+        is_it: Called with each tensor.
+    """
     children = [("", state)]
     while children:
         path, value = children.pop()
@@ -48,17 +53,17 @@ def path_of_tensor(state: object, is_it: Callable[[torch.Tensor], bool]) -> str 
 
 
 def check_whole(path: str, value: object) -> None:
-    """Check that a tensor does not say that it holds parts of a larger one.
+    """Check that a tensor is not marked as parts of a larger one.
 
     Raises:
-        UnsupportedTypeError: The tensor says so.
+        UnsupportedTypeError: The tensor is marked so.
     """
     if holds_parts(value):
         raise UnsupportedTypeError(f"{path}: {why_not_whole(value)}")
 
 
 def why_not_whole(value: Any) -> str:
-    """Return the message that refuses a tensor that holds parts of a larger one, with advice."""
+    """Return the message that refuses a tensor marked as parts of a larger one, with advice."""
     return (
         f"this tensor of shape {tuple(value.shape)} holds parts of one of shape "
         f"{tuple(value.global_shape)} (CheckpointableTensor of torch.distributed.checkpoint); "
@@ -68,12 +73,12 @@ def why_not_whole(value: Any) -> str:
 
 
 def check_state(key: str, stateful: object, state: object) -> None:
-    """Check that a state has no tensor of a module or optimizer that holds parts of a larger one.
+    """Check that no tensor of a module or optimizer is marked as parts of a larger one.
 
     Args:
         key: The key of the state in the app state.
-        stateful: The module, or anything else.
-        state: Its ``state_dict()``, which has dropped the attributes.
+        stateful: The module or optimizer. Any other value passes.
+        state: Its ``state_dict()``, which has dropped the marks.
 
     Raises:
         UnsupportedTypeError: The state has such a tensor.

@@ -1,6 +1,6 @@
-"""Following a pickle without running it.
+"""Follow a pickle without running it.
 
-A pickle is a program. This machine follows the opcodes that ``torch.save`` writes and
+A pickle is a program. :class:`PickleMachine` follows the opcodes that ``torch.save`` writes and
 ``torch.load(weights_only=True)`` reads, but it calls nothing: it records the name and the arguments
 of each call.
 """
@@ -33,9 +33,10 @@ class Term:
     Attributes:
         kind: ``tuple``, ``list``, ``dict``, ``global``, ``call`` or ``storage``.
         name: The name of a global, or of the function that a call calls.
-        parts: The elements; each key, followed by its value; the arguments of a call.
+        parts: The elements of a tuple or list; each key of a dict, followed by its value; the
+            arguments of a call.
         depth: For a tuple, how deep tuples are nested.
-        state: For a call, the state that its result is given.
+        state: For a call, the state that the pickle gives to the object made by the call.
     """
 
     __slots__ = ("depth", "kind", "name", "parts", "state")
@@ -119,7 +120,7 @@ class PickleMachine:
         return line.decode()
 
     def _pop(self, count: int | None) -> list[Any]:
-        """Take some values off the stack, or all since the last mark."""
+        """Take ``count`` values off the stack; None for all since the last mark."""
         if count is not None:
             return [self._stack.pop() for _ in range(count)][::-1]
         items = self._stack

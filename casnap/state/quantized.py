@@ -68,7 +68,7 @@ def check_quantization(q: Quantization, shape: tuple[int, ...]) -> None:
 
 
 def quantized(q: Quantization, content: torch.Tensor) -> torch.Tensor:
-    """Return the quantized tensor that integers and parameters make.
+    """Make a quantized tensor of its integers and parameters.
 
     Args:
         q: The parameters.

@@ -1,4 +1,4 @@
-"""What a path of a snapshot is to a training, such as weights, moments or a place in the data."""
+"""The role of an entry in a training, such as weights, moments or a place in the data."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ _COUNTERS = frozenset(
 
 
 def role_of(path: str, entry: Entry) -> Role:
-    """Return what a path is to a training, by its names and its entry alone.
+    """Guess what an entry is for in a training, from the names in its path and from the entry.
 
-    The first rule that holds decides. The words of a component are its runs of letters. A tensor
-    of several fractions is of weights or moments, whatever its name: a proof may ignore others.
+    The first rule that holds decides. The words of a component are its runs of letters. A tensor of
+    floating-point numbers ("fractions") with more than one element counts as weights or moments,
+    whatever its name: a proof may ignore other roles.
 
     ==============  ============================================================================
     ``generators``  the second component is ``torch``, ``numpy`` or ``python``, as in the states

@@ -1,4 +1,4 @@
-"""Sharded tensors: the boxes of the global tensor that this rank holds, and their memory.
+"""Sharded tensors: which boxes of the global tensor this rank holds, and the memory of these.
 
 The boxes of a DTensor are computed here from its placements, as runs of indices along each axis.
 torch's own function is not used: it gives only the first index of each axis, though a rank may hold
@@ -26,7 +26,7 @@ class Shards(NamedTuple):
 
     Attributes:
         shape: The global shape.
-        boxes: Where in the global tensor the shards lie; none of a sharded tensor is empty.
+        boxes: Where in the global tensor the shards lie. A sharded tensor has no empty boxes.
         tensors: The shards, one for each box: views of the live memory.
         value: The tensor itself.
     """
@@ -84,7 +84,7 @@ def shards_of(path: str, value: object) -> Shards | None:
 
 
 def sharded_like(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a new tensor that is sharded as another one is. Its values are arbitrary.
+    """Return a new tensor with the shape and the sharding of another. Its values are arbitrary.
 
     Args:
         value: A DTensor or ShardedTensor.
@@ -112,11 +112,11 @@ def holders_of(value: torch.Tensor) -> tuple[int, ...]:
 
 
 def shard_again(module: torch.nn.Module) -> None:
-    """Make parameters that FSDP2 has gathered be their shards again, so that they can be filled.
+    """Let FSDP2 free the parameters that it has gathered, so that the module has its shards again.
 
     After a forward without a backward, FSDP2 leaves some parameters whole, in memory of its own.
-    Values written there would be lost when FSDP2 frees that memory. Until then, forwards would not
-    see values written to the shards.
+    Values written to these would be lost once FSDP2 frees that memory. Values written to the shards
+    would not be seen by forwards until then.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # a program with such a module imports it
     for part in module.modules() if fsdp is not None else ():
@@ -125,7 +125,10 @@ def shard_again(module: torch.nn.Module) -> None:
 
 
 def without_torch_function() -> AbstractContextManager[object]:
-    """Bypass ``__torch_function__``: that of ShardedTensor warns that the class is deprecated."""
+    """Return a context manager that bypasses ``__torch_function__``.
+
+    That of ShardedTensor warns that the class is deprecated.
+    """
     return torch._C.DisableTorchFunctionSubclass()
 
 
@@ -178,7 +181,10 @@ _on_behalf_of: ContextVar[int | None] = ContextVar("_on_behalf_of", default=None
 
 @contextmanager
 def on_behalf_of(rank: int) -> Iterator[None]:
-    """Count DTensors as held by a rank whose file they were loaded from, for a ``with`` block."""
+    """Within this ``with`` block, count DTensors as held by another rank.
+
+    It is the rank in whose file they were found.
+    """
     token = _on_behalf_of.set(rank)
     try:
         yield
@@ -217,7 +223,18 @@ def _of_dtensor(path: str, value: Any) -> Shards:
 
 
 def _splits(path: str, value: Any, coordinate: Sequence[int] | None) -> dict[int, _Split]:
-    """Return how each axis of the mesh splits the tensor, without axes of replicas."""
+    """Return how the axes of a DTensor's mesh split it: axis of the mesh → split.
+
+    Axes along which the tensor is replicated are left out.
+
+    Args:
+        path: The logical path, for errors.
+        value: The DTensor.
+        coordinate: The place of this rank in the mesh; None if this rank is not in it.
+
+    Raises:
+        UnsupportedTypeError: The placements do not determine which elements this rank holds.
+    """
     splits = {}
     for i, placement in enumerate(value.placements):
         if placement.is_partial():
@@ -250,12 +267,12 @@ def _splits(path: str, value: Any, coordinate: Sequence[int] | None) -> dict[int
 
 
 def _ordered(splits: dict[int, _Split], value: Any) -> Iterable[_Split]:
-    """Return the splits in the order in which they were made; each splits the result of the last.
+    """Return the splits in the order in which they were made. Each splits the shards of the last.
 
     The factor of a split is the number of shards that later axes of the mesh had made before it, as
-    in FSDP over TP. If no order of the axes gives these factors, the splits are returned as they
-    are: a factor then cuts an axis into pieces first, and the split cuts each piece. With uneven
-    lengths the result differs.
+    in FSDP over TP. If no order of the axes gives these factors, the splits are returned unchanged:
+    a factor then cuts an axis into pieces first, and the split cuts each piece. With uneven lengths
+    the result differs.
     """
     if all(split.factor is None for split in splits.values()):
         shard_order = getattr(getattr(value, "_spec", None), "shard_order", None) or ()
@@ -288,13 +305,19 @@ def _indices(shape: tuple[int, ...], splits: Iterable[_Split]) -> list[_Axis]:
 
 
 def _chunk(length: int, count: int, index: int) -> _Run:
-    """Return the start and the stop of the i-th chunk that ``torch.chunk`` makes."""
+    """Return start and stop of chunk ``index`` of ``torch.chunk`` into ``count`` chunks."""
     size = -(-length // count)
     return min(length, size * index), min(length, size * (index + 1))
 
 
 def _cut_runs(runs: _Axis, start: int, stop: int) -> Iterator[_Run]:
-    """Number the indices of all runs in a row; yield the runs of numbers ``start`` to ``stop``."""
+    """Number the indices of all runs from 0 on; yield those from ``start`` up to ``stop``, as runs.
+
+    Args:
+        runs: Runs of indices of an axis: first, and one past the last.
+        start: The number of the first index to yield.
+        stop: One past the number of the last.
+    """
     passed = 0
     for run_start, run_stop in runs:
         begin, end = (
@@ -317,7 +340,13 @@ def _joined(runs: Iterable[_Run]) -> _Axis:
 
 
 def _boxes(axes: list[_Axis], local: torch.Tensor) -> Iterator[tuple[Region, torch.Tensor]]:
-    """Yield the boxes that the runs of all axes make, each with its part of the local tensor."""
+    """Yield the boxes that this rank holds, each with its elements.
+
+    Args:
+        axes: For each axis, the runs of global indices that this rank holds.
+        local: The local tensor. Along each axis it has the indices of all runs, one after the
+            other.
+    """
     placed = []
     for runs in axes:
         ends = itertools.accumulate(stop - start for start, stop in runs)

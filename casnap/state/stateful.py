@@ -1,4 +1,4 @@
-"""The values of an app state: the protocol, a dict that follows it, and random states.
+"""The values of an app state: their protocol, a dict that follows it, and random states.
 
 Torch is imported only where a random state is read or set, so importing this module is cheap.
 """
@@ -59,7 +59,7 @@ class StateDict(UserDict[str, Any]):
     """
 
     def __init__(self, values: Any = None, /, **more: Any) -> None:
-        """Take values from a mapping or from pairs, and by name."""
+        """Take items from a mapping or from pairs, and from keyword arguments."""
         if type(self) is StateDict:
             # UserDict sets each value by a call, which takes long for a million values.
             self.data = dict(() if values is None else values, **more)
@@ -71,7 +71,7 @@ class StateDict(UserDict[str, Any]):
         return self.data
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set every key of another state; other keys stay."""
+        """Set every key of ``state_dict``; other keys stay."""
         self.data.update(state_dict)
 
 
@@ -141,10 +141,10 @@ class RNGState:
 
 
 def _accelerator() -> tuple[str, Any]:
-    """Return the kind of accelerator that this torch is built for, and the module of that kind.
+    """Return the kind of accelerator that this torch is built for, and torch's module for it.
 
-    The kind is "" if the module has no random states. This does not ask whether a device is there:
-    after that question, a forked child could not use CUDA.
+    The kind is "" if the module has no random states. The function does not ask whether a device is
+    there, since after that a forked child could not use CUDA.
     """
     import torch
 
@@ -155,7 +155,7 @@ def _accelerator() -> tuple[str, Any]:
 
 
 class _Generator:
-    """The state of one generator of torch or numpy, such as that of a sampler."""
+    """Gives a generator of torch or numpy, such as a sampler's, the methods of a Stateful."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
@@ -193,12 +193,12 @@ def is_generator(value: object) -> bool:
 
 
 def is_random_state(stateful: Stateful) -> bool:
-    """Whether a value of an app state, as :func:`with_states` returns it, is a random state."""
+    """Whether a value of an app state is a random state. Call :func:`with_states` before."""
     return isinstance(stateful, RNGState | _Generator)
 
 
 def with_states(app_state: AppState) -> Mapping[str, Stateful]:
-    """Return an app state in which generators have ``state_dict`` and ``load_state_dict`` too."""
+    """Return an app state whose generators have ``state_dict`` and ``load_state_dict`` too."""
     values: Any = app_state
     if not isinstance(values, Mapping) or not any(map(is_generator, values.values())):
         return values  # type: ignore[no-any-return]
@@ -206,7 +206,7 @@ def with_states(app_state: AppState) -> Mapping[str, Stateful]:
 
 
 def same_random_state(a: Any, b: Any) -> bool:
-    """Whether two random states, as :class:`RNGState` gives them, are the same."""
+    """Whether two random states, as ``RNGState.state_dict()`` returns them, are equal."""
     import torch
 
     from casnap.runtime.torch_modes import without_torch_modes
@@ -249,7 +249,7 @@ def _set_numpy_state(state: dict[str, Any]) -> None:
 def random_states_first(app_state: Mapping[str, Stateful]) -> list[str]:
     """Return the keys of an app state, the key of the random state first.
 
-    To read the state of another value may draw random numbers.
+    It comes first, since reading the state of another value may draw random numbers.
 
     Raises:
         UnsupportedTypeError: A value lacks ``state_dict`` or ``load_state_dict``.

@@ -1,9 +1,9 @@
-"""Tensors, numpy arrays and numpy scalars as an entry and a carrier of their bytes.
+"""Turn tensors, numpy arrays and numpy scalars into an entry and a carrier of their bytes.
 
 The carrier is a plain strided tensor whose row-major elements are the entry's bytes: an ordinary
 tensor itself, the integers of a quantized tensor, the bytes of a numpy array. So code that hashes,
 stages and fills carriers handles one kind of tensor. The entry of a sharded tensor describes the
-whole; its carriers are the parts that this rank holds.
+whole tensor. It has a carrier for each part that this rank holds.
 """
 
 from __future__ import annotations
@@ -109,12 +109,12 @@ def describe(path: str, value: Any) -> Leaf:
 
 
 def as_copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose elements torch can copy: pairs of 4-bit numbers as bytes."""
+    """Return a view of a tensor that torch can copy: pairs of 4-bit numbers are seen as bytes."""
     return tensor.view(torch.uint8) if is_float4(tensor) else tensor
 
 
 def is_fillable(value: torch.Tensor) -> bool:
-    """Whether a tensor is ordinary, strided, and can be written in place."""
+    """Whether a tensor is an ordinary, strided one that can be written in place."""
     return (
         type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.layout is torch.strided
@@ -192,7 +192,7 @@ def _storage_bytes(value: torch.Tensor) -> int:
 
 
 def holds_no_values(value: torch.Tensor) -> bool:
-    """Whether a tensor has only a shape and a dtype: a meta tensor or a FakeTensor."""
+    """Whether a tensor has a shape and a dtype, but no values: a meta tensor or a FakeTensor."""
     return value.is_meta or type(value).__name__ == "FakeTensor"
 
 
@@ -202,7 +202,7 @@ def is_freed(value: torch.Tensor) -> bool:
 
 
 class NoValuesError(UnsupportedTypeError):
-    """A tensor holds no values, so nothing can be stored, not even by pickle."""
+    """A tensor has no values, so it cannot be stored, not even by pickle."""
 
 
 class TensorSubclassError(UnsupportedTypeError):
@@ -272,7 +272,11 @@ def _describe_other(path: str, value: object) -> Leaf:
 
 
 def describe_shards(path: str, shards: Shards) -> Leaf:
-    """Return a sharded tensor as a leaf.
+    """Return the leaf of a sharded tensor.
+
+    Args:
+        path: Its logical path.
+        shards: The shards that this rank holds.
 
     Raises:
         UnsupportedTypeError: The tensor cannot be stored.
@@ -309,7 +313,7 @@ def itemsize_of(entry: TensorEntry) -> int:
 
 
 def allocate(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return an empty carrier for an entry: a plain tensor for its elements.
+    """Return a new carrier for an entry: a plain tensor whose elements are not set yet.
 
     Args:
         entry: The entry. It comes from a store, so it is checked before memory is taken.
@@ -363,12 +367,12 @@ def check_tensor(entry: TensorEntry) -> None:
 
 
 def _is_shape(shape: tuple[int, ...]) -> bool:
-    """Whether a tensor can have a shape: sizes and strides must fit into 64 bits."""
+    """Whether a tensor of this shape can exist: sizes and strides must fit into 64 bits."""
     return all(0 <= n < 1 << 63 for n in shape) and prod(n or 1 for n in shape[1:]) < 1 << 63
 
 
 def assemble(leaf: Leaf) -> object:
-    """Return the value that ``describe`` was given.
+    """Return the tensor, array or scalar of a leaf: the inverse of :func:`describe`.
 
     Args:
         leaf: A tensor entry with its filled carrier, or with the live tensor that was filled in
@@ -401,7 +405,7 @@ def assemble(leaf: Leaf) -> object:
 
 
 def torch_dtype(entry: TensorEntry) -> torch.dtype:
-    """Return the dtype of an entry that is not of numpy.
+    """Return the dtype of the entry of a torch tensor, not of a numpy array.
 
     Raises:
         UnsupportedFormatError: A newer version wrote the entry.

@@ -69,7 +69,7 @@ class Archive:
 
 
 class _Viewed(io.RawIOBase):
-    """A file that ``zipfile`` can read, over memory that is not copied."""
+    """Memory as a file that ``zipfile`` can read, without a copy."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -127,7 +127,7 @@ def checked_archive(data: bytes) -> bytes:
 
 
 def checked_members(data: bytes | memoryview) -> dict[str, memoryview]:
-    """Check an archive; return its members by name.
+    """Check an archive; return its members, as views of the file, by name.
 
     Raises:
         RefusedError: As for :func:`checked_archive`.
@@ -153,7 +153,15 @@ class _StepCheck:
         }
 
     def __call__(self, step: str, term: Term) -> None:
-        """Refuse a step, or let it pass."""
+        """Check one step of a pickle.
+
+        Args:
+            step: The kind of the step, as :class:`PickleMachine` names it.
+            term: The call or storage.
+
+        Raises:
+            RefusedError: The step is refused.
+        """
         if step == "storage":
             self._check_storage(term)
         elif step == "call":
@@ -284,7 +292,11 @@ class TensorPlace(NamedTuple):
 
     @classmethod
     def of(cls, name: str, args: list[Any]) -> TensorPlace:
-        """Return the place of the tensor that a call makes.
+        """Return the place of the tensor that a call in a pickle makes.
+
+        Args:
+            name: The name of the function that is called.
+            args: Its arguments.
 
         Raises:
             RefusedError: The arguments are not those of a tensor.
@@ -320,7 +332,7 @@ class TensorPlace(NamedTuple):
 
     @property
     def per_byte(self) -> int:
-        """How many elements share a byte; 1 if none do."""
+        """How many elements share a byte; 1 if each element has its own bytes."""
         return _SHARED_BYTES.get(self.storage.parts[1].name, 1)
 
 

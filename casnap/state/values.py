@@ -1,7 +1,8 @@
-"""Values other than tensors and containers as bytes, and back; also the keys of dicts.
+"""Turn values other than tensors and containers into bytes, and back; also the keys of dicts.
 
-Types are matched exactly, since a subclass would come back as something else. A value without an
-encoding here is written by ``torch.save``, if ``torch.load(weights_only=True)`` reads it back.
+Types are matched exactly, since an instance of a subclass would come back as something else. A
+value without an encoding here is written by ``torch.save``, if ``torch.load(weights_only=True)``
+reads it back.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def encode_key(key: object) -> Key:
 
 
 def encode_keys(keys: Iterable[object]) -> list[Key]:
-    """Return the forms in which keys of a dict are stored."""
+    """Return the forms in which keys of a dict are stored; errors as for :func:`encode_key`."""
     return [encode_key(key) for key in keys]
 
 
@@ -205,7 +206,7 @@ def _sort_key(element: object) -> bytes:
 
 
 def is_packable(values: Any) -> bool:
-    """Whether a list, tuple or set is stored as one entry: it is long, and all values are plain."""
+    """Whether a list, tuple or set is stored as one entry: it is long, with plain values only."""
     if len(values) < PACKED_FROM or not set(map(type, values)) <= PLAIN_TYPES:
         return False
     try:
@@ -306,8 +307,8 @@ def decode_value(path: str, kind: str, data: bytes, *, allow_pickle: bool | None
         path: The path of the value, for messages.
         kind: Its kind, as its entry has it.
         data: The encoded bytes.
-        allow_pickle: Whether to unpickle pickled values. Only for a trusted store. None: the caller
-            has no such option, so no error advises it.
+        allow_pickle: Whether to unpickle pickled values. Only for a trusted store. None means
+            False, for a caller without that option: error messages then do not advise it.
 
     Raises:
         DamagedError: The bytes are not what was written.
@@ -332,12 +333,13 @@ def decode_value(path: str, kind: str, data: bytes, *, allow_pickle: bool | None
 
 
 def check_pickle_allowed(path: str, kind: str, *, is_option: bool = True) -> None:
-    """Check that a value can be read without ``allow_pickle``, as far as its kind tells.
+    """Check that a value was stored without ``allow_pickle=True``.
 
     Args:
         path: The path of the value.
         kind: Its kind.
-        is_option: Whether the caller has the option ``allow_pickle``.
+        is_option: Whether the caller has the option ``allow_pickle``, so that the message advises
+            it.
 
     Raises:
         UnsupportedTypeError: The value was pickled.
@@ -362,7 +364,10 @@ class _Member(Struct, frozen=True, array_like=True):
 
 
 def find_class(module: str, name: str) -> type | None:
-    """Return a class of a module that is imported already, without importing or running code."""
+    """Return a class by name from a module that is imported already; None if there is none.
+
+    No module is imported, and no code of one is run.
+    """
     value: object = sys.modules.get(module)
     for part in name.split("."):
         if not isinstance(value, ModuleType | type):
@@ -405,7 +410,12 @@ PICKLE_ADVICE = ", or pass allow_pickle=True, here and when it is read"
 
 
 def encode_object(path: str, value: object, allow_pickle: bool | None) -> tuple[str, bytes]:
-    """Return the kind and the bytes of a value as ``torch.save`` writes it.
+    """Encode a value by ``torch.save``; return its kind, ``object`` or ``pickle``, and the bytes.
+
+    Args:
+        path: The path of the value, for messages.
+        value: The value.
+        allow_pickle: Whether to accept a value that ``weights_only`` does not read back.
 
     Raises:
         UnsupportedTypeError: The value cannot be read back safely.
