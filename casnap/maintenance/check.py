@@ -1,4 +1,4 @@
-"""Checking whether a store is whole: its structure and, on request, every byte."""
+"""Check whether a store is whole: its structure and, on request, every byte."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ class CheckReport:
         damages: Everything that is wrong; empty if the store is whole.
         unsupported: Data in forms that this version does not know, and so could not check. They may
             be whole.
-        history: Older roots that are damaged or lost. No snapshot needs them, and a repair does
-            not restore them.
+        history: Older roots that are damaged or lost. No snapshot needs them, and a repair does not
+            restore them.
         root: The number of the root that was checked; -1 if the newest root cannot be read.
         snapshots: How many snapshots there are.
         packs: How many packs the index lists.
         chunks: How many different chunks and nodes the index lists.
         stored_bytes: The stored bytes of these chunks and nodes, at all their places.
         read_bytes: How many of these bytes were read and verified.
-        sample: The share that was to be read; None if only the structure was checked.
+        sample: The share of chunks and nodes that the check had to read; None if it checked only
+            the structure.
         seed: The seed that chose the sample.
         orphans: Packs and segments that the newest root does not name: left over, or about to be
             committed.
@@ -103,13 +104,13 @@ def check(
     Args:
         store: The store.
         data: Read and verify every chunk and node at each of its places.
-        sample: Read and verify a random share of them, up to 1.
+        sample: Read and verify a random share of them, above 0 and up to 1.
         seed: Chooses the share; by default a different one each time.
-        name: The full name of a snapshot: check only what that needs.
+        name: The full name of a snapshot: check only its tree and chunks.
         progress: Called with the current phase, how much of it is done, and the total.
 
     Returns:
-        Everything that is wrong, and what it hurts.
+        All damages, each with the snapshots and entries that it hurts.
     """
     if sample is not None and (not is_number(sample) or not 0 < sample <= 1):
         raise ValueError(f"sample is a share, above 0 and up to 1; got {sample!r}")
@@ -155,7 +156,7 @@ def check(
 
 
 def _what_is_read(survey: Survey) -> list[str]:
-    """Return a warning if an older root is read, since files of the newest one are missing."""
+    """Return a warning if readers use an older root, since files of the newest one are missing."""
     has_index = all(damage.kind != "missing" for damage in survey.packs.unreadable.values())
     if has_index and not survey.snapshots.table_is_lost:
         return []
@@ -172,7 +173,14 @@ def _what_is_read(survey: Survey) -> list[str]:
 def _of_one(
     survey: Survey, damages: list[Damage], share: float | None, seed: int | None
 ) -> CheckReport:
-    """Return the report on one snapshot: on damages that hurt it, or that hurt what it needs."""
+    """Return the report on the one snapshot that a survey looked at.
+
+    Args:
+        survey: The survey.
+        damages: Damages of the store itself. The report has these too.
+        share: The share of chunks and nodes that was read; None if none were.
+        seed: The seed that chose them.
+    """
     digests = {digest.hex() for digest in survey.needed}
     return CheckReport(
         damages=[*damages, *(d for d in survey.damages if d.hurts or d.digest in digests)],
@@ -189,7 +197,7 @@ def _of_one(
 
 
 def lost_commits(store: Repository) -> list[str]:
-    """Return warnings of commits that markers name, but the newest root does not."""
+    """Return a warning for each marker file that names a commit which the newest root lacks."""
     return [
         f"the marker in {name} names the commit {commit.hex()}, which no snapshot of root "
         f"{store.newest().seq} has. If the folder was not copied there by hand, a newer root was "
@@ -212,7 +220,7 @@ def _bucket_warnings(backend: Backend) -> list[str]:
 
 
 def _read_meanwhile(store: Repository) -> list[str]:
-    """Return, in words, as of which older root a store is read whose newest one is not whole."""
+    """If an older root is whole, return a warning that readers use that one until a repair."""
     older = store.as_of_whole_root()
     if older is None:
         return []

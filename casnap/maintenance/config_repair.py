@@ -1,4 +1,4 @@
-"""``casnap.json`` where it is missing or damaged: what is wrong, and making it anew."""
+"""Check ``casnap.json``, and make it anew if it is missing or damaged."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from casnap.storage.inspecting import config_content, config_in, read_config, re
 
 
 def check_config(store: Repository, root: Root) -> None:
-    """Check that a store was opened by the record that its newest root has a copy of.
+    """Check that the record by which a store was opened equals the copy in its newest root.
 
     Raises:
-        DamagedError: The store was opened by another record.
+        DamagedError: They differ, so ``casnap.json`` belongs to another store.
     """
     if config_in(root) not in (None, store.config):
         raise DamagedError(
@@ -78,7 +78,7 @@ def _copied_config(backend: Backend) -> StoreConfig:
 
 
 def restore_config(backend: Backend, config: StoreConfig) -> None:
-    """Put ``casnap.json`` anew."""
+    """Write ``casnap.json`` anew, in place of a damaged one if there is one."""
     content = config_content(config)
     if not backend.put_if_absent(CONFIG_KEY, content):
         backend.delete(CONFIG_KEY)

@@ -1,4 +1,4 @@
-"""Damage in a store: what is wrong, and which snapshots it hurts. Damaged roots."""
+"""What a check reports: damages in a store, which snapshots they hurt, and damaged roots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ALL = Hurt("*", "")
 
 @dataclass(eq=False)
 class Damage:
-    """Something in a store that is not as it was written.
+    """An object, chunk or record in a store that is not as it was written.
 
     Attributes:
         kind: ``missing``, ``cut off``, ``changed`` or ``unreadable`` (the storage refuses) for an
@@ -40,7 +40,7 @@ class Damage:
         object: The key of the damaged object; empty if a digest has no place at all.
         message: What is wrong, for people.
         digest: The damaged chunk or node, in hex; empty if the whole object is damaged.
-        hurts: Everything that cannot be restored because of it.
+        hurts: Everything that cannot be restored because of the damage.
     """
 
     kind: str
@@ -69,7 +69,7 @@ _MOST_UNLISTED = 1000
 
 
 class Findings:
-    """The findings of a survey so far.
+    """The damages that a survey has found so far.
 
     Attributes:
         damages: The damages.
@@ -81,12 +81,24 @@ class Findings:
         self.unsupported: list[Damage] = []
 
     def add(self, kind: str, key: str, message: str, digest: bytes = b"") -> Damage:
-        """Add a damage, and return it."""
+        """Add a damage, and return it.
+
+        Args:
+            kind: Its kind, as in :class:`Damage`.
+            key: The key of the damaged object.
+            message: What is wrong, for people.
+            digest: The damaged chunk or node; empty if the whole object is damaged.
+        """
         self.damages.append(Damage(kind, key, message, digest.hex()))
         return self.damages[-1]
 
     def add_unsupported(self, message: str, key: str = "") -> Damage:
-        """Add a part that this version cannot judge, and return it."""
+        """Add a part that this version cannot judge, and return it.
+
+        Args:
+            message: Why it cannot, for people.
+            key: The key of the object; empty if there is none.
+        """
         self.unsupported.append(Damage(UNSUPPORTED, key, message))
         return self.unsupported[-1]
 
@@ -96,7 +108,12 @@ READ_ERRORS = (FileNotFoundError, DamagedError, BackendError)
 
 
 def kind_and_message(error: Exception, label: str) -> tuple[str, str]:
-    """Return the kind of a damage and its message, given the error of reading an object."""
+    """Return the kind and the message of the damage that an error shows.
+
+    Args:
+        error: The error of reading an object.
+        label: The name of the object.
+    """
     if isinstance(error, FileNotFoundError):
         return "missing", f"{label} is missing"
     return "unreadable" if isinstance(error, BackendError) else "changed", str(error)
@@ -105,7 +122,7 @@ def kind_and_message(error: Exception, label: str) -> tuple[str, str]:
 def root_damages(backend: Backend, newest: int) -> tuple[list[Damage], list[Damage]]:
     """Return the damages of the newest root, and the damages of older roots.
 
-    If the newest root is damaged, its copy stands in for it. Older roots are history: no snapshot
+    If the newest root is damaged, its copy is used instead. Older roots are history: no snapshot
     needs them.
     """
     stood_in_for = _damages_of_roots(backend, [newest])

@@ -1,4 +1,4 @@
-"""Whether entries make sense: lengths of tensors, bytes of values and specs, elements."""
+"""Check that entries make sense: lengths of tensors, bytes of values and specs, elements."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Read = Callable[[str, KnownEntry], "bytes | None"]
 
 
 def is_decoded(entry: Entry) -> bool:
-    """Whether a check looks at the bytes of an entry."""
+    """Whether a check decodes the value or spec of an entry, to see that it is well formed."""
     is_plain = isinstance(entry, ValueEntry | ContainerEntry) and not unknown_in(entry)
     return is_plain and entry.kind not in _ANY_BYTES and entry.payload.nbytes <= _MOST_DECODED
 
 
 def check_entry(path: str, entry: KnownEntry, read: Read) -> Iterable[str]:
-    """Check that an entry makes sense by itself.
+    """Check an entry alone: its length, and that its value or spec can be decoded.
 
     Args:
         path: Its path, with its key.
@@ -75,7 +75,7 @@ def check_entry(path: str, entry: KnownEntry, read: Read) -> Iterable[str]:
 
 
 def _decoded(path: str, entry: ValueEntry | ContainerEntry, read: Read) -> object:
-    """Return a value or container decoded; None if it is too large, or its bytes are not read."""
+    """Return a value or container decoded; None if it is too large, or ``read`` returns None."""
     if entry.payload.nbytes > _MOST_DECODED:
         return None
     content = read(path, entry)
@@ -98,7 +98,7 @@ def _components_of(entry: ContainerEntry) -> Iterable[str]:
 
 
 def balance(inner: str, entry: Entry, components: Iterable[str], most: int) -> int:
-    """Return a number for an entry. All numbers of a key add up to 0 if no element is lacking.
+    """Return a number for an entry. If a key lacks no element, its entries' numbers sum to 0.
 
     An entry adds the hash of its path, except the key's own entry. A container subtracts the hash
     of each element's path. Each tree is summed up only once, and the sums of the trees that a rank
@@ -108,8 +108,8 @@ def balance(inner: str, entry: Entry, components: Iterable[str], most: int) -> i
         inner: The path of the entry below its key.
         entry: The entry.
         components: The components of the elements of the entry.
-        most: How many entries the tree has. If a container claims more elements, its number makes
-            any sum differ from 0.
+        most: How many entries the tree has. A container that claims more elements gets a number
+            that makes any sum differ from 0.
     """
     own = hash(inner) if inner else 0
     if not isinstance(entry, ContainerEntry):
@@ -121,7 +121,7 @@ def balance(inner: str, entry: Entry, components: Iterable[str], most: int) -> i
 
 @dataclass
 class _Elements:
-    """The elements of a container that were not seen yet.
+    """The elements of a container that have not been found yet.
 
     Attributes:
         names: The components of a dict's elements; None if they are indices.
@@ -146,7 +146,7 @@ class _Elements:
 def lacking_elements(
     entries: Iterable[tuple[str, Entry]], read: Read
 ) -> Iterator[tuple[str, DamagedError]]:
-    """Yield the path of each container that lacks elements, and an error that says so.
+    """Yield the path of each container that lacks elements, and an error with their number.
 
     Args:
         entries: All entries of a key that a rank sees, in order, by path.

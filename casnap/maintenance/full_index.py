@@ -53,7 +53,7 @@ class FullIndex:
 
     @property
     def stored_bytes(self) -> int:
-        """Stored bytes of all chunks and nodes, at all their places."""
+        """The stored bytes of all chunks and nodes, at all their places."""
         return sum(self._stored)
 
     def of(self, digest: Digest) -> list[Place]:
@@ -66,7 +66,7 @@ class FullIndex:
         return places
 
     def of_pack(self, pack: PackId) -> list[Record]:
-        """Return the contents of a pack, in the order of offsets."""
+        """Return the chunks and nodes in a pack with their places, in the order of offsets."""
         order = sorted(self._of_pack[pack], key=self._offsets.__getitem__)
         return [(self._digest(i), self._place(i)) for i in order]
 

@@ -1,4 +1,4 @@
-"""Checking packs: the bytes of each chunk and node in them."""
+"""Check packs: read each chunk and node in them, and compare it with its digest."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def bad_records(
         store: The store.
         records: The chunks and nodes, and their places.
         report: Called with the number of bytes read since the last call.
-        tell_base: Called, from any thread, with each delta whose base is another than its record
-            says, and with that base.
+        tell_base: Called, from any thread, with each delta whose real base differs from the one in
+            its record, and with the real base.
     """
     window: list[tuple[Place, list[Want]]] = []
     nbytes = 0
@@ -63,7 +63,7 @@ def _bad_of(
 
 
 def _forget(_raw: memoryview) -> None:
-    """Drop the bytes of a chunk that only had to be verified."""
+    """Stands for a sink: the bytes of a chunk only have to be verified."""
 
 
 def _compare_base(
@@ -78,7 +78,7 @@ def _compare_base(
 
 
 def can_lie_at(place: Place) -> bool:
-    """Whether a place from the index is possible. Checked before memory is taken for it."""
+    """Whether a place from the index is possible. Call this before taking memory for its bytes."""
     if place.codec == Codec.RAW and place.raw_size != place.stored_size:
         return False
     return is_possible(place)

@@ -1,4 +1,4 @@
-"""Surveying the index and the packs: which places of chunks and nodes are whole."""
+"""Survey the index and the packs: find out which places of chunks and nodes are whole."""
 
 from __future__ import annotations
 
@@ -46,7 +46,13 @@ from casnap.storage.inspecting import (
 
 
 class _PackState(NamedTuple):
-    """The length of a pack, -1 if that is not known; its footer, or why that cannot be read."""
+    """What a look at a pack has found.
+
+    Attributes:
+        size: The length of the pack in bytes; -1 if it is not known.
+        footer: The records in its footer.
+        error: Why length or footer cannot be read; None if they were.
+    """
 
     size: int
     footer: Sequence[Record] = ()
@@ -54,7 +60,7 @@ class _PackState(NamedTuple):
 
 
 def _length_of(records: Sequence[Record]) -> int:
-    """Return how long a pack of these records is."""
+    """Return how many bytes a pack with these records, and its footer, has."""
     end = max((place.offset + place.stored_size for _, place in records), default=0)
     return end + footer_size(records)
 
@@ -64,9 +70,10 @@ def _wrong_length(size: int, records: Sequence[Record]) -> str:
 
 
 class PackSurvey:
-    """The places that the index of a root has, and which of them are whole.
+    """The places that the index of a root lists, and which of them are whole.
 
-    A new survey has read the segments. :meth:`look` looks at each pack; :meth:`read` reads bytes.
+    The constructor reads the segments. :meth:`look` compares each pack with the index; :meth:`read`
+    reads and verifies chunks.
 
     Args:
         store: The store.
@@ -76,7 +83,7 @@ class PackSurvey:
         earlier: The survey of an earlier root. Places that it found bad stay bad.
 
     Attributes:
-        index: The index by the readable segments.
+        index: The index, made of the segments that can be read.
         unreadable: The segments that cannot be read.
         hurt: Packs with any damage.
         read_bytes: How many bytes were read and verified.
@@ -129,7 +136,13 @@ class PackSurvey:
         return [place for place in self.index.of(digest) if self._is_there(digest, place)]
 
     def note_bad(self, digest: Digest, place: Place, failure: Failure) -> None:
-        """Record that the bytes at a place are not the bytes that were written."""
+        """Note that the bytes at a place are not the chunk or node with this digest.
+
+        Args:
+            digest: The digest.
+            place: The place.
+            failure: What was found there.
+        """
         self._bad[digest, place] = failure
         self._chains.forget()
         message = f"at byte {place.offset:,}: {failure}"
@@ -137,18 +150,18 @@ class PackSurvey:
         self._blame.setdefault(digest, []).append(damage)
 
     def recall(self) -> None:
-        """Note again the places that earlier surveys found bad, if the index still lists them."""
+        """Report again the places that earlier surveys found bad, if the index still lists them."""
         for (digest, place), failure in list(self._bad.items()):
             if place in self.index.of(digest):
                 self.note_bad(digest, place, failure)
         self._note_other_bases()
 
     def blame(self, digest: Digest) -> list[Damage]:
-        """Return the damages that cost a digest a place."""
+        """Return the damages because of which a chunk or node lacks one of its places."""
         return self._blame.get(digest, [])
 
     def has_long_chain(self, digest: Digest) -> bool:
-        """Whether a digest is whole, but its chain has more deltas than are read."""
+        """Whether a chunk has a place, but needs more deltas in a chain than casnap reads."""
         return any(map(self._chains.is_too_long, self._places_there(digest)))
 
     # --- the index ---
@@ -253,7 +266,7 @@ class PackSurvey:
             self._blame.setdefault(digest, []).append(damage)
 
     def unsupported_in(self, pack: PackId) -> Damage:
-        """Return the finding that this version cannot read some chunks of a pack."""
+        """Report, once for each pack, that this version cannot read some of its chunks."""
         if pack not in self._unsupported_packs:
             unknown = [p.codec for _, p in self.index.of_pack(pack) if not is_known(p)]
             codecs = ", ".join(map(str, sorted(set(unknown))))
@@ -281,7 +294,10 @@ class PackSurvey:
         self._note_other_bases()
 
     def _note_other_bases(self) -> None:
-        """Note deltas whose base the index names wrongly, so that the base may be collected."""
+        """Report deltas whose real base is not the one in the index.
+
+        A collector goes by the index, so it may delete the real base.
+        """
         for (digest, place), base in self._other_bases.items():
             if place in self.index.of(digest):
                 message = (

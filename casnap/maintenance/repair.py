@@ -1,8 +1,8 @@
-"""Repairing a damaged store: saving everything that is still whole.
+"""Repair a damaged store: save all data that are still whole.
 
-A repair changes nothing in place and deletes nothing. It writes packs and segments of whole
-data, and puts a root that names them instead of the damaged ones. So it can be killed at any
-moment, repeated, and run beside takes. A take that relied on a damaged pack starts again.
+A repair changes nothing in place and deletes nothing. It writes packs and segments of whole data,
+and puts a root that names them instead of the damaged ones. So it can be killed at any moment,
+repeated, and run beside takes. A take that relied on a damaged pack starts again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MOST_TRIES = 10
 
 @dataclass
 class RepairReport:
-    """The outcome of a repair; with ``dry_run``, what it would do.
+    """The outcome of a repair; with ``dry_run``, what a repair would do.
 
     Attributes:
         dry_run: Whether nothing was changed.
@@ -63,7 +63,7 @@ class RepairReport:
         restored_root: The older root whose snapshots the store has again, if files that the newest
             root named are missing and its table of snapshots cannot be read; else None.
         skipped: Sources that could not be used, and why; also packs that no segment lists.
-        warnings: What went with the newer roots, if an older one is restored. Snapshots that
+        warnings: If an older root is restored, what the newer roots had. Also snapshots that
             markers name, but the newest root does not, as in a check. No repair can bring either
             back.
     """
@@ -84,7 +84,7 @@ class RepairReport:
 
     @property
     def ok(self) -> bool:
-        """Whether everything is whole now."""
+        """Whether no damage remains."""
         return not self.remaining
 
 
@@ -168,7 +168,7 @@ class _Repair:
         return self.report
 
     def _change(self) -> bool:
-        """Repair something; return whether to survey the store again."""
+        """Make the next repair, if one is needed; return whether to survey the store again."""
         try:
             return self._drop_rows() or self._adopt() or self._mend() or self._go_back()
         except DamagedError:
@@ -185,7 +185,7 @@ class _Repair:
         return bool(names) and Changes(self._store).commit(lambda *_: dict.fromkeys(names))
 
     def _refuse_unreadable(self) -> None:
-        """Refuse to go on if an object cannot be read now: it may be whole."""
+        """Raise an error if an object cannot be read now: it may be whole."""
         for damage in self._survey.damages:
             if damage.kind == "unreadable":
                 raise self._unreadable(damage.object, damage.message)
@@ -202,7 +202,11 @@ class _Repair:
         self._copied, self._healed = set(), set()
 
     def _go_back(self) -> bool:
-        """Put a root with the snapshots of the newest whole root, if the newest table is lost."""
+        """If the table of snapshots is lost, put a root with the snapshots of an older, whole root.
+
+        Returns:
+            Whether to survey the store again.
+        """
         survey, whole, index = self._survey, self._whole_root, self._survey.index
         if whole is None or not survey.snapshots.table_is_lost:
             return False
@@ -224,7 +228,11 @@ class _Repair:
     # --- packs that no segment lists ---
 
     def _adopt(self) -> bool:
-        """List packs again that no readable segment lists and that hold something lost."""
+        """List packs again that no readable segment lists, if they hold a lost chunk or node.
+
+        Returns:
+            Whether there were any.
+        """
         survey = self._survey
         if not survey.packs.unreadable and not survey.trees.lost:
             return False
@@ -240,7 +248,7 @@ class _Repair:
         return True
 
     def _orphans(self) -> Iterator[tuple[PackId, list[Record]]]:
-        """Yield the packs to list again, and the whole records of each."""
+        """Yield the packs that should be listed again, each with its whole records."""
         survey = self._survey
         files = StoredFiles(self._store, survey.root)
         for ident in sorted(files.packs - set(survey.index.packs)):
@@ -303,9 +311,13 @@ class _Repair:
         return True
 
     def _report_dry_run(self, digests: set[Digest]) -> None:
-        """Report the damages that would remain.
+        """Report the damages that a repair would leave.
 
-        They are the damages of lost digests; and of packs, if not all needs are known.
+        They are the damages of lost digests, and those of packs if not all needed digests are
+        known.
+
+        Args:
+            digests: The digests that the repair would not find.
         """
         survey = self._survey
         damages = [
@@ -335,8 +347,11 @@ class _Repair:
     def _save(self, damaged: frozenset[PackId]) -> bool:
         """Copy the whole chunks and nodes of damaged packs, unless another pack holds them whole.
 
+        Args:
+            damaged: The damaged packs.
+
         Returns:
-            Whether everything that was copied was still whole.
+            Whether all that had to be copied were still whole.
         """
         survey, all_whole = self._survey, True
         safe = set(survey.index.packs) - survey.root.condemned.keys() - damaged
@@ -368,7 +383,7 @@ class _Repair:
         )
 
     def _keep(self, digest: Digest, raw: memoryview) -> None:
-        """Write a verified chunk or node to a new pack, unless that was done before."""
+        """Write a verified chunk or node to a new pack, unless the repair has already done so."""
         if digest in self._copied:
             return
         self._copied.add(digest)

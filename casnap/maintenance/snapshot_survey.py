@@ -1,4 +1,4 @@
-"""Surveying the table: which snapshots there are, and which parts of them a damage hurts."""
+"""Survey the table: find out which snapshots there are, and what each damage hurts in them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from casnap.storage import Contents
 
 
 class SnapshotSurvey:
-    """The snapshots of a root, each with the damages that hurt it.
+    """The snapshots of a root, and which damages hurt each of them.
 
     Args:
         root: The root.
@@ -41,7 +41,7 @@ class SnapshotSurvey:
 
     @property
     def table_is_lost(self) -> bool:
-        """Whether the names of some snapshots cannot be read."""
+        """Whether a part of the table cannot be read, so that names of snapshots are missing."""
 
         def read() -> list[tuple[str, Row]]:
             return list(self._trees.nodes.table(self._root).items_in())
@@ -80,7 +80,13 @@ class SnapshotSurvey:
             )
 
     def _rows(self, table: Tree[Row], children: list[Child], total: int) -> None:
-        """Survey all snapshots below some nodes of the table."""
+        """Survey all snapshots below some nodes of the table.
+
+        Args:
+            table: The table.
+            children: The nodes.
+            total: How many snapshots the table has, for the progress.
+        """
         self._trees.nodes.read_ahead(digest for _, digest, _ in children)
         for key, digest, count in children:
             node, damages = self._trees.try_read(partial(table.node, Digest(digest)), "the table")
@@ -133,7 +139,7 @@ class SnapshotSurvey:
             damage.hurts[Hurt(snapshot, path)] = None
 
     def _elements(self, contents: Contents) -> None:
-        """Find containers without all their elements, as each rank sees them."""
+        """Report the containers of a snapshot that lack elements, as each rank sees them."""
         for rank in contents.ranks():
             for key, entries in contents.trees(rank).items():
                 for inner, damage in self._trees.lacking(contents, entries):
@@ -141,5 +147,9 @@ class SnapshotSurvey:
 
 
 def copy_name(commit: bytes) -> str:
-    """Return the name of an unfinished copy in damages."""
+    """Return the name by which damages name an unfinished copy of a snapshot.
+
+    Args:
+        commit: The commit id of the snapshot.
+    """
     return f"the unfinished copy {commit.hex()}"

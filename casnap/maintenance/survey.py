@@ -1,4 +1,4 @@
-"""Surveying a whole store: every object is read, and every damage named with what it hurts.
+"""Survey a whole store: read every object, and find out what each damage hurts.
 
 It answers three questions, each in a module of its own: which places are whole
 (``pack_survey.py``), which of them the trees need (``tree_survey.py``), and which snapshots each
@@ -30,9 +30,9 @@ _ROOT_ADVICE = (
 
 
 class Survey:
-    """Everything that is wrong in a store, with the tensors that it hurts.
+    """All damages in a store, and which entries each of them hurts.
 
-    A new survey has read the index. :meth:`run` reads the rest. Each time another root becomes the
+    The constructor reads the index. :meth:`run` reads the rest. Each time another root becomes the
     newest one, all three parts begin anew; only places that were read and found bad stay known.
 
     Args:
@@ -67,7 +67,12 @@ class Survey:
         self._begin(root)
 
     def _begin(self, root: Root, earlier: PackSurvey | None = None) -> None:
-        """Start over with a root: read its segments."""
+        """Begin anew with a root: read its segments.
+
+        Args:
+            root: The root.
+            earlier: The survey of an earlier root. Places that it found bad stay bad.
+        """
         self.root = root
         self._findings = findings = Findings()
         self.packs = PackSurvey(self.store, root, findings, self._progress, earlier)
@@ -76,12 +81,12 @@ class Survey:
 
     @property
     def index(self) -> FullIndex:
-        """The index by its readable segments."""
+        """The index, made of the segments that can be read."""
         return self.packs.index
 
     @property
     def damages(self) -> list[Damage]:
-        """The damages that were found."""
+        """The damages found so far."""
         return self._findings.damages
 
     @property
@@ -91,7 +96,7 @@ class Survey:
 
     @property
     def needed(self) -> dict[Digest, int]:
-        """The digests that snapshots and the table need: the length of a chunk, -1 of a node."""
+        """Digest that snapshots or the table need → the length of the chunk; -1 for a node."""
         return self.trees.needed
 
     def whole_places(self, digest: Digest) -> list[Place]:
@@ -99,7 +104,7 @@ class Survey:
         return self.packs.whole_places(digest)
 
     def note_bad(self, digest: Digest, place: Place, failure: Failure) -> None:
-        """Record that the bytes at a place are not the bytes that were written."""
+        """Note that the bytes at a place are not the chunk or node with this digest."""
         self.trees.note_bad(digest, place, failure)
 
     def run(
@@ -149,7 +154,7 @@ class Survey:
                     damage.message += "; nothing needs it"
 
     def _drop_outdated(self) -> None:
-        """Drop the damages of objects that the newest root no longer names."""
+        """Drop the damages of objects and snapshots that the newest root no longer names."""
         try:
             view = self.store.view()
             commits = {n: r.commit for n, r in self.store.table(view.root).items()}

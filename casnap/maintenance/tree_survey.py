@@ -1,4 +1,4 @@
-"""Surveying trees: which nodes and chunks they need, and which entries need each of them."""
+"""Survey the trees: find out which nodes and chunks they need, and which entries need these."""
 
 from __future__ import annotations
 
@@ -36,14 +36,19 @@ _KEPT_BYTES = 32 << 20
 
 
 class Below(NamedTuple):
-    """The findings below a node: the damages, by path, and the sum of :func:`balance`."""
+    """What the survey has found below a node of a tree.
+
+    Attributes:
+        hurts: Pairs of a path and a damage that hurts the entry at that path.
+        balance: The sum of :func:`casnap.maintenance.entry_checks.balance` of the entries.
+    """
 
     hurts: list[tuple[str, Damage]]
     balance: int = 0
 
 
 def leaf_name(key: str, count: int) -> str:
-    """Return the name of a leaf: its first key, and how many more it has."""
+    """Return the name of a node in messages: its first key, and how many more keys it has."""
     return key if count == 1 else f"{key} and {count - 1:,} more"
 
 
@@ -57,17 +62,18 @@ class TreeSurvey:
         root: The root.
         packs: The survey that says which places are whole.
         findings: Gets each damage.
-        reads: Whether values are read and judged, besides the structure.
+        reads: Whether to read and decode values, besides the structure.
 
     Attributes:
         nodes: The store, whose nodes are read from packs alone.
-        needed: The digests that snapshots and the table need: the length of a chunk, -1 of a node.
+        needed: Each digest that snapshots and the table need → the length of the chunk; -1 for a
+            node.
         lost: Needed digests without a whole place.
         known_lost: Digests that the root says are lost.
         rescued: Condemned packs that hold a needed digest which no live pack holds.
-        reads: Whether values are read and judged.
-        judges: Whether entries are judged by their values; not while unfinished copies are
-            surveyed.
+        reads: Whether to read and decode values.
+        judges: Whether to check entries beyond their chunks. False while unfinished copies are
+            surveyed, whose entries only name chunks.
     """
 
     def __init__(
@@ -104,21 +110,27 @@ class TreeSurvey:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether parts of the trees cannot be read, so that their needs are not known."""
+        """Whether nodes or segments cannot be read, so that not all needed digests are known."""
         unknown = bool(self._packs.unreadable) or self._has_unknown_nodes
         return unknown or any(self.needed[digest] < 0 for digest in self.lost)
 
     def note_bad(self, digest: Digest, place: Place, failure: Failure) -> None:
-        """Record that the bytes at a place are not the bytes that were written."""
+        """Note that the bytes at a place are not the chunk or node with this digest."""
         self._packs.note_bad(digest, place, failure)
         self._damages_of.pop(digest, None)
 
     def read_ahead(self, tops: Iterable[bytes]) -> None:
-        """On a remote store, read the top nodes of subtrees that are not known yet, together."""
+        """On a remote store, read together the top nodes of those subtrees not surveyed yet."""
         self.nodes.read_ahead(top for top in tops if top not in self._below)
 
     def subtree(self, contents: Contents, key: str, top: bytes) -> Below:
-        """Return the findings below a key. A known subtree is not read again."""
+        """Return what the survey finds in the subtree of a key. Each subtree is read once.
+
+        Args:
+            contents: The snapshot.
+            key: The key.
+            top: The digest of the subtree's top node.
+        """
         if top in self._below:
             return self._below[top]
         label = f"{contents.name}: {key}"
@@ -134,7 +146,14 @@ class TreeSurvey:
     def _nodes(
         self, contents: Contents, key: str, tree: Tree[Entry], children: list[Child]
     ) -> Below:
-        """Return the findings below some nodes of a tree. A known node is not read again."""
+        """Return what the survey finds below some nodes of a tree. Each node is read once.
+
+        Args:
+            contents: The snapshot.
+            key: The key of the tree.
+            tree: The tree.
+            children: The nodes.
+        """
         self.nodes.read_ahead(node for _, node, _ in children if node not in self._below)
         hurts: list[tuple[str, Damage]] = []
         total = 0
@@ -169,7 +188,14 @@ class TreeSurvey:
     def _entry(
         self, contents: Contents, path: str, entry: Entry, read: Read
     ) -> tuple[list[Damage], Iterable[str]]:
-        """Return the damages that hurt an entry, and the components of its elements."""
+        """Return the damages that hurt an entry, and the components of its elements.
+
+        Args:
+            contents: The snapshot.
+            path: The path of the entry.
+            entry: The entry.
+            read: Reads the bytes of a value or container.
+        """
         if unknown_in(entry):
             return self._unknown(contents, path, entry), ()
         assert not isinstance(entry, UnknownEntry)
@@ -185,7 +211,7 @@ class TreeSurvey:
             return [self._findings.add_unsupported(f"{path}: {e}")], ()
 
     def _chunks(self, contents: Contents, path: str, entry: KnownEntry) -> list[Damage]:
-        """Return the damages of an entry's chunks. A known list of chunks is not read again."""
+        """Return the damages of an entry's chunks. Each list of chunks is looked at once."""
         payload = entry.payload
         form = entry.shape if isinstance(entry, TensorEntry) else ()
         content = (payload.digests, payload.depth, payload.nbytes, form)
@@ -201,7 +227,7 @@ class TreeSurvey:
         return damages
 
     def _small_contents(self, items: list[tuple[str, Entry]]) -> dict[Digest, bytes]:
-        """Read the chunks of the values and specs of a leaf together, if values are read at all."""
+        """Read the chunks of the values and specs among some entries together, if ``reads``."""
         digests: dict[Digest, None] = {}
         if self.reads:
             total = 0
@@ -221,7 +247,14 @@ class TreeSurvey:
     def _content(
         self, contents: Contents, known: dict[Digest, bytes], path: str, entry: KnownEntry
     ) -> bytes | None:
-        """Return the bytes of an entry; None if they are not looked at, or cannot be read."""
+        """Return the bytes of a value or spec; None if values are not read, or a chunk is lost.
+
+        Args:
+            contents: The snapshot.
+            known: Chunks that were read already.
+            path: The path of the entry.
+            entry: The entry.
+        """
         if entry.payload.nbytes <= INLINE_BYTES:
             return entry.payload.inline
         if not self.reads:
@@ -232,7 +265,7 @@ class TreeSurvey:
         return b"".join(parts[d] for d in digests) if parts.keys() >= set(digests) else None
 
     def _read_chunks(self, digests: Iterable[Digest]) -> dict[Digest, bytes]:
-        """Read some chunks; return the ones that can be read."""
+        """Read some chunks; return those that can be read, by digest."""
         raws: dict[Digest, bytes] = {}
 
         def keep(digest: Digest, raw: memoryview) -> None:
@@ -250,7 +283,12 @@ class TreeSurvey:
         return raws
 
     def lacking(self, contents: Contents, entries: Entries) -> list[tuple[str, Damage]]:
-        """Return the containers without all their elements, and the damage of each."""
+        """Report the containers without all their elements; return each with its damage.
+
+        Args:
+            contents: The snapshot.
+            entries: The entries of a key that a rank sees.
+        """
         if entries.tops not in self._lacking:
             self._lacking[entries.tops] = self._lacking_in(contents, entries)
         return self._lacking[entries.tops]
@@ -266,7 +304,7 @@ class TreeSurvey:
         return [(path, self._findings.add("malformed", "", str(e))) for path, e in lacking]
 
     def _unknown(self, contents: Contents, path: str, entry: Entry) -> list[Damage]:
-        """Return the damages that hurt an entry of which only the payload is known."""
+        """Return the damages that hurt an entry of an unknown kind. Its chunks are checked."""
         unknown = self._findings.add_unsupported(
             f"a newer casnap wrote {unknown_in(entry)}; update casnap"
         )
@@ -292,7 +330,15 @@ class TreeSurvey:
         return damages
 
     def try_read(self, attempt: Callable[[], T], label: str) -> tuple[T | None, list[Damage]]:
-        """Read from the trees; return the result, or None, and the damages that were met."""
+        """Read something from the trees; collect the damages of all nodes that were read.
+
+        Args:
+            attempt: Reads and returns it.
+            label: The name of what is read, for messages.
+
+        Returns:
+            The result of ``attempt``, or None if it failed; and the damages.
+        """
         self.nodes.asked = []
         result, error, unsupported = None, None, None
         try:
@@ -309,7 +355,12 @@ class TreeSurvey:
         return result, damages
 
     def damages_of(self, digest: Digest, places: list[Place] | None = None) -> list[Damage]:
-        """Return the damages that make a needed digest lost, or about to be deleted."""
+        """Return why a needed chunk or node is lost or about to be deleted, as damages.
+
+        Args:
+            digest: The digest.
+            places: Its places that are not known to be bad; None to look them up.
+        """
         if digest in self._damages_of:
             return self._damages_of[digest]
         places = self._packs.whole_places(digest) if places is None else places

@@ -42,7 +42,7 @@ class Usage:
         logical_bytes: Bytes of its state.
         stored_bytes: Stored bytes of all chunks and nodes that it refers to, and of the chunks that
             these are deltas of.
-        unique_bytes: How many of these no other snapshot of the store needs.
+        unique_bytes: How many of these bytes no other snapshot of the store needs.
     """
 
     name: str
@@ -114,12 +114,12 @@ class DiskUsage:
 
     @property
     def nbytes(self) -> int:
-        """All bytes."""
+        """The bytes of all files."""
         return self.kept_bytes + self.waiting_bytes + self.orphaned_bytes + self.other_bytes
 
 
 def disk_usage(store: Repository) -> DiskUsage:
-    """Return how many bytes a store takes up, and for what."""
+    """Return how many bytes a store takes up, divided by what they are for."""
     return store.read_at_newest(partial(_disk_usage, store))
 
 
@@ -193,13 +193,14 @@ def _snapshots(store: Repository, root: Root) -> tuple[IndexView, list[Contents]
 
 
 class _Walk:
-    """A walk over snapshots that counts the references of the current one.
+    """Walks over snapshots one after the other, and counts the bytes that each refers to.
 
-    Nodes and chunks have numbers. The owner of a number is the only step that referred to it.
+    Nodes and chunks get numbers. If a single snapshot refers to a node or chunk, that snapshot owns
+    it.
 
     Args:
         store: The store.
-        view: The view that gives the places.
+        view: The view of the index that gives the places.
     """
 
     def __init__(self, store: Repository, view: IndexView) -> None:
@@ -219,7 +220,7 @@ class _Walk:
         self._bytes = 0
 
     def step(self, row: Row) -> int:
-        """Move on to a snapshot; return the bytes of all that it refers to."""
+        """Move on to the next snapshot; return the stored bytes of all that it refers to."""
         self._step += 1
         # The hint finds the node without the index. From now on it is cached.
         self._store.node(Digest(row.manifest.digest), row.manifest.hint)
@@ -231,7 +232,11 @@ class _Walk:
         return self._bytes
 
     def unique(self, steps: int) -> list[int]:
-        """Return the bytes of each step that no other step referred to."""
+        """Return, for each snapshot in turn, the stored bytes that it owns.
+
+        Args:
+            steps: How many snapshots the walk has visited.
+        """
         unique = [0] * steps
         for owner, stored_bytes in zip(self._owner, self._stored, strict=True):
             if owner >= 0:
@@ -239,7 +244,7 @@ class _Walk:
         return unique
 
     def _number(self, references: list[bytes]) -> array[int]:
-        """Return the numbers of nodes and chunks; new ones get a number."""
+        """Return the numbers of some nodes and chunks; new ones get the next numbers."""
         unnumbered = [r for r in dict.fromkeys(references) if r not in self._numbers]
         places = self._store.find([digest_in(r) for r in unnumbered], self._view)
         for reference, place in zip(unnumbered, places, strict=True):

@@ -1,4 +1,4 @@
-"""Placing snapshots at a mirror where a store continues the run that another store began there.
+"""Place a snapshot at a mirror, where another store may have begun the run that it continues.
 
 ``docs/decisions/0058-lives-of-a-run.md`` has the rules, and ``tests/model/succession.py`` shows
 that two nodes never mix their branches.
@@ -22,12 +22,14 @@ from casnap.transfer.copy_jobs import Placement, PlacementError
 
 
 class SucceededError(PlacementError):
-    """Another store writes the run at the mirror, and the snapshot does not follow it."""
+    """Another store has taken over the run at the mirror, and the snapshot does not follow it."""
 
 
 @dataclass
 class Succession:
-    """The placing of one snapshot at a mirror.
+    """Places one snapshot at a mirror.
+
+    A run has a new *life* at the mirror whenever another store goes on with it.
 
     Attributes:
         source: The mirrored store.
@@ -87,7 +89,15 @@ class Succession:
         return Placement(notes, {name: copies[name] for name in replaced_names})
 
     def _life(self, copies: Mapping[str, Row], seq: int) -> Life:
-        """Return the life of the run that the copy belongs to: its last life, or a new one."""
+        """Return the life of the run that the copy belongs to: the last one so far, or a new one.
+
+        Args:
+            copies: The copies of the run at the mirror.
+            seq: The number of the mirror's next root.
+
+        Raises:
+            SucceededError: Another store writes the run, and the snapshot does not follow it.
+        """
         follows = follows_of(self.row, self.destination.config.store_id)
         self.predecessor = ""
         newest = max(copies.values(), key=lambda row: row.seq, default=None)
@@ -114,7 +124,16 @@ class Succession:
     def upkeep(
         self, table: Table, replaced: Mapping[str, Row], row: Row, session: Session
     ) -> Upkeep:
-        """Return what the commit of the copy also does to all lives of the run at the mirror."""
+        """Return which copies of the run the same commit deletes or thins, by the retention.
+
+        All lives of the run count.
+
+        Args:
+            table: The table of the mirror.
+            replaced: The copies that the new one replaces.
+            row: The new row.
+            session: The session of the mirror.
+        """
         return Upkeep.of_run(
             table,
             (self.new_name, row),

@@ -89,7 +89,7 @@ class _StoppedError(Exception):
 
 
 class _OvertakenError(Exception):
-    """The tag has moved on in the mirrored store, so it is not moved at the mirror yet."""
+    """The tag has moved on in the mirrored store, so this copy must not get it at the mirror."""
 
 
 class Mirror:
@@ -99,7 +99,7 @@ class Mirror:
         source: The mirrored store.
         prefix: The prefix of the open view: it must be "", so that the view is the whole store.
         options: The user's options for the mirror.
-        hooks_of: Returns the hooks of each commit to the mirror, given its store.
+        hooks_of: Given the mirror as a repository, returns the hooks of each commit to it.
         is_taking: Returns whether this process is taking a snapshot. The copy waits meanwhile.
 
     Raises:
@@ -147,7 +147,7 @@ class Mirror:
         _all.add(self)
 
     def _begin(self) -> None:
-        """Begin with threads of this process: a forked child does not have its parent's threads."""
+        """Set the state of the threads to "none runs"; a forked child does so too."""
         self._event = threading.Event()
         self._changed = threading.Condition()
         self._backoff = Backoff(f"the mirror of {self._source.backend.uri} at {self.uri}")
@@ -175,10 +175,10 @@ class Mirror:
     # --- called by threads of users; none of these raises because of the mirror, or waits for it --
 
     def start(self) -> None:
-        """Begin to copy; wait a moment to see whether the mirror is the wrong store.
+        """Begin to copy; wait a moment to see whether the place holds the right store.
 
         Raises:
-            CasnapError: It is the wrong store, or there is no store and none can be made.
+            CasnapError: It holds another store; or it holds none, and none can be made.
         """
         if self._passive:
             # Only with a tag: without one, a wait ends when a forgotten mirror's notes are removed.
@@ -197,7 +197,7 @@ class Mirror:
         self._event.set()
 
     def wake(self) -> None:
-        """Begin a pass, or have the running one look again: something was committed."""
+        """Begin a pass, or have the running one look again; called when something was committed."""
         if self._stopped or self._passive:
             return
         try:
@@ -209,7 +209,7 @@ class Mirror:
             self._backoff.note_failure(e)
 
     def note_returned(self, name: str, number: int) -> None:
-        """Note that a user got a snapshot from the mirror, and resumes from it.
+        """Note that a user got a snapshot from the mirror, and may resume from it.
 
         Args:
             name: The name of the snapshot in the mirrored store.
@@ -221,8 +221,11 @@ class Mirror:
     def notes(self, name: str) -> dict[str, Any]:
         """Return the notes for the row of a snapshot that is about to be taken or copied here.
 
-        The first take of a run decides which root the run follows: all takes of this process are
-        one branch.
+        They also say which root of the mirror the run continues. The first take of a run decides
+        that for all takes of this process, which are one branch.
+
+        Args:
+            name: The full name of the snapshot.
         """
         run = folder_of(name)
         source = self._source
@@ -253,7 +256,7 @@ class Mirror:
             self._pass.start()
 
     def due(self) -> float:
-        """Return after how many seconds to look for snapshots to copy."""
+        """Return after how many seconds the watcher looks again for snapshots to copy."""
         # A look at a remote store is a request or two, so its looks are rarer.
         return self._backoff.delay or self._source.backend.costs.watch
 
@@ -302,7 +305,7 @@ class Mirror:
             self._host.write(self._host_status())
 
     def _copy_some(self, destination: Destination) -> bool:
-        """Copy the snapshots that are new; return whether there were any."""
+        """Copy the snapshots that the mirror lacks now; return whether there were any."""
         if self._copier is None:
             self._copier = ContinuousCopier(self._pair, self._on_progress, self._explain)
         settled = time.monotonic()
@@ -331,7 +334,11 @@ class Mirror:
         return any_copied
 
     def _publish(self, destination: Destination, job: CopyJob) -> None:
-        """Move the tag at the mirror to the copy of the snapshot that it is published on.
+        """Move the followed tag, at the mirror, to the copy of the snapshot that has it here.
+
+        Args:
+            destination: The mirror.
+            job: The copied snapshot.
 
         Raises:
             _OvertakenError: The tag has moved on in the mirrored store.
@@ -378,7 +385,10 @@ class Mirror:
             yield CopyJob(name, new_name, row, place=place, moved_tag=tag, upkeep=upkeep)
 
     def _check_attached(self, root: Root) -> None:
-        """Check that the store still has this mirror, for the snapshots that this process copies.
+        """Check that the store still has this mirror, with this tag.
+
+        Args:
+            root: The newest root of the store.
 
         Raises:
             MirrorError: A user has given the store another mirror, or the mirror another tag.
@@ -406,7 +416,12 @@ class Mirror:
         return {row.commit for _, row in rows}
 
     def _say_continued(self, destination: Destination, job: CopyJob) -> None:
-        """Warn that this store continues the run of another one, and which copies that replaced."""
+        """If this store has taken over a run from another, warn, and name the replaced copies.
+
+        Args:
+            destination: The mirror.
+            job: The snapshot that was copied.
+        """
         succession = self._succession
         if succession is None or not (succession.predecessor or succession.replaced):
             return
@@ -440,14 +455,19 @@ class Mirror:
             raise _StoppedError
 
     def _pause(self) -> None:
-        """Wait while a take goes on, so that it has the cores, the disk and the line."""
+        """Wait while a take goes on, so that the take has the cores, the disk and the line."""
         is_needed = threading.main_thread().is_alive
         while self._patient_for > 0 and self._is_taking() and is_needed() and not self._stopped:
             time.sleep(_GIVE_WAY_LOOK)
             self._patient_for -= _GIVE_WAY_LOOK
 
     def _explain(self, job: CopyJob, error: CasnapError) -> str | None:
-        """Return why a snapshot cannot be copied now; None if it never will be."""
+        """Return why a snapshot cannot be copied now; None if it never can be.
+
+        Args:
+            job: The snapshot.
+            error: The error of its copy.
+        """
         if isinstance(error, SucceededError):
             run = folder_of(job.name)
             if run not in self._succeeded:
@@ -475,7 +495,7 @@ class Mirror:
     # --- the store at the mirror ---
 
     def destination(self) -> Destination:
-        """Return the open mirror.
+        """Open the mirror, unless it is open, and return it.
 
         Raises:
             CasnapError: The mirror cannot be reached or used, or is the wrong store.
@@ -493,7 +513,7 @@ class Mirror:
             return self._there
 
     def _open_destination(self) -> Destination:
-        """Open the mirror; make it if the store has no mirror yet."""
+        """Open the mirror; make it if the store has none yet."""
         source = self._source
         root = source.newest()
         attached = mirror_place(root, source.backend.uri)
@@ -526,7 +546,7 @@ class Mirror:
     # --- what is known ---
 
     def lag(self) -> Lag:
-        """Return what the mirror lacks, by the newest root of the mirrored store."""
+        """Return which snapshots the mirror lacks, by the newest root of the mirrored store."""
         return self._look()[1]
 
     def _look(self) -> tuple[Root, Lag]:
@@ -540,12 +560,12 @@ class Mirror:
         return self.lag().rows
 
     def succeeded(self) -> dict[str, Row]:
-        """Return the snapshots that the mirror never gets, by full name."""
+        """Return the snapshots that the mirror never gets: another store has taken over the run."""
         store = self._source
         return store.read_at_newest(lambda root: succeeded_in(store.table(root)))
 
     def status(self) -> MirrorStatus:
-        """Return how far the mirror lags, and why."""
+        """Return how many snapshots the mirror lacks, and why."""
         lacking = self.lacking()
         status = self._host_status()
         if not status.error and not status.refused:
@@ -609,11 +629,11 @@ class Mirror:
             raise MirrorError(_given_up_text(self.status(), given_up))
 
     def _awaited_lag(self) -> Lag:
-        """Return what the mirror lacks, for a thread that waits for it.
+        """Return which snapshots the mirror lacks. :meth:`wait` calls this.
 
         Raises:
-            MirrorError: The store has another mirror now, or none. On a passive rank only this
-                check says so, since such a rank has no passes.
+            MirrorError: On a rank other than 0: the store has another mirror now, or none. Such a
+                rank has no passes, which would find that out.
         """
         root, lag = self._look()
         if self._passive:
@@ -658,7 +678,14 @@ def _given_up_text(status: MirrorStatus, given_up: Iterable[str]) -> str:
 
 
 def _watch(mirror_ref: ref[Mirror], event: threading.Event) -> None:
-    """Begin a pass from time to time, as long as the mirror is in use."""
+    """Begin a pass from time to time, as long as the mirror is in use.
+
+    The watcher thread runs this.
+
+    Args:
+        mirror_ref: The mirror; the thread does not keep it alive.
+        event: Set to look at once.
+    """
     delay = _LOOK
     while True:
         event.wait(delay)

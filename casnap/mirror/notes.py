@@ -1,9 +1,9 @@
 """Notes in the table of a store with a mirror: which snapshots the mirror lacks.
 
-A take into a store with a mirror commits its row with such a note, and the mirror removes the note
-once it holds the snapshot. Until then no process prunes the snapshot: no process that does not know
-of the mirror, and none after a crash. A mirror that follows a tag lacks the snapshot that the tag
-is published on until the mirror's setting has the number of that publish
+A take into a store with a mirror commits its row with the note that the mirror lacks the snapshot.
+The mirror removes the note once it holds the snapshot. Until then no process prunes the snapshot,
+even one that does not know of the mirror, and even after a crash. A mirror that follows a tag lacks
+the snapshot that the tag is published on until the mirror's setting has the number of that publish
 (``docs/decisions/0093-mirrors-of-a-tag.md``). Other notes say which life of its run a snapshot
 belongs to (``docs/decisions/0058-lives-of-a-run.md``).
 """
@@ -35,7 +35,7 @@ _restored: dict[tuple[str, str], int] = {}
 
 
 class MirrorPlace(NamedTuple):
-    """The store that is the mirror, by the settings of the mirrored store.
+    """Which store is the mirror, as the settings of the mirrored store say.
 
     Attributes:
         store: The id of the mirror.
@@ -53,17 +53,18 @@ class MirrorPlace(NamedTuple):
 
     @property
     def setting(self) -> dict[str, Any]:
-        """This place in the form in which the mirrored store keeps it in its settings."""
+        """The setting by which the mirrored store keeps this place."""
         fields = self._asdict()
         return fields if self.tag else {key: fields[key] for key in ("store", "prefix", "uri")}
 
 
 class Lag(NamedTuple):
-    """What a mirror lacks.
+    """The snapshots that a mirror lacks.
 
     Attributes:
-        rows: The snapshots that it lacks, by full name, in the order in which it is to get them.
-        published: The name of the snapshot with the followed tag; empty for none.
+        rows: The snapshots, by full name, in the order in which the mirror is to get them.
+        published: The name of the snapshot with the followed tag, if the mirror lacks its publish;
+            else empty.
         number: The number of that publish; 0 for none.
         moved: The number of the last publish that the mirror has.
     """
@@ -79,7 +80,7 @@ class Life(NamedTuple):
 
     Attributes:
         began: The number of the mirror's root that has the first copy of this life.
-        follows: The number of the mirror's root that this life follows; 0 for none.
+        follows: The number of the mirror's root that this life continues; 0 for none.
     """
 
     began: int
@@ -87,12 +88,12 @@ class Life(NamedTuple):
 
 
 def is_unmirrored(row: Row) -> bool:
-    """Whether the mirror still lacks a snapshot, and is to get it."""
+    """Whether the mirror lacks a snapshot so far, and is to get it."""
     return row.has_note(UNMIRRORED)
 
 
 def is_succeeded(row: Row) -> bool:
-    """Whether the mirror never gets a snapshot, since another store continues its run there."""
+    """Whether the mirror never gets a snapshot: another store has taken over its run there."""
     return row.has_note(_SUCCEEDED)
 
 
@@ -101,7 +102,7 @@ def taken_notes(mirror_id: str, follows: int, tag: str) -> dict[str, Any]:
 
     Args:
         mirror_id: The id of the mirror.
-        follows: The number of the mirror's root that the snapshot follows; 0 for none.
+        follows: The number of the mirror's root that the snapshot's run continues; 0 for none.
         tag: The tag that the mirror follows; empty if it gets all snapshots.
     """
     followed = {_FOLLOWS: [mirror_id, follows]} if follows else {}
@@ -109,18 +110,26 @@ def taken_notes(mirror_id: str, follows: int, tag: str) -> dict[str, Any]:
 
 
 def follows_of(row: Row, mirror_id: str) -> int:
-    """Return the number of the mirror's root that a snapshot follows; 0 for none."""
+    """Return the number of the mirror's root that a snapshot's run continues; 0 for none."""
     store_id, number = row.noted_root(_FOLLOWS)
     return max(0, number) if store_id == mirror_id else 0
 
 
 def copy_notes(row: Row, store_id: str, life: Life) -> dict[str, Any]:
-    """Return the notes of a snapshot's copy at a mirror: its origin, its life, and kept notes."""
+    """Return the notes of a snapshot's copy at a mirror: where it is from, and its life.
+
+    Notes of the snapshot that copies keep are among them.
+
+    Args:
+        row: The row of the snapshot.
+        store_id: The id of the mirrored store.
+        life: The life of the run at the mirror.
+    """
     return {ORIGIN: [store_id, row.seq], _LIFE: list(life), **row.copied_notes}
 
 
 def life_of(row: Row) -> Life | None:
-    """Return the life that a copy at a mirror belongs to; None if it was put there otherwise."""
+    """Return the life that a copy at a mirror belongs to; None if no mirror put it there."""
     match row.notes.get(_LIFE):
         case [int(began), int(follows)] if began >= 0 and follows >= 0:
             return Life(began, follows)
@@ -128,7 +137,13 @@ def life_of(row: Row) -> Life | None:
 
 
 def note_restored(store: Repository, name: str, row: Row) -> None:
-    """Note that this process restored a snapshot, if it is a copy at a mirror."""
+    """Note that this process restored a snapshot, if the snapshot is a copy at a mirror.
+
+    Args:
+        store: The store that holds the snapshot.
+        name: Its full name.
+        row: Its row.
+    """
     if life_of(row) is not None:
         run, seq = (store.config.store_id, folder_of(name)), row.seq
         with suppress(StoreError):
@@ -155,7 +170,9 @@ def copies_in(table: Table, folder: str) -> dict[str, Row]:
 def is_newer_here(
     store: Repository, mirror_id: str, newest: tuple[str, Row], newest_there: tuple[str, Row]
 ) -> bool:
-    """Whether the newest snapshot of a store is newer than that of its mirror, which it lacks.
+    """Whether the newest snapshot of a store is newer than that of its mirror.
+
+    The mirror lacks the store's newest snapshot, so their order has to be found out.
 
     Args:
         store: The store.
@@ -174,7 +191,7 @@ def is_newer_here(
 
 
 def _noted(row: Row, note: str | None) -> Row:
-    """Return a row whose note about the mirror is ``note``: unmirrored, succeeded, or none."""
+    """Return a row with the given note about the mirror: unmirrored, succeeded, or none."""
     return row.with_notes(_changes(note))
 
 
@@ -183,9 +200,13 @@ def _changes(note: str | None) -> dict[str, Any]:
 
 
 def notes_of_renamed(root: Root, uri: str) -> dict[str, Any]:
-    """Return the changes of notes for a snapshot that gets another name, given the newest root.
+    """Return the changes of notes for a snapshot that gets another name.
 
-    The mirror, if there is one, holds the snapshot under its old name, and so lacks it again.
+    If the store has a mirror, it holds the snapshot under its old name, so it lacks the new one.
+
+    Args:
+        root: The newest root.
+        uri: The store, for an error.
 
     Raises:
         MirrorError: The setting for the mirror cannot be understood.
@@ -200,14 +221,14 @@ def mark_mirrored(
     moved: int,
     check: Callable[[Root], None],
 ) -> None:
-    """Note that the mirror holds some snapshots, and never gets others, in one commit.
+    """Note in one commit which snapshots the mirror holds, and which it never gets.
 
     Args:
         store: The mirrored store.
-        mirrored: The full name of each snapshot that the mirror holds → its commit id. If the
-            mirror gets snapshots of a run again, that run is no longer noted as succeeded.
+        mirrored: The full name of each snapshot that the mirror holds → its commit id. Other
+            snapshots of these runs are no longer noted as succeeded.
         succeeded: The full name of each snapshot that the mirror never gets, since another store
-            continues its run → its commit id.
+            has taken over its run → its commit id.
         moved: The number of the last publish that the mirror has followed, or never will; 0: none.
         check: Raises if the root that the commit follows has another mirror.
     """
@@ -242,9 +263,9 @@ def mark_mirrored(
 
 
 def lacking_again(root: Root, move: TagMove, tag: str) -> Root:
-    """Return a root by which the mirror lacks the last publish of the tag that it follows.
+    """Return a root whose mirror setting says that the mirror lacks a publish of its tag.
 
-    The tag may have been moved at the mirror itself, so the publish is repeated there.
+    The mirror then repeats the publish. That is needed if the tag was moved at the mirror itself.
 
     Args:
         root: A root of the mirrored store.
@@ -264,7 +285,7 @@ def succeeded_in(table: Table) -> dict[str, Row]:
 
 
 def lag_in(root: Root, table: Table, tag: str, uri: str) -> Lag:
-    """Return what the mirror lacks.
+    """Return which snapshots the mirror lacks.
 
     Args:
         root: The root of the mirrored store.
@@ -314,6 +335,10 @@ def attach_mirror(store: Repository, place: MirrorPlace) -> None:
 
     A mirror that follows a tag lacks only the snapshot that the tag is published on.
 
+    Args:
+        store: The mirrored store.
+        place: The mirror.
+
     Raises:
         MirrorError: Another store is the mirror, or the mirror follows another tag or none.
     """
@@ -346,16 +371,16 @@ def check_same_mirror(store: Repository, attached: MirrorPlace | None, place: Mi
 def check_same_tag(
     attached: MirrorPlace | None, tag: str, uri: str, *, attaches: bool = False
 ) -> None:
-    """Check that the mirror follows the tag that it is to follow.
+    """Check that the mirror of a store follows the given tag.
 
     Args:
         attached: The mirror, as the newest root has it.
-        tag: The tag that it is to follow; empty if it is to get all snapshots.
+        tag: The tag; empty if the mirror is to get all snapshots.
         uri: The mirrored store.
         attaches: Whether the store may have no mirror yet.
 
     Raises:
-        MirrorError: The mirror follows another tag, or no tag; or it was forgotten.
+        MirrorError: The mirror follows another tag, or no tag; or the store has no mirror any more.
     """
     if attached is None and tag and not attaches:
         raise MirrorError(
@@ -376,7 +401,13 @@ def _what_it_gets(tag: str) -> str:
 
 
 def wrong_mirror_error(store: Repository, attached: MirrorPlace, reason: str) -> MirrorError:
-    """Return the error for a place that holds another store than the mirror, or no store."""
+    """Return the error for a mirror's URI at which there is another store, or none.
+
+    Args:
+        store: The mirrored store.
+        attached: Its mirror.
+        reason: What is at the URI, for the message.
+    """
     uri = store.backend.uri
     return MirrorError(
         f"the mirror of {uri} is the store {attached.store}{_folder_text(attached)}, which was at "
@@ -399,7 +430,7 @@ def _note_none(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
 
 
 def detach_mirror(store: Repository) -> bool:
-    """Forget the mirror, and which snapshots it lacks; return whether there was one to forget."""
+    """Forget the mirror, and which snapshots it lacks; return whether the store had a mirror."""
 
     def without(settings: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in settings.items() if key != SETTING}

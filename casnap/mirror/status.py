@@ -21,12 +21,12 @@ from casnap.transfer.copy_jobs import CopyOptions
 
 
 class Destination(NamedTuple):
-    """The open mirror.
+    """The mirror, opened to copy to it.
 
     Attributes:
-        store: The store.
-        place: The mirror, as the mirrored store's settings have it.
-        options: How to copy to it.
+        store: The mirror as a repository.
+        place: Which store it is, as the mirrored store's settings say.
+        options: The options of copies to it.
     """
 
     store: Repository
@@ -76,11 +76,11 @@ class MirrorStatus:
 
     Attributes:
         uri: The mirror.
-        snapshots: How many snapshots it is still to get.
+        snapshots: How many snapshots the mirror is still to get.
         nbytes: About how many stored bytes these snapshots have added to the mirrored store.
         active: Whether this process is copying just now.
-        error: Why the last try failed, or that another store continues a run at the mirror; else
-            None.
+        error: Why the last try failed, or that another store has taken over a run at the mirror;
+            else None.
         since: When the tries began to fail, in seconds since the epoch; None if they do not.
         refused: Each snapshot that waits for the user to act, by name → why it cannot be mirrored.
     """
@@ -95,7 +95,7 @@ class MirrorStatus:
 
 
 class HostStatus(msgspec.Struct):
-    """The status that the process which copies tells to the other processes of its host.
+    """The status of a mirror that the copying process writes for other processes of its host.
 
     Attributes:
         pid: The process that copies.
@@ -111,9 +111,9 @@ class HostStatus(msgspec.Struct):
 
 
 class HostFiles:
-    """Two files of this host: a lock for the process that copies to a mirror, and its status.
+    """Two files of this host for a mirror: a lock, and the status of the process that copies.
 
-    They only spare double work: without them every process would copy.
+    The lock only spares double work: without it every process would copy.
 
     Args:
         source: The mirrored store.

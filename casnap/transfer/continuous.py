@@ -1,7 +1,7 @@
-"""Copying each new snapshot of a store soon after its commit.
+"""Copy each new snapshot of a store soon after its commit.
 
-A :class:`ContinuousCopier` copies the snapshots that are new since its last look. A mirror uses one
-on a thread of its own, and ``casnap cp --follow`` uses one in a loop.
+A :class:`ContinuousCopier` copies the snapshots that were committed since it last looked. A mirror
+uses one on a thread of its own, and ``casnap cp --follow`` uses one in a loop.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Pair:
     Attributes:
         source: The store to read from.
         destination: The store to write to.
-        choose: Returns a job for each snapshot of the source that is to be copied, also for those
-            that were copied already.
-        options: How to copy.
+        choose: Returns a job for each snapshot of the source that the destination is to have, even
+            if it has the snapshot already.
+        options: The options of each copy.
     """
 
     source: Repository
@@ -57,13 +57,13 @@ class _Refusal(NamedTuple):
 
 
 class ContinuousCopier:
-    """Copies the snapshots that were committed since its last look.
+    """Copies the snapshots that were committed since it last looked.
 
     Args:
         open_pair: Opens both stores, at the first look.
-        progress: As for a copy.
-        explain: Returns the reason why a snapshot cannot be copied, given the error; None if the
-            copier is not to try it again.
+        progress: Called with "copying", the bytes that were sent or found present, and the total.
+        explain: Given a snapshot that cannot be copied, and the error, returns the reason to show
+            to the user; None to never try that snapshot again.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ContinuousCopier:
 
     @property
     def refused(self) -> dict[str, str]:
-        """Each snapshot that waits for the user to act, by name → why it cannot be copied."""
+        """Name of each snapshot that waits for the user to act → why it cannot be copied."""
         # A copy of the dict: another thread may be changing it.
         return {name: refusal.reason for name, refusal in dict(self._refused).items()}
 
@@ -93,7 +93,7 @@ class ContinuousCopier:
     def look(
         self, choose_of: Callable[[Iterable[CopyJob]], Iterable[CopyJob]] = iter
     ) -> Iterator[tuple[CopyJob, CopyReport]]:
-        """Copy the snapshots that are new, and yield each with its report.
+        """Look once for new snapshots; copy them, and yield each job with the report of its copy.
 
         Args:
             choose_of: Given all jobs of the pair, returns those to copy now, in their order.
@@ -141,11 +141,13 @@ class ContinuousCopier:
         """Copy the snapshots of the source, then each new one, for ever; yield the reports.
 
         A snapshot that was copied is not copied again, even if it is deleted at the destination. If
-        it is taken anew under its name, the new copy replaces the old copy, and nothing else.
+        a new snapshot is taken under its name, the new copy replaces the old copy, and no other
+        snapshot.
 
         Args:
             interval: The seconds between two looks.
-            give_up_after: How many seconds failures may go on without a success; None: for ever.
+            give_up_after: For how many seconds failures may go on without a success; None: for
+                ever.
 
         Raises:
             CasnapError: Copying cannot begin, or has failed for ``give_up_after`` seconds.
@@ -172,11 +174,13 @@ class ContinuousCopier:
 
 
 def _not_copied(copied: dict[str, set[bytes]], jobs: Iterable[CopyJob]) -> Iterator[CopyJob]:
-    """Yield the snapshots that were not copied yet, in the order of their roots.
+    """Yield the jobs whose snapshots were not copied yet, in the order of their commits.
+
+    Each may replace earlier copies under its name.
 
     Args:
         copied: Name at the destination → the commits that were copied.
-        jobs: The snapshots.
+        jobs: The jobs.
     """
     for job in sorted(jobs, key=lambda job: job.row.seq):
         commits = frozenset(copied.get(job.new_name, ()))

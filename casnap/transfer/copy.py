@@ -1,9 +1,9 @@
-"""Copying snapshots into another store.
+"""Copy snapshots into another store.
 
 A snapshot is copied in parts. Each part is one commit to the destination, as a take is: it relies
-on chunks that the destination has, and writes those that it lacks. A part that does not complete
-the snapshot puts a row of its own that refers to its chunks (``unfinished.py``). The last part
-writes the nodes of the tree and the row of the snapshot, and removes that other row.
+on chunks that the destination has, and writes those that it lacks. Until the snapshot is complete,
+the root refers to the chunks of its parts (``unfinished.py``), so that no collector deletes them.
+The last part writes the nodes of the tree and the row of the snapshot, and removes that reference.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def copy_snapshots(
         source: The store to read from.
         destination: The store to write to; None for a dry run into a store that is to be made.
         snapshots: The snapshots to copy.
-        options: How to copy them.
+        options: The options of the copy.
         progress: Called with "copying", the bytes that were sent or found present, and the total.
 
     Raises:
-        SnapshotExistsError: A name is taken. Nothing was sent.
+        SnapshotExistsError: The destination has another snapshot of some name. Nothing was sent.
         SnapshotNotFoundError: A snapshot was deleted from the source meanwhile.
         DamagedError: A chunk or node of the source cannot be read. Earlier copies stay.
         UnsupportedFormatError: Only a newer casnap can copy some snapshots. All others were copied.
@@ -67,7 +67,7 @@ def copy_snapshots(
 
 
 class _Copier:
-    """The copying of several snapshots.
+    """Copies several snapshots, one after the other.
 
     Attributes:
         report: The report so far.
@@ -91,7 +91,7 @@ class _Copier:
         self._owners: dict[bytes, CopyJob] = {}
 
     def run(self, snapshots: Sequence[CopyJob]) -> None:
-        """Copy them all."""
+        """Copy all of the snapshots."""
         absent = self._absent(snapshots)
         todo = [job for job in absent if not job.row.unknown_features]
         self._tally.bytes.total = sum(job.row.stats.logical_bytes for job in todo)
@@ -106,7 +106,7 @@ class _Copier:
         """Return the snapshots that the destination lacks.
 
         Raises:
-            SnapshotExistsError: The name of one is taken.
+            SnapshotExistsError: The destination has another snapshot of some name.
         """
         store = self._destination
         if store is None:

@@ -1,4 +1,4 @@
-"""The options of a copy, and its report."""
+"""The jobs, the options and the report of a copy."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ PART_SECONDS = 30.0
 
 
 class PlacementError(StoreError):
-    """A snapshot has no place at its destination; raised by :attr:`CopyJob.place`."""
+    """The snapshot may not be put into the destination. :attr:`CopyJob.place` raises this."""
 
 
 class Placement(NamedTuple):
-    """How a snapshot is put into the table of a destination.
+    """What putting a snapshot into the table of a destination does, besides the new row.
 
     Attributes:
-        notes: The notes that its row gets there.
+        notes: The notes of the new row.
         replaced: The full name of each snapshot of the destination that it replaces → its row.
-        tags: Tags that it gets there besides its own.
+        tags: Tags of the new row, in addition to those of the snapshot.
     """
 
     notes: Mapping[str, Any]
@@ -40,12 +40,13 @@ class CopyJob(NamedTuple):
         new_name: Its full name in the destination.
         row: Its row in the source's table.
         replaces: The commit ids of snapshots that it may replace at the destination.
-        place: Given the destination's table and the number of its next root, returns the placement;
-            None: the default one, by ``replaces``. It may raise :class:`PlacementError`.
-        moved_tag: A tag that this copy will get: the tag does not keep other snapshots from being
-            replaced by it.
-        upkeep: Given the table, the replaced snapshots, the new row, and the session, returns what
-            the same commit also does to the run at the destination.
+        place: Given the destination's table and the number of its next root, returns the placement.
+            It may raise :class:`PlacementError`. None: the copy replaces a snapshot of its new
+            name, if ``replaces`` allows that.
+        moved_tag: A tag that this copy will get. A snapshot with no tag but this one can be
+            replaced.
+        upkeep: Given the table, the replaced snapshots, the new row, and the session, returns which
+            other snapshots of the run the same commit deletes or thins at the destination.
     """
 
     name: str
@@ -57,7 +58,7 @@ class CopyJob(NamedTuple):
     upkeep: Callable[[Table, Mapping[str, Row], Row, Session], Upkeep] | None = None
 
     def placement(self, table: Table, seq: int) -> Placement:
-        """Return the placement of the snapshot in a table, for the root of number ``seq``."""
+        """Return how to put the snapshot into the table, for the root of number ``seq``."""
         if self.place is not None:
             return self.also_replacing_itself(table, self.place(table, seq))
         row = table.get(self.new_name)
@@ -67,7 +68,7 @@ class CopyJob(NamedTuple):
     def also_replacing_itself(self, table: Table, placement: Placement) -> Placement:
         """Return a placement that also replaces this snapshot's copy under an earlier name.
 
-        A snapshot gets another name when its run goes back from it, or to it again.
+        A snapshot is renamed when its run is rewound to before it, and when it is brought back.
         """
         base_name = self.new_name.rpartition("/")[2]
         same = {
@@ -83,14 +84,15 @@ class CopyJob(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CopyOptions:
-    """How to copy.
+    """The options of a copy.
 
     Attributes:
         dry_run: Whether to report only what would be sent.
         skip_gone: Whether to skip snapshots that are deleted from the source meanwhile.
         part_bytes: About how many bytes to send before they are committed, so that a repeated copy
             goes on from there.
-        part_seconds: About how many seconds after which they are committed too: a link may be slow.
+        part_seconds: About how many seconds to send before the chunks are committed, if
+            ``part_bytes`` are not reached earlier: a link may be slow.
         hooks: The hooks of commits to the destination.
         gets_all: Whether the destination gets each snapshot. If so, it gets deltas even on a disk.
     """
@@ -113,10 +115,10 @@ class CopyReport:
         present: The names of snapshots that the destination had already.
         gone: The names, in the source, of snapshots that were deleted there meanwhile.
         sent_chunks: How many chunks and tree nodes were sent.
-        sent_bytes: Their bytes.
+        sent_bytes: The bytes of the chunks and nodes that were sent.
         present_chunks: How many chunks and tree nodes of the copied snapshots the destination had
             already. One that several snapshots share may count more than once.
-        present_bytes: Their bytes.
+        present_bytes: The bytes of the chunks and nodes that it had already.
         seconds: How long the copy took.
     """
 

@@ -1,4 +1,4 @@
-"""Choosing the snapshots of a copy and their new names, and checks before it begins."""
+"""Choose the snapshots of a copy and their new names; check the two stores before it begins."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def choose(source: Repository, prefix: str, name: str | None, rename: str | None
             destination that all snapshots go into.
 
     Raises:
-        SnapshotNotFoundError: ``name`` means no snapshot that is there.
+        SnapshotNotFoundError: There is neither a snapshot nor a folder called ``name``.
         InvalidNameError: The name, or a new name, is not valid.
     """
     inner = "" if name is None else check_name(name)

@@ -1,4 +1,4 @@
-"""Copying chunks in their smallest form: as deltas of chunks at the destination, or in planes."""
+"""Copy chunks in their smallest form: as deltas of chunks at the destination, or in planes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DeltaCopier:
             report: Called with the digest and the raw length of each; any thread may call it.
 
         Raises:
-            DamagedError: No copy of some chunk in the source is whole.
+            DamagedError: The source has no whole place of some chunk.
             PlaceError: Some chunk cannot be read now, though it may be whole.
         """
         sizes = {d: 0 if place is None else place.raw_size for d, place in places.items()}
@@ -75,7 +75,7 @@ class DeltaCopier:
         self._buffers.append(buffer)
 
     def _usable_bases(self, digests: Iterable[Digest]) -> dict[Digest, Digest]:
-        """Return, by chunk, the base that the destination has; the session then relies on it."""
+        """Return, by chunk, the base that the destination has; the session relies on the bases."""
         bases = {d: base for d in digests if (base := self._candidates.get(d)) is not None}
         candidates = list(dict.fromkeys(bases.values()))
         places = self._session.rely_on(candidates) if candidates else []
@@ -85,7 +85,13 @@ class DeltaCopier:
     def _read(
         self, buffer: ChunkBuffer, digests: list[Digest], bases: set[Digest]
     ) -> dict[Digest, memoryview]:
-        """Read chunks, and the bases that are whole in the source; return their bytes by digest."""
+        """Read chunks and bases from the source; return their bytes by digest.
+
+        Args:
+            buffer: The memory to read into.
+            digests: The chunks.
+            bases: The bases. Those that the source lacks are left out.
+        """
         try:
             return buffer.read(self._source, dict.fromkeys([*digests, *bases]))
         except (DamagedError, UnsupportedFormatError):

@@ -1,4 +1,4 @@
-"""Copying one whole snapshot, part by part."""
+"""Copy one snapshot, part by part."""
 
 from __future__ import annotations
 
@@ -38,7 +38,13 @@ Planned = dict[Digest, "Place | None"]
 
 
 def placement_in(table: Table, job: CopyJob, backend: Backend, seq: int) -> Placement | None:
-    """Return the placement of a snapshot in a table; None if the snapshot was copied already.
+    """Return how to put a snapshot into a table; None if the table has this copy already.
+
+    Args:
+        table: The table of the destination.
+        job: The snapshot.
+        backend: The destination.
+        seq: The number of its next root.
 
     Raises:
         SnapshotExistsError: Another snapshot, or a file, has its name.
@@ -58,13 +64,13 @@ def placement_in(table: Table, job: CopyJob, backend: Backend, seq: int) -> Plac
 
 
 class SnapshotCopy:
-    """The copying of one snapshot.
+    """Copies one snapshot.
 
     Args:
         source: The store to read from.
         job: The snapshot.
         tree: Its tree.
-        options: How to copy.
+        options: The options of the copy.
         tally: Counts the chunks and bytes.
     """
 
@@ -95,7 +101,14 @@ class SnapshotCopy:
     # --- planning ---
 
     def _plan(self, reuse: RelyOn) -> tuple[Planned, bool]:
-        """Return the chunks to send next, and whether these are the last ones."""
+        """Plan the next part.
+
+        Args:
+            reuse: Asks the destination which chunks it has, and relies on these.
+
+        Returns:
+            The chunks to send, each with its place in the source; and whether these are the last.
+        """
         planned: Planned = {}
         nbytes = 0
         self._present_before += self._present
@@ -197,6 +210,10 @@ class SnapshotCopy:
     def _send(self, session: Session, planned: Planned) -> list[tuple[Digest, int]]:
         """Copy chunks into new packs, until the part's time is over.
 
+        Args:
+            session: The session of the destination.
+            planned: The chunks, each with its place in the source.
+
         Returns:
             The digest and the raw length of each chunk that was sent.
         """
@@ -231,14 +248,14 @@ class SnapshotCopy:
         return sizes
 
     def _compresses(self, session: Session) -> bool:
-        """Whether the destination gets chunks as deltas or in planes."""
+        """Whether chunks are sent as deltas or in planes, not in the form that the source has."""
         settings = session.store.settings(session.base.root)
         # Small at once, if no later `gc` there makes the chunks smaller.
         is_small = settings.is_auto and (self._options.gets_all or not settings.recodes)
         return settings.codec is not Codec.RAW or is_small
 
     def _candidates_for(self, session: Session) -> dict[Digest, Digest]:
-        """Return, by chunk, the chunk of the same cell in the last snapshot at the destination."""
+        """Return, by chunk, a chunk of the same cell, in the snapshot before at the destination."""
         if self._candidates is None:
             contents = Contents(self._source, self._job.name, self._job.row)
             there = _Presence(session, self._job)
@@ -248,7 +265,15 @@ class SnapshotCopy:
         return self._candidates
 
     def _commit_part(self, session: Session, sizes: list[tuple[Digest, int]]) -> bool:
-        """Commit the sent chunks as :meth:`_commit` does, so that no collector deletes them."""
+        """Commit a root that refers to the sent chunks, so that no collector deletes them.
+
+        Args:
+            session: The session of the destination.
+            sizes: The digest and the raw length of each chunk that was sent.
+
+        Returns:
+            False if another process has copied the whole snapshot meanwhile.
+        """
         parts = unfinished.put_part(session, sizes)
 
         def update_root(root: Root) -> Root:
@@ -260,7 +285,12 @@ class SnapshotCopy:
         return True
 
     def _finish(self, session: Session, chunks: int) -> None:
-        """Write the tree, and commit the snapshot."""
+        """Write the tree, and commit the snapshot.
+
+        Args:
+            session: The session of the destination.
+            chunks: How many chunks the session has written.
+        """
         nodes = self._put_nodes(session)
         job = self._job
         contents = Contents(self._source, job.name, job.row)
@@ -300,7 +330,7 @@ class SnapshotCopy:
             self._row = row
 
     def _put_nodes(self, session: Session) -> int:
-        """Write the nodes that the destination lacks; return how many."""
+        """Write the tree nodes that the destination lacks; return how many."""
         count = 0
         # In reverse order, so that the manifest comes last, as in a take.
         for digests in _batches([*reversed(self._tree.nodes.values())]):
@@ -341,11 +371,13 @@ class SnapshotCopy:
         return True
 
     def _check_kept(self, store: Repository, root: Root) -> None:
-        """Check that a root still keeps the chunks that other rows keep for this copy.
+        """Check that the destination's root still keeps all chunks that this copy needs.
+
+        Earlier parts of the copy keep some of them, and copied snapshots that share subtrees with
+        it others.
 
         Raises:
-            FencedError: A snapshot that shares a part of the tree, or an earlier part of this copy,
-                was deleted.
+            FencedError: Such a part or snapshot was deleted.
         """
         table = store.table(root)
         stand = self._parts.items() <= unfinished.parts_of(store, root, self._job).items()
@@ -357,7 +389,7 @@ class SnapshotCopy:
 
 
 class _Presence:
-    """The snapshots of the destination whose chunks can be bases for a copy.
+    """Finds, at the destination, snapshots whose chunks can be bases of deltas.
 
     Args:
         session: The session of the destination.
@@ -373,7 +405,11 @@ class _Presence:
     def has(self, name: str, row: Row) -> bool:
         """Whether the destination has a snapshot of the source, by its commit id.
 
-        This looks first under the same name in the folder of the copy, where most are.
+        It looks first under the same name in the folder of the copy, where most are.
+
+        Args:
+            name: The name of the snapshot in the source.
+            row: Its row.
         """
         inner = name.rpartition("/")[2]
         there = self._table.get(f"{self._folder}/{inner}" if self._folder else inner)
@@ -382,7 +418,10 @@ class _Presence:
         return row.commit in self._commits
 
     def last_before(self) -> Contents | None:
-        """Return the last snapshot of the folder that was taken earlier; None if there is none."""
+        """Return the snapshot in the folder of the copy that was taken last before the copied one.
+
+        None if there is none.
+        """
         earlier = [
             (name, row)
             for name, row in self._table.items_in(self._folder)

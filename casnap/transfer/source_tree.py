@@ -1,4 +1,4 @@
-"""The tree of a snapshot that is copied."""
+"""Walk the tree of a snapshot that is copied."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from casnap.transfer.copy_jobs import CopyJob
 
 
 class SourceTree:
-    """The tree of a snapshot, without the subtrees that were copied with an earlier one.
+    """The tree of a snapshot, without the subtrees of snapshots that were copied before it.
 
     Args:
         contents: The snapshot.
-        visited: The keys of nodes that were visited before; this adds the keys of new ones.
+        visited: The keys of nodes that earlier copies have visited. The walk adds its own.
         owners: The key of each visited node → the copied snapshot that it belongs to.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Counting the chunks and bytes of a copy, for its report and its progress."""
+"""Count the chunks and bytes of a copy, for its report and its progress."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ class Tally:
 
     @contextmanager
     def dealing_with(self, nbytes: int) -> Iterator[None]:
-        """Count a snapshot of ``nbytes`` bytes as done at the end of the block.
+        """Within this ``with`` block, copy one snapshot; at its end all ``nbytes`` count as done.
 
-        The block counts the bytes of chunks that it looks at, which may be fewer: whole subtrees
-        may be skipped.
+        The block itself counts only the chunks that it looks at. It may skip whole subtrees.
         """
         before = self.bytes.done
         yield

@@ -1,7 +1,7 @@
 """Unfinished copies: the root refers to their parts, so that no collector deletes sent chunks.
 
-Each unfinished copy has a manifest like a snapshot's, so a collector needs no rule of its own for
-it. The manifest has a key for each part, and below it a value for each chunk.
+Each unfinished copy has a manifest like a snapshot's, so the collector treats both alike. The
+manifest has a key for each part, and below it a value for each chunk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from casnap.transfer.copy_jobs import CopyJob
 
 
 def put_part(session: Session, sizes: list[tuple[Digest, int]]) -> dict[str, bytes]:
-    """Store the tree of a part, which refers to the chunks that were sent.
+    """Store the tree of a part, whose entries name the chunks that were sent.
 
     Args:
         session: The session that wrote the chunks.
@@ -36,7 +36,7 @@ def put_part(session: Session, sizes: list[tuple[Digest, int]]) -> dict[str, byt
 
 
 def parts_of(store: Repository, root: Root, job: CopyJob) -> dict[str, bytes]:
-    """Return the parts of a snapshot that a root refers to."""
+    """Return the parts of a snapshot's copy that a root refers to: key → digest of the tree."""
     copy = root.copies.get(job.row.commit)
     if copy is None:
         return {}
@@ -45,7 +45,14 @@ def parts_of(store: Repository, root: Root, job: CopyJob) -> dict[str, bytes]:
 
 
 def with_parts(session: Session, root: Root, job: CopyJob, parts: dict[str, bytes]) -> Root:
-    """Return a root that refers to further parts of a snapshot."""
+    """Return a root that refers to further parts of a snapshot's copy.
+
+    Args:
+        session: The session that stored the parts.
+        root: The root to change.
+        job: The snapshot.
+        parts: Key of each part → digest of its tree.
+    """
     every = {**parts_of(session.store, root, job), **parts}
     manifest = session.put_table_node(encode(Manifest(every, {"0": {}})))
     copy = UnfinishedCopy(NodeRef(manifest, None), time.time())
@@ -53,6 +60,6 @@ def with_parts(session: Session, root: Root, job: CopyJob, parts: dict[str, byte
 
 
 def without(root: Root, job: CopyJob) -> Root:
-    """Return a root that refers to no parts of a snapshot."""
+    """Return a root that no longer refers to parts of a snapshot's copy."""
     copies = {commit: copy for commit, copy in root.copies.items() if commit != job.row.commit}
     return msgspec.structs.replace(root, copies=copies)
