@@ -201,7 +201,7 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
 
     @property
     def awaited(self) -> list[str]:
-        """For each note that holds the snapshot, the reason, such as "not mirrored yet"."""
+        """For each note that holds the snapshot, the reason in words."""
         return [reason for note, reason in HOLDING_NOTES.items() if self.has_note(note)]
 
     @property
