@@ -1,6 +1,7 @@
-"""Where objects live: a local folder, this process's memory, or another machine.
+"""Backends: they keep objects in a local folder, in this process's memory, or on a server.
 
-Imports ``format``, ``runtime`` and ``errors``. Begin with ``base.py``, the contract of a backend.
+This folder imports ``format``, ``runtime`` and ``errors``. Begin with ``base.py``, the contract of
+a backend.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ __all__ = ["Backend", "LocalBackend", "MemoryBackend", "backend_at"]
 
 
 def backend_at(uri: str, storage_options: Mapping[str, Any] | None = None) -> Backend:
-    """Return the backend that a URI or a path names.
+    """Return the backend for a URI or a path.
 
     Args:
         uri: A path, or ``memory://name``, ``s3://bucket/prefix``, ``gs://bucket/prefix``, or any
             other URI that fsspec knows.
-        storage_options: For a remote place, the arguments of its file system in fsspec. Under the
-            key ``casnap`` it takes a dict of :class:`~casnap.backends.remote.retries.Retries`.
+        storage_options: For a remote place, the arguments of its file system in fsspec. The value
+            of the key ``casnap`` is a dict of :class:`~casnap.backends.remote.retries.Retries`.
 
     Raises:
         NotAStoreError: No backend knows the URI's scheme.

@@ -1,12 +1,13 @@
-"""Notes: small objects in ``tmp/`` by which a process tells others that it lives. They expire.
+"""Notes: small objects in ``tmp/`` by which a running process tells other processes something.
 
-An object store has no locks that would tell that. A process puts its note anew now and then, under
-another name, and deletes the one before. So one listing tells everything that has changed, on any
-server. Notes of dead processes are deleted later. A note that is lost costs work, never data.
+An object store has no locks that would tell which processes live. So a process puts its note again
+from time to time, each time under another name, and deletes the note that it put before. A single
+listing of ``tmp/`` shows all current notes, on any server. Notes of dead processes are deleted
+later. If a note is lost, this costs work, never data.
 
-A take announces itself by a note. The name says on which root the take is based, and when the note
-was put, by the clock of its host. The name of any other note begins with its kind, and the note
-lasts a day.
+A take announces itself by a note. The name of this note says on which root the take is based, and
+when the note was put, by the clock of the writer's host. Such a note counts for an hour at most.
+The name of any other note begins with the kind of the note; the note counts for a day.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ _LASTS = 3600.0
 
 
 class Note:
-    """A note of this process.
+    """A note of this process. Putting it again replaces it.
 
     Args:
-        backend: Where to put it.
+        backend: The place where the note is put.
     """
 
     def __init__(self, backend: BackendCore) -> None:
@@ -51,10 +52,14 @@ class Note:
         self._key: str | None = None
 
     def put(self, name: str, content: bytes) -> None:
-        """Put the note under a name that no note ever had, and delete the one before.
+        """Put the note under a new name, and delete the note that was put before.
+
+        Args:
+            name: The name, which no note may have had before.
+            content: The content of the note.
 
         Raises:
-            PlaceError: The note cannot be put. The one before is still there.
+            PlaceError: The note cannot be put. The earlier note is still there.
         """
         self._backend.write(f"tmp/{name}", content)
         before, self._key = self._key, f"tmp/{name}"
@@ -74,12 +79,13 @@ class Note:
 
 
 class Announcement:
-    """The announcement of one take.
+    """The note by which one take announces itself.
 
     Args:
-        backend: Where to put it.
-        base: The root that the take is based on.
-        at_once: Whether to put the note now, not after a while.
+        backend: The place where the note is put.
+        base: The number of the root that the take is based on.
+        at_once: Whether to put the note now. Otherwise it is put once the take has gone on for a
+            while, since each note costs two requests.
     """
 
     def __init__(self, backend: BackendCore, base: int, *, at_once: bool) -> None:
@@ -91,7 +97,7 @@ class Announcement:
             self._put()
 
     def renew(self) -> None:
-        """Put the note anew if that is due. Any thread calls this while the take goes on."""
+        """Put the note if it is due. Threads of the take call this from time to time."""
         if time.monotonic() >= self._due and self._lock.acquire(blocking=False):
             try:
                 self._put()
@@ -115,11 +121,11 @@ class Announcement:
 
 
 def bases_announced_at(backend: BackendCore, max_age: float) -> list[int]:
-    """Return the roots that announced takes are based on; delete notes of dead processes.
+    """Return which roots the announced takes are based on; delete notes of dead processes.
 
     Args:
-        backend: Where to look.
-        max_age: Notes that were put longer ago, in seconds, do not count.
+        backend: The place where the notes are.
+        max_age: How old a note may be to count, in seconds.
     """
     bases, dead = list[int](), list[str]()
     for name in backend.names("tmp"):

@@ -1,4 +1,7 @@
-"""The interface of a backend: a place where objects live."""
+"""The interface of a backend.
+
+A backend keeps objects at one place, such as a folder or a bucket.
+"""
 
 from __future__ import annotations
 
@@ -22,43 +25,47 @@ MAX_MARKER_BYTES = 16 << 10
 MAX_WHOLE_BYTES = MAX_SEGMENT_BYTES
 """The most bytes of an object that is read whole."""
 Target: TypeAlias = tuple[int, memoryview]
-"""Where a run of an object begins, and the buffer that it is read into."""
+"""A run of bytes of an object to read: the offset of its first byte, and the buffer for it."""
 
 
 class BackendCore(ABC):
-    """Objects by key, in folders that are listed one level at a time: the core of each backend.
+    """The core of a backend: objects by key, in folders that can be listed.
 
-    - Keys are relative, ``/``-separated, and never climb out.
-    - An object is whole or absent: a reader never sees part of one that is being written.
+    - Keys are relative and ``/``-separated, and have no ``..``.
+    - An object is whole or absent: no reader sees a part of an object that is still being written.
     - ``write`` and ``put_if_absent`` are durable once :meth:`sync` has returned.
     - A backend of this machine retries nothing. A remote one retries after failures that may pass,
       for a bounded time.
     - A missing object raises ``FileNotFoundError``. A failure that says nothing about the object
       raises an :class:`UnavailableError`; all else raises a :class:`BackendError`.
-    - Nothing beyond the place itself is read, changed or waited for, whatever lies in it.
+    - The backend reads, changes and waits for nothing outside its place, whatever somebody has put
+      there, such as a link or a pipe.
 
     Attributes:
-        uri: The URI of this place, as the user would write it.
+        uri: The URI of the place, as the user would write it.
     """
 
     uri: str
 
     @abstractmethod
     def write(self, key: str, content: memoryview | bytes) -> None:
-        """Create an object under a key that no other process writes."""
+        """Create an object under a new key.
+
+        The caller has made the key, so no other process writes it.
+        """
 
     @abstractmethod
     def put_if_absent(self, key: str, content: bytes) -> bool:
-        """Create an object unless the key is taken; return whether it was created.
+        """Create an object unless its key is taken; return whether the object was created.
 
-        A remote backend also returns True for an object with these very bytes: the answer to an
-        earlier attempt may have been lost. So if it matters which writer won, the bytes must
-        differ.
+        A remote backend also returns True if the object has these very bytes already, since the
+        answer to an earlier attempt of this call may have been lost. So two writers that must not
+        both win have to put different bytes.
         """
 
     @abstractmethod
     def sync(self, *keys: str) -> None:
-        """Make durable all that was written here, and some objects of other writers.
+        """Make durable what this object has written, and some objects of other writers.
 
         After a failed sync, the next one assumes that nothing was made durable.
 
@@ -68,23 +75,24 @@ class BackendCore(ABC):
 
     @abstractmethod
     def read(self, key: str, most: int = MAX_WHOLE_BYTES) -> bytes:
-        """Return a whole object.
+        """Return the bytes of a whole object.
 
         Args:
-            key: The object.
-            most: The most bytes that it may have. Anybody may have put an endless object there.
+            key: The key of the object.
+            most: The most bytes to read. Somebody may have put an endless object there.
 
         Raises:
-            DamagedError: The object is longer. No more than ``most`` bytes were read.
+            DamagedError: The object is longer than ``most``. No more than ``most`` bytes were read.
         """
 
     @abstractmethod
     def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
-        """Fill buffers from runs of an object; return how many bytes there were for each.
+        """Read runs of bytes of an object into buffers; return the number of bytes read into each.
 
         Args:
-            key: The object.
-            targets: For each run, where it begins, and the buffer.
+            key: The key of the object.
+            targets: For each run, the offset of its first byte, and the buffer. A buffer is filled
+                only in part if the object ends before.
         """
 
     @abstractmethod
@@ -93,11 +101,15 @@ class BackendCore(ABC):
 
     @abstractmethod
     def names(self, folder: str) -> list[str]:
-        """Return the names right below a folder, unsorted; none if it does not exist."""
+        """Return the names right below a folder, unsorted; none if the folder does not exist."""
 
     @abstractmethod
     def copy(self, key: str, to: str) -> None:
-        """Give an object a second name, which no other process writes. It is as durable as a write.
+        """Give an object a second key. The result is as durable as a ``write``.
+
+        Args:
+            key: The key of the object.
+            to: The second key. The caller has made this key, so no other process writes it.
 
         Raises:
             FileNotFoundError: The object is not there.
@@ -105,16 +117,17 @@ class BackendCore(ABC):
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Delete an object, if it exists."""
+        """Delete an object. If it does not exist, do nothing."""
 
     @property
     @abstractmethod
     def identity(self) -> str:
-        """A string that tells this place from every other, and from what was at this URI before.
+        """A string that tells this place from all others, and from earlier ones at the same URI.
 
-        Each place has a cache of its own, since a copy of a store claims to be that store. A local
-        place is known by its folder and its record as the file system knows them, a remote one by
-        URI and endpoint. If one place has several identities, that costs only time.
+        A copy of a store has the same store id as the original. So each cache is kept for an
+        identity, not for a store id. The identity of a local place comes from its folder and the
+        file of its ``casnap.json``, that of a remote place from URI and endpoint. If one place has
+        several identities, this costs time, never correctness.
         """
 
     # --- what follows from these, and may be done in fewer calls ---
@@ -127,7 +140,7 @@ class BackendCore(ABC):
             return None
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Return the length in bytes of each object below a folder, at any depth, by its key."""
+        """Return the length in bytes of each object below a folder, at any depth, by key."""
         sizes: dict[str, int] = {}
         for name in self.names(folder):
             key = f"{folder}/{name}" if folder else name
@@ -138,11 +151,16 @@ class BackendCore(ABC):
         return sizes
 
     def taken_up(self, folder: str) -> int:
-        """Return how many bytes all objects below a folder take up: on a disk, whole blocks."""
+        """Return the space that all objects below a folder take up, in bytes.
+
+        A disk counts whole blocks.
+        """
         return sum(self.sizes(folder).values())
 
     def delete_all(self, keys: Iterable[str]) -> dict[str, PlaceError]:
-        """Delete objects, if they exist; return the error of each that may not be deleted.
+        """Delete objects; return an error for each that this user may not delete, by its key.
+
+        An object that does not exist counts as deleted.
 
         Raises:
             PlaceError: Deleting failed for another reason. Some objects may be gone.
@@ -158,57 +176,65 @@ class BackendCore(ABC):
         return refused
 
     def where(self, key: str) -> str:
-        """Return where an object is, for messages."""
+        """Return the full path or URI of an object, for messages."""
         return f"{self.uri}/{key}"
 
 
 class ReadHints(BackendCore):
-    """Faster reads: the place learns of reads early, and hands over each buffer once it is full.
+    """The part of a backend that can make reads faster.
+
+    Callers announce reads, and can use each buffer as soon as it is full.
 
     Attributes:
-        has_page_cache: Whether this machine's memory keeps objects that were read. If so, casnap
+        has_page_cache: Whether this machine's memory caches objects that were read. If so, casnap
             needs no cache for them, and reads with as many threads as there are cores.
     """
 
     has_page_cache: bool = True
 
     def will_read(self, key: str, runs: Sequence[tuple[int, int]]) -> None:
-        """Note that runs of an object are read soon, where that helps. Only the read raises errors.
+        """Tell the backend that a caller will soon read runs of bytes of an object.
+
+        The backend may begin to load them. This call raises no error; the later read does.
 
         Args:
-            key: The object.
-            runs: Where each begins, and how long it is.
+            key: The key of the object.
+            runs: For each run, the offset of its first byte, and its length.
         """
 
     def filled(self, key: str, targets: Sequence[Target], use: Callable[[int], None]) -> None:
-        """Fill buffers as :meth:`read_into` does, and call ``use`` for each as soon as it is full.
+        """Fill buffers as :meth:`read_into` does; call a function for each once it is full.
 
-        So the caller can look at the bytes while they are in the core's cache, or while others are
-        on their way.
+        So the caller can work on the bytes while they are still in the processor's cache, or while
+        other bytes are on their way.
 
         Args:
-            key: The object.
-            targets: For each run, where it begins, and the buffer.
-            use: Called in this thread with the number of each target that is full, in any order;
-                not for a target that is cut off. Nothing writes to that buffer any more.
+            key: The key of the object.
+            targets: For each run, the offset of its first byte, and the buffer.
+            use: The function. This thread calls it with the index of a target whose buffer is full,
+                in any order. It is not called for a target beyond the end of the object. Nothing
+                writes to the buffer any more.
         """
         for number, n in enumerate(self._read_each(key, targets)):
             if n == len(targets[number][1]):
                 use(number)
 
     def _read_each(self, key: str, targets: Sequence[Target]) -> Iterable[int]:
-        """Do as :meth:`read_into`; a backend may yield each length once it has read the run."""
+        """Read as :meth:`read_into` does.
+
+        A backend may yield the length of each run once it has read it.
+        """
         return self.read_into(key, targets)
 
 
 class BucketRules:
-    """Whether a server honours put-if-absent, and what its bucket does by itself.
+    """The part of a backend that tells what its server and bucket do, such as honour put-if-absent.
 
     Attributes:
-        needs_probe: Whether each host that writes has to find out whether put-if-absent is
-            honoured: another server, or another state of the bucket, may ignore it.
-        exclusive: Whether the user vouches that no other process writes here. A backend that has
-            no put-if-absent then looks first, and puts if nothing is there.
+        needs_probe: Whether each host that writes must first probe whether put-if-absent is
+            honoured. Another server, or a bucket with other settings, may ignore the condition.
+        exclusive: Whether the user vouches that no other process writes to this place. A remote
+            backend then reads the object first, and puts it if it is absent, without a condition.
     """
 
     needs_probe: bool = False
@@ -216,51 +242,53 @@ class BucketRules:
 
     @property
     def can_put_if_absent(self) -> bool:
-        """Whether the place can be asked to put an object only if it is absent."""
+        """Whether the place offers a put with the condition that the object is absent."""
         return True
 
     @property
     def endpoint(self) -> str:
-        """The server and bucket, or the file system, that may or may not honour put-if-absent here.
+        """A text for the server and bucket, or the file system, that a probe has to ask.
 
-        Empty where a writer need not find out.
+        It is "" where no probe is needed.
         """
         return ""
 
     @property
     def versioning(self) -> str:
-        """A word that says that the bucket keeps old versions, or did; empty if it never has.
+        """A word that says that the bucket keeps, or once kept, old versions; "" if it never did.
 
-        The last put told it; before the first put, the server is asked. Some servers honour
-        put-if-absent only where no versions are kept.
+        The answer to the last put tells this; before the first put, the server is asked. Some
+        servers honour put-if-absent only where no versions are kept.
         """
         return ""
 
     def bucket_warnings(self) -> list[str]:
-        """Return which rules of the bucket can hurt a store here, in words.
+        """Return warnings, in words, about rules of the bucket that can hurt a store in it.
 
         Raises:
-            UnavailableError: With the reason ``denied``, the rules may not be looked at.
+            UnavailableError: This user may not look at the rules (reason ``denied``), or the server
+                could not be asked.
         """
         return []
 
 
 class Announcements(BackendCore):
-    """Which takes are under way, and which files dead writers have left."""
+    """The part of a backend that tells which takes are under way, and tidies ``tmp/``."""
 
     @contextmanager
     def announced(self, base: int, *, at_once: bool = False) -> Iterator[Callable[[], None]]:
-        """Let collectors see, for a ``with`` block, that a take is under way.
+        """Let collectors see, during a ``with`` block, that a take is under way.
 
-        A take that is not seen costs work, never data: a collector may be faster than the take. By
-        default collectors see an object in ``tmp/``, once the take has gone on for a while.
+        A collector may delete what a take relies on if it does not see the take. The take then has
+        more work, but no data is lost. By default collectors see a note in ``tmp/``, which is put
+        once the take has gone on for a while.
 
         Args:
             base: The number of the root that the take is based on.
-            at_once: Whether a short take is to be seen too.
+            at_once: Whether to show the take at once, even if it may be short.
 
         Yields:
-            A function to call now and then while the take goes on.
+            A function that the take calls from time to time while it goes on.
         """
         announcement = Announcement(self, base, at_once=at_once)
         try:
@@ -269,15 +297,15 @@ class Announcements(BackendCore):
             announcement.withdraw()
 
     def announced_bases(self, max_age: float) -> list[int]:
-        """Return the roots that takes of living processes are based on, as far as they are seen.
+        """Return which roots the announced takes are based on, by number.
 
         Args:
-            max_age: Takes that were announced longer ago, in seconds, do not count.
+            max_age: How old an announcement may be to count, in seconds.
         """
         return bases_announced_at(self, max_age)
 
     def tidy(self, min_age: float) -> int:
-        """Delete files that dead writers have left half-written; return how many bytes that freed.
+        """Delete files that dead writers have left in ``tmp/``; return how many bytes this freed.
 
         Args:
             min_age: Files that changed within this many seconds stay.
@@ -286,54 +314,69 @@ class Announcements(BackendCore):
 
 
 class Markers:
-    """Files beside the objects, on which nothing relies: files for people, and copies of roots.
+    """The part of a backend that keeps files for people, and spare copies of roots.
+
+    Nothing relies on these files.
 
     Attributes:
-        keeps_copies: Whether copies of roots are worth it: not where objects are never half lost.
+        keeps_copies: Whether to keep spare copies of roots. A place that never loses a part of an
+            object needs none.
     """
 
     keeps_copies: bool = False
 
     def mark(self, key: str, content: bytes) -> None:
-        """Put a file that is meant for people; casnap never relies on it.
+        """Put a file that is meant for people.
 
         Args:
-            key: Beside the objects, on a disk and in a bucket.
-            content: At most :data:`MAX_MARKER_BYTES`.
+            key: The key of the file, relative to the store's own folder, beside ``casnap-store/``.
+            content: The content, at most :data:`MAX_MARKER_BYTES`.
         """
 
     def read_marker(self, key: str) -> bytes:
-        """Return the content of a marker file. Raises ``FileNotFoundError`` by default."""
+        """Return the content of a file that :meth:`mark` has put.
+
+        Raises:
+            FileNotFoundError: The file does not exist. This is the default of a backend without
+                markers.
+        """
         raise FileNotFoundError(key)
 
     def unmark(
         self, keys: Iterable[str], is_stale: Callable[[str, bytes], bool]
     ) -> dict[str, CasnapError]:
-        """Remove marker files that are stale; return the error of each that cannot be removed.
+        """Remove stale marker files; return an error for each that stays, by its key.
 
         Args:
-            keys: The files.
-            is_stale: Says whether a file is to be removed, given its key and its content.
+            keys: The keys of the files.
+            is_stale: Returns whether a file is to be removed, given its key and its content.
         """
         return {}
 
     def keep_copy(self, key: str, content: bytes | None) -> None:
-        """Put, or with None remove, the copy of a root, which may be lost at any time."""
+        """Put the spare copy of a root, or remove it. The copy need not be durable.
+
+        Args:
+            key: The key of the copy.
+            content: The bytes of the root; None to remove the copy.
+        """
 
 
 class Backend(ReadHints, BucketRules, Announcements, Markers):
-    """A place where objects live: the core, which each has, and parts that have defaults.
+    """A backend: the core, which each backend must implement, and parts with default methods.
 
     Attributes:
-        costly_requests: Whether each call takes a round trip, and may be paid for. If so, callers
-            list a folder rather than look at each object, ask for much at once, and remember it.
-        in_flight: How many calls at once are worth it.
-        syncs_folders: Whether each folder that was written to takes time to sync. If so, a take
+        costly_requests: Whether each call takes a round trip to a server, and may have to be paid
+            for. If so, callers list a folder rather than look at each object, ask for much at once,
+            and remember the answers.
+        in_flight: How many calls at once make the best use of the place.
+        syncs_folders: Whether it takes time to sync each folder with new files. If so, a take
             writes its packs into one folder.
-        max_chunk_bytes: The largest chunks that a store here may have.
+        max_chunk_bytes: The largest chunk size that a store at this place may have.
         folder: The folder of this machine that holds the objects; None if there is none.
-        name_lag: For how many seconds this host may not see what another one has put. Only
-            ``put_if_absent`` is then decided as of now: listings, sizes and absence may be old.
+        name_lag: For how many seconds this host may not see an object that another host has put. If
+            this is not 0, listings, sizes and absence may be out of date; only ``put_if_absent``
+            decides by the present state.
     """
 
     costly_requests: bool = False
@@ -345,29 +388,30 @@ class Backend(ReadHints, BucketRules, Announcements, Markers):
 
     @property
     def costs(self) -> Costs:
-        """The numbers that depend on whether requests are costly."""
+        """The numbers for a disk or for a bucket, whichever this place is like."""
         return REMOTE if self.costly_requests else LOCAL
 
     @property
     def received_bytes(self) -> int:
-        """How many bytes of objects were read so far; 0 where that is not counted."""
+        """How many bytes of objects were read so far; 0 if the backend does not count them."""
         return 0
 
     @property
     def requests(self) -> Mapping[str, int]:
-        """How many requests were made so far, by kind; empty where nothing is counted."""
+        """How many requests were made so far, by kind; empty if they are not counted."""
         return {}
 
     def appears(self, key: str, still: Callable[[], object]) -> bool:
         """Wait for an object that must exist, but seems absent; return whether it has appeared.
 
-        An object must exist if another object names it, or if a put found its key taken. Where this
-        host sees at once what another one has put, this does not wait.
+        An object must exist if another object names it, or if ``put_if_absent`` found its key
+        taken. If this host sees at once what other hosts put, the call returns False without
+        waiting.
 
         Args:
             key: The key of the object.
-            still: Returns whether the object must still exist. It need not once a newer root does
-                not name it.
+            still: Returns whether the object must still exist. It need not if a newer root no
+                longer names the object.
         """
         return self.name_lag > 0 and wait_for(
             self.where(key), lambda: self.size_if_there(key) is not None, still, self.name_lag
@@ -376,44 +420,50 @@ class Backend(ReadHints, BucketRules, Announcements, Markers):
     def is_put(self, key: str) -> bool:
         """Whether the server says that an object exists, whatever this host has cached about it.
 
-        Called only where ``name_lag`` is not 0. False may also mean that the answer is not known.
+        Callers ask this only if ``name_lag`` is not 0. False may also mean that the server gave no
+        answer.
         """
         return False
 
     def is_object(self) -> bool:
-        """Whether this place is itself an object, and so cannot hold others."""
+        """Whether an object has the place's own URI. Such a place cannot hold a store."""
         return False
 
     def make(self) -> None:
-        """Make the place itself before a store is made in it, where it does not exist yet."""
+        """Create the place itself, such as its folder, if it does not exist yet."""
 
     def belong(self, check: Callable[[Backend], None]) -> None:
-        """Note that the store whose record was just read uses this place.
+        """Note that this backend is used by the store whose ``casnap.json`` was read last.
 
-        At some places another store can take its place, such as in a folder that is moved. Before
-        such a place changes anything, it calls ``check`` if that may have happened.
+        At some places another store can come to the same path, such as when folders are moved. If
+        this may have happened, the backend calls ``check`` before it changes anything there.
 
         Args:
             check: Raises a StoreError if the place holds another store.
         """
 
     def check_changes(self) -> None:
-        """Check, before work is done for a change, that this user may change something here.
+        """Check that this user may change the store here, before a caller begins work for a change.
 
         Raises:
-            StoreError: The store here is only to be read.
+            StoreError: This user may only read the store.
         """
 
     def free_bytes(self) -> int | None:
-        """Return how many bytes this user can still write there; None if that is not known."""
+        """Return how many bytes this user can still write to the place; None if unknown."""
         return None
 
 
 def check_length(label: str, nbytes: int, most: int) -> None:
-    """Check the length of an object that is read whole.
+    """Check that an object is not longer than a caller is willing to read.
+
+    Args:
+        label: The name of the object, for the message.
+        nbytes: The length of the object.
+        most: The most bytes that it may have.
 
     Raises:
-        DamagedError: It is longer than it may be.
+        DamagedError: The object is longer.
     """
     if nbytes > most:
         raise DamagedError(
@@ -423,7 +473,7 @@ def check_length(label: str, nbytes: int, most: int) -> None:
 
 @contextmanager
 def as_exclusive(backend: Backend, exclusive: bool) -> Iterator[None]:
-    """Within a ``with`` block, set whether the user vouches that there is no other writer."""
+    """Set ``backend.exclusive`` for a ``with`` block, and restore it afterwards."""
     was = backend.exclusive
     if was == exclusive:
         # Another thread may be within such a block, and this one must not undo its setting.

@@ -1,4 +1,7 @@
-"""The numbers that differ between a disk and a bucket, where each call takes a round trip."""
+"""The numbers that differ between a disk and a bucket.
+
+At a bucket, each call takes a round trip.
+"""
 
 from __future__ import annotations
 
@@ -7,44 +10,47 @@ from typing import Any, NamedTuple
 
 
 class Costs(NamedTuple):
-    """How much to read, to list and to remember at a place, and how long to wait there.
+    """How much to read, list and remember at a place, and how long to wait there.
 
     Attributes:
-        gap: The most bytes between two runs that are read by one call. To read over them takes less
-            time than another call.
-        sharing: How many threads share a buffer. Most threads that read from a server only wait.
-        few: The most chunks that are searched for in parts of a large index. To find more, the
-            index is read whole.
-        probes: How many newer roots are read one by one, before the others are listed.
-        stands: For how many seconds after a root was seen it counts as still there.
-        recent: For how many seconds a root that was the newest is recent enough to begin with.
-        small_records: A segment of up to this many records is small: the next commit merges it into
-            its own, so the host that wrote it keeps it. A reader without it pays a request.
-        levels: For each level, the most records, bases and packs of its segments; and how many of
-            its segments to merge with a new one.
-        merged: How many small segments there must be for a collector to merge them, when it writes
-            other segments anew.
-        many_records: If the index has more records, the packs are listed folder by folder.
+        gap: Two runs of a pack with at most this many bytes between them are read by one call. To
+            read the bytes between takes less time than a second call.
+        sharing: How many reading threads share a buffer. At a bucket, most of these threads only
+            wait.
+        few: The most chunks to search for in parts of a large segment. For more chunks, the segment
+            is read whole.
+        probes: How many newer roots to look for one by one, before the folder of roots is listed.
+        stands: For how many seconds a root that was seen counts as still there.
+        recent: For how many seconds a caller may begin with a root that was the newest.
+        small_records: A segment with up to this many records is small. The next commit merges small
+            segments into its own. The host that wrote such a segment keeps it; another reader pays
+            a request for it.
+        levels: For each level of segments, the most records, bases and packs of a segment; and how
+            many segments of the level are merged with a new one.
+        merged: How many small segments a collector needs to merge them while it writes other
+            segments.
+        many_records: If the index has more records than this, packs are listed folder by folder.
         delete_batch: How many files are deleted at once.
         delta_bytes: How many bytes of chunks are encoded at once as deltas of chunks that another
             store has.
-        collection_start: How many seconds after it has made garbage a process first collects, so
-            that a process that ends soon makes no requests in vain.
+        collection_start: How many seconds after it has made garbage a process first collects. A
+            process that ends sooner makes no requests for a collection.
         collection_rest: How many seconds a process waits between two collections.
-        watch: How many seconds pass between looks for commits of other processes.
-        one_asks: Whether one of many ranks asks for what all need, and tells the others.
-        recodes: Whether a collector makes chunks of older snapshots smaller, unless the store is
-            set otherwise. To do so it reads them, and a bucket charges that.
-        has_grace: Whether condemned packs wait for a default grace where processes collect by
-            themselves and the store sets none. Otherwise they wait for the next collection.
+        watch: How many seconds pass between two looks for commits of other processes.
+        one_asks: Whether one of many ranks reads what all need, and sends it to the others.
+        recodes: Whether a collector makes chunks of older snapshots smaller, unless a setting of
+            the store decides. To do so it reads the chunks, for which a bucket charges.
+        has_grace: Whether collections that a process begins by itself keep condemned packs for the
+            default grace, if the store sets no grace. Otherwise they delete these packs in the next
+            collection.
         free_looks: Whether a look at one file costs next to nothing. Otherwise callers leave out
-            looks that only make sure, and prefer one listing to many looks.
-        waiting: Whether a thread that reads or writes only waits for a server. If so, as many
-            threads run at once as calls are in flight, however few cores there are.
-        writes_hints: Whether the last pack of nodes of a commit gets hints, so that a reader need
-            not read the index.
-        keeps_counts: Whether a process goes on from the counts of its last collection. So the next
-            collection is short, and a process that ends waits for it.
+            looks that only confirm something, and prefer one listing to many looks.
+        waiting: Whether a thread that reads or writes mostly waits for a server. If so, as many
+            threads run at once as calls are useful, however few cores there are.
+        writes_hints: Whether a commit writes hints into its last pack of nodes, so that a reader
+            need not read the index.
+        keeps_counts: Whether a process keeps the counts of its last collection for the next one.
+            The next collection is then short, and a process that exits waits for it.
     """
 
     gap: int

@@ -1,8 +1,8 @@
-"""Names that this host sees late: the one place that looks again for a file that must be there.
+"""Names that this host sees late: look again for a file that another host has put.
 
-The client of a network file system remembers names for a while, and also that a name is absent. So
-a file that another host has put may seem absent here at first. Then it has to be looked for anew,
-and waited for.
+The client of a network file system caches names for a while, and also the absence of a name. So a
+file that another host has put may seem absent on this host at first. This module asks the server
+again, and waits.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _LEFT_OPEN = (".fuse_hidden", ".nfs")
 
 
 def is_left_open(name: str) -> bool:
-    """Whether a name is that of a deleted file, which a client keeps while a process has it open.
+    """Whether a client of a network file system has given this name to a deleted file.
 
-    Nobody else needs that file.
+    The client keeps the file while a process has it open. No other process needs the file.
     """
     return name.startswith(_LEFT_OPEN)
 
 
 def wait_for(what: str, look: Callable[[], bool], still: Callable[[], object], lag: float) -> bool:
-    """Look again until something is there; return whether it is.
+    """Call ``look`` again and again until it returns True; return whether it did.
 
     Args:
-        what: The thing that is looked for, for messages.
-        look: Returns whether it is there.
-        still: Returns whether it must still be there. Called before each pause.
-        lag: For how many seconds this host may not see it.
+        what: The file that is looked for, for messages.
+        look: Returns whether the file is there.
+        still: Returns whether the file must still be there; called before each pause.
+        lag: How many seconds this host may need to see the file.
     """
     begun, pause, is_told = time.monotonic(), 0.0, False
     while not look():
@@ -59,14 +59,15 @@ def wait_for(what: str, look: Callable[[], bool], still: Callable[[], object], l
 
 
 def is_taken_at_server(path: str, *, is_again: bool = False) -> bool:
-    """Whether the server of a file system has a name, whatever the client remembers of it.
+    """Whether the server of a file system has a name, whatever the client has cached about it.
 
-    A client that is to make a link asks the server for the new name. This link is never made, since
-    a folder can have no second name. Some clients, as of NFS, refuse it without asking.
+    The function tries to give a folder the name as a hard link. To do so, a client first asks the
+    server whether the name is taken. The link is never made, since a folder cannot have a second
+    name. Some clients, such as NFS, refuse the link without asking; then the answer is False.
 
     Args:
-        path: The path of the name. Its folder may seem to be absent too.
-        is_again: Whether the server has just said that it has that folder.
+        path: The path of the name. Its folder may seem absent too.
+        is_again: Whether the server has just said that it has the folder of the path.
     """
     parent, _, name = path.rpartition("/")
     try:
@@ -85,13 +86,13 @@ def is_taken_at_server(path: str, *, is_again: bool = False) -> bool:
 
 
 def is_there_anew(path: str) -> bool:
-    """Whether the server, or a new listing, has a name that a client takes for absent.
+    """Whether a name exists, according to the server or a new listing of its folder.
 
-    The folder is opened anew for that: a client then asks the server whether the folder has
-    changed.
+    The client may have cached the name as absent. When the folder is opened anew, a client asks the
+    server whether the folder has changed.
 
     Args:
-        path: The path of the name. Its folder may seem to be absent too.
+        path: The path of the name. Its folder may seem absent too.
     """
     if is_taken_at_server(path):
         return True

@@ -17,7 +17,7 @@ _process = os.urandom(16).hex()
 
 
 class MemoryBackend(Backend):
-    """Objects in a dict that lives as long as the process."""
+    """Objects in a dict of this process. They are gone when the process ends."""
 
     def __init__(self, name: str) -> None:
         self.uri = f"memory://{name}"
@@ -25,13 +25,13 @@ class MemoryBackend(Backend):
             self._objects = _stores.setdefault(name, {})
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Refuse to be sent to another process, which would get a copy."""
+        """Refuse to be pickled: another process would get a copy of the objects."""
         raise TypeError(f"{self.uri} lives in the memory of this process; no other can open it")
 
     @override
     @property
     def identity(self) -> str:
-        """The name, and a number of this process."""
+        """The name of the place, and a number that stands for this process."""
         return f"{self.uri} {_process}"
 
     @override
@@ -48,7 +48,7 @@ class MemoryBackend(Backend):
 
     @override
     def sync(self, *keys: str) -> None:
-        """Do nothing."""
+        """Do nothing: memory needs no sync."""
 
     @override
     def read(self, key: str, most: int = MAX_WHOLE_BYTES) -> bytes:

@@ -1,8 +1,9 @@
-"""URIs of remote places: what they mean, and which are refused before any request.
+"""URIs of remote places: how casnap splits them, and which ones it refuses before any request.
 
-``s3://bucket/run1/step_100`` is the store ``s3://bucket/run1`` and the name ``step_100``. No store
-is looked for further up. A double slash ends the store earlier: ``s3://bucket/ckpts//run1/step_1``
-is the snapshot ``run1/step_1`` of the store ``s3://bucket/ckpts``.
+``s3://bucket/run1/step_100`` is the snapshot ``step_100`` of the store ``s3://bucket/run1``. No
+store is looked for further up. A double slash marks the end of a shorter store URI:
+``s3://bucket/ckpts//run1/step_1`` is the snapshot ``run1/step_1`` of the store
+``s3://bucket/ckpts``.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _ONE_SLASH = re.compile(r"(?i:s3|s3a|gs|gcs):/(?!/)")
 
 
 class Uri(NamedTuple):
-    """A place on a server.
+    """A remote URI, split into a store and a name.
 
     Attributes:
         store: The URI of the store, without a slash at its end.
-        name: A name or prefix in the store; empty for the store itself.
-        parent: The URI of the place above the store, and the last part of the store's URI. The
-            place is empty for a bucket.
+        name: The name or prefix after a double slash; "" if the URI has no double slash.
+        parent: The store's URI without its last part, and this last part. The first is "" if the
+            store is a whole bucket.
     """
 
     store: str
@@ -40,10 +41,12 @@ class Uri(NamedTuple):
         return not self.parent[0]
 
     def as_snapshot(self) -> Uri:
-        """Return the store and the name if this is the URI of a snapshot.
+        """Return the URI read as that of a snapshot: the last part of the store becomes the name.
+
+        A URI with a double slash has a name already, and is returned as it is.
 
         Raises:
-            InvalidNameError: The URI names no snapshot.
+            InvalidNameError: The URI has no part that could be the name.
         """
         if self.name:
             return self
@@ -57,11 +60,14 @@ class Uri(NamedTuple):
 
 
 def store_uri(uri: str | os.PathLike[str]) -> Uri | None:
-    """Return the store that a URI means, and the prefix in it; None if it is a local path.
+    """Split a URI into a store and a prefix in the store.
+
+    Returns:
+        Both; None if the text is a local path or a ``file:`` URI.
 
     Raises:
-        InvalidNameError: The prefix cannot be a name.
-        NotAStoreError: A store cannot have this URI.
+        InvalidNameError: The prefix is not a valid name.
+        NotAStoreError: No store may be at this URI.
     """
     text = given_path(uri)
     if _ONE_SLASH.match(text):
@@ -85,11 +91,13 @@ def store_uri(uri: str | os.PathLike[str]) -> Uri | None:
 
 
 def joined(store: str, name: str, *, is_view: bool = False) -> str:
-    """Return the path or URI by which a snapshot, or a view of a store, is found again.
+    """Return the path or URI of a snapshot, or of a view of a store.
+
+    :func:`store_uri` splits it again.
 
     Args:
-        store: The path or URI of the store, or of a view of it.
-        name: The name of the snapshot in it, or the prefix of the view; empty for the store itself.
+        store: The path or URI of the store, or of a view of the store.
+        name: The name of the snapshot, or the prefix of the view; "" for the store itself.
         is_view: Whether ``name`` is the prefix of a view.
     """
     if not name:
@@ -100,14 +108,15 @@ def joined(store: str, name: str, *, is_view: bool = False) -> str:
 
 
 def name_below(name: str, *places: str) -> str:
-    """Return a name in a store; if it begins with the store's path or URI, without that.
+    """Return a name in a store. A path or URI of a snapshot is reduced to the part below the store.
 
     Args:
         name: A name, or a path or URI.
-        places: The path or URI of the store, or of a view of it: as it was given, and as it is.
+        places: The path or URI of the store, or of a view of the store, in two forms: as the user
+            gave it, and with all links resolved.
 
     Raises:
-        InvalidNameError: The name is a path or URI that does not lie in the store.
+        InvalidNameError: The path or URI does not lie in the store.
     """
     is_path = bool(name.strip("/")) and (
         name.startswith(("/", "~/")) or "://" in name or is_file_uri(name)
@@ -141,10 +150,14 @@ def _uri(store: str, name: str) -> Uri:
 
 
 def _check(scheme: str, place: str) -> None:
-    """Check that a store may be at a place.
+    """Check that casnap may have a store at a place.
+
+    Args:
+        scheme: The scheme of the URI.
+        place: The rest of the URI, after ``://``.
 
     Raises:
-        NotAStoreError: A store may not be there.
+        NotAStoreError: Casnap refuses the place.
     """
     bucket, *folders = place.split("/")
     uri = f"{scheme}://{place}"
@@ -187,7 +200,7 @@ def _check(scheme: str, place: str) -> None:
 
 
 def without_secrets(message: str) -> str:
-    """Return a message without the secrets of its URLs: user, password, query, tokens."""
+    """Return a message in which the URLs have no secrets: no user, password, query or token."""
     message = re.sub(r"\?[^\s'\"`=]+=[^\s'\"`]*", "?…", message)
     message = re.sub(r"//[^/@\s]*@|[^/@\s'\"]+:[^/@\s]*@", _slashes_only, message)
     return re.sub(r"(\w*token=)[^&\s'\"]*", r"\1…", message)

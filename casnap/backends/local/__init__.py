@@ -1,8 +1,8 @@
 """A folder of this machine or of a network file system: safe paths, durable names, locks.
 
-Imports the modules of :mod:`casnap.backends`, ``format``, ``runtime`` and ``errors``. Begin with
-``backend.py``. The rest of casnap uses only the names below: they look at places of this machine,
-read and write files there, and say what errors of the system mean.
+This folder imports the modules of :mod:`casnap.backends`, ``format``, ``runtime`` and ``errors``.
+Begin with ``backend.py``. The rest of casnap uses only the names below. They look at local paths,
+read and write local files, and explain errors of the system.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Objects as files of a local file system: each step is durable, creation is atomic by ``link``."""
+"""The backend that keeps objects as files of a file system. It creates each file by ``link``."""
 
 from __future__ import annotations
 
@@ -65,14 +65,15 @@ _BLOCK = 512
 
 
 class LocalBackend(Backend):
-    """A folder of a local file system.
+    """The objects of a store in a folder of a local or network file system.
 
-    Large aligned writes go around the page cache if the file system allows it: that is faster, and
-    leaves the cache to the training data. Reads go through it, for the next reader. Everything in
-    the folder is reached by ``safe_paths.py``.
+    Large aligned writes go around the page cache if the file system allows this: they are faster
+    so, and the cache is left to the training data. Reads use the page cache, for the next reader.
+    All files in the folder are opened by ``safe_paths.py``.
 
     Args:
-        folder: The folder. Links on the way to it are followed now, and not again.
+        folder: The store's folder. Links in its path are resolved now; later changes of them have
+            no effect.
     """
 
     keeps_copies = True
@@ -90,18 +91,18 @@ class LocalBackend(Backend):
         self._place = StoreFolder(self.folder, self.inner)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let another process reach the same folder."""
+        """Pickle the path and the settings, so that another process can use the same folder."""
         return type(self), (self.folder,), (self.exclusive, self._place.guard)
 
     def __setstate__(self, state: tuple[bool, Callable[[], None] | None]) -> None:
-        """Take over the settings of the other process."""
+        """Take over the settings that the other process had pickled."""
         self.exclusive, self._place.guard = state
 
     def guard(self, check: Callable[[], None]) -> None:
-        """Set a check to make before the first change.
+        """Set a check that is called once, before the first change.
 
         Args:
-            check: Raises a StoreError if the store here is only to be read. It can be pickled.
+            check: Raises a StoreError if this user may only read the store. It must be picklable.
         """
         self._place.guard = check
 
@@ -110,7 +111,7 @@ class LocalBackend(Backend):
         self._place.check_guard()
 
     def make(self) -> None:
-        """Make the folder itself, and those above it that are missing."""
+        """Create the store's folder and its parents, as far as they are missing."""
         self._place.make()
         is_new = self.size_if_there(CONFIG_KEY) is None and {"tmp"}.issuperset(self.names(""))
         if is_new and os.access(self.folder.parent, os.R_OK):
@@ -118,10 +119,10 @@ class LocalBackend(Backend):
             self._place.new_names.add(self.uri)
 
     def _path(self, key: str) -> str:
-        """Return the path of an object.
+        """Return the path of an object; of the folder of all objects if the key is "".
 
         Raises:
-            BackendError: The key climbs out of the folder.
+            BackendError: The key contains ``..``, and so would lead out of the folder.
         """
         return _path_in(self._base, key) if key else self._base
 
@@ -132,7 +133,7 @@ class LocalBackend(Backend):
     @override
     @property
     def received_bytes(self) -> int:
-        """How many bytes were read, from the disk or from the page cache."""
+        """How many bytes were read, whether from the disk or from the page cache."""
         return self._received
 
     def _count(self, nbytes: int) -> None:
@@ -147,14 +148,14 @@ class LocalBackend(Backend):
     @override
     @property
     def endpoint(self) -> str:
-        """A name for the mounted file system. It holds until this host is booted again."""
+        """A text for the mounted file system. It is valid until this host reboots."""
         with translated(self.uri):
             return f"{boot_id()} {os.stat(self.uri).st_dev}"
 
     @override
     @property
     def name_lag(self) -> float:  # type: ignore[override]
-        """The lag that the type of the file system has."""
+        """For how many seconds this host may not see a new name, by the file system's type."""
         return self._place.name_lag
 
     @override
@@ -162,9 +163,10 @@ class LocalBackend(Backend):
         return is_taken_at_server(self._path(key))
 
     def _seen(self, path: str, look: Callable[[], V]) -> V:
-        """Look at a path of the store; look again if this host may not see yet what is there.
+        """Call ``look``, which looks at a path; call it again if the first answer may be old.
 
-        If the server has replaced the handle, the second look gets a new one.
+        This is so if the path seems absent, but the server has it; or if the server has replaced
+        the file handle.
         """
         try:
             return look()
@@ -181,20 +183,20 @@ class LocalBackend(Backend):
         self._place.belong(lambda: check(self))
 
     def new_file(self) -> os.stat_result | None:
-        """Return the status that a new file of this user has here; None if none can be made."""
+        """Return the status that this user's new files have here; None if none can be made."""
         return self._place.new_file()
 
     # --- objects ---
 
     @override
     def write(self, key: str, content: memoryview | bytes) -> None:
-        """Write a file under ``tmp/``, sync it, then link it into place."""
+        """Write a file in ``tmp/``, sync it, then link it to its final name."""
         if not self._link(key, content):
             raise BackendError(f"{self.where(key)} exists already, and is never overwritten")
 
     @override
     def put_if_absent(self, key: str, content: bytes) -> bool:
-        """Create a file by ``link``, which fails if the name exists."""
+        """Write a file in ``tmp/``, sync it, then link it to its final name if that is free."""
         return self._link(key, content)
 
     @override
@@ -247,7 +249,18 @@ class LocalBackend(Backend):
     def _temporary_file(
         self, folder: int, content: memoryview | bytes, base: OpenFolder
     ) -> Iterator[str]:
-        """Write a file that lasts for a ``with`` block; its lock says that its writer lives."""
+        """Write and sync a file that exists during a ``with`` block.
+
+        A lock on it shows that its writer lives.
+
+        Args:
+            folder: The open folder ``tmp/``.
+            content: The content of the file.
+            base: The open folder of the objects.
+
+        Yields:
+            The name of the file.
+        """
         name = os.urandom(12).hex()
         try:
             with self._place.create(name, folder, base) as fd:
@@ -261,7 +274,10 @@ class LocalBackend(Backend):
 
     @override
     def sync(self, *keys: str) -> None:
-        """Make the names of new files durable. Their bytes were synced before they got names."""
+        """Make the names of new files durable.
+
+        The content of a file was synced before it got its name.
+        """
         for key in keys:
             self._place.new_names.add(self._path(key))
         self._place.sync()
@@ -332,7 +348,7 @@ class LocalBackend(Backend):
         return sum(info.st_blocks * _BLOCK for _, info in self._infos(folder))
 
     def _infos(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield key and status of each object below a folder, at any depth."""
+        """Yield the key and the status of each object below a folder, at any depth."""
         folders = [folder]
         while folders:
             parent = folders.pop()
@@ -381,7 +397,7 @@ class LocalBackend(Backend):
 
     @contextmanager
     def _listed_temporary(self) -> Iterator[int]:
-        """Open ``tmp/`` for a ``with`` block that lists it and deletes there."""
+        """Open ``tmp/`` for a ``with`` block that lists the folder and deletes files in it."""
         path = self._path("tmp")
         with (
             translated(path),
@@ -392,7 +408,7 @@ class LocalBackend(Backend):
 
     @override
     def tidy(self, min_age: float) -> int:
-        """Unlink files in ``tmp/`` that no living writer has locked."""
+        """Delete the files in ``tmp/`` whose writers are dead: no process holds their locks."""
         with suppress(FileNotFoundError), self._listed_temporary() as folder:
             return unlink_abandoned(folder, min_age)
         return 0
@@ -441,9 +457,9 @@ class LocalBackend(Backend):
     def unmark(
         self, keys: Iterable[str], is_stale: Callable[[str, bytes], bool]
     ) -> dict[str, CasnapError]:
-        """Remove marker files that are stale, and then their folders, if these are empty.
+        """Remove stale marker files, and then their folders, if these are empty.
 
-        A folder further up is removed too if it is empty, unless a user made it.
+        An empty parent folder is removed too, unless a user made it.
         """
         errors: dict[str, CasnapError] = {}
         for key in keys:
@@ -486,10 +502,16 @@ class LocalBackend(Backend):
     def _put_loosely(
         self, path: str, content: bytes, base: OpenFolder | None = None, reserve: int = 0
     ) -> None:
-        """Put a file in place of another one; the new file may reserve more space than it needs.
+        """Write a file that replaces any file of its name. The file is not synced.
+
+        Args:
+            path: The path of the file.
+            content: Its content.
+            base: The open folder of the objects, if the file lies in this folder.
+            reserve: How many bytes of the disk to reserve for the file.
 
         Raises:
-            FileExistsError: Another process puts the file at the same time.
+            FileExistsError: Another process has just created the file too.
         """
         parent, _, name = path.rpartition("/")
         # Not synced, since deleting the snapshot removes these folders too.
@@ -510,7 +532,7 @@ def _path_in(folder: str, key: str) -> str:
     """Return the path of a key in a folder.
 
     Raises:
-        BackendError: The key climbs out of the folder.
+        BackendError: The key contains ``..``, and so would lead out of the folder.
     """
     if ".." in key and ".." in key.split("/"):
         raise BackendError(f"{folder}/{key} is not in the store")
@@ -518,7 +540,13 @@ def _path_in(folder: str, key: str) -> str:
 
 
 def _put_back(aside: str, name: str, folder: int) -> None:
-    """Give a file or folder its name again, unless the name is taken by now."""
+    """Rename a file or folder that was put aside to its old name, unless this name is taken by now.
+
+    Args:
+        aside: The name that it has now.
+        name: The old name.
+        folder: The open folder of both names.
+    """
     try:
         link_at(aside, folder, name, folder)
     except FileExistsError:
@@ -528,7 +556,10 @@ def _put_back(aside: str, name: str, folder: int) -> None:
 
 
 def _remove_notices(path: str) -> None:
-    """Remove the notices that lie beside a marker for readers of other libraries."""
+    """Remove casnap's notices from a folder.
+
+    They stand where other libraries look for their own files.
+    """
     with folder_at(path, listed=True) as folder:
         for name in os.listdir(folder):
             if _is_notice(name, folder):
@@ -536,7 +567,7 @@ def _remove_notices(path: str) -> None:
 
 
 def _is_notice(name: str, folder: int) -> bool:
-    """Whether a name in an open folder is a notice. A user may have put anything there."""
+    """Whether a name in an open folder is a regular file that begins as a notice does."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with suppress(OSError), opened(name, flags, folder=folder) as fd:
         is_file = stat.S_ISREG(os.fstat(fd).st_mode)

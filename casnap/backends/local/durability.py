@@ -1,4 +1,4 @@
-"""Making the names of files durable, even after a failed sync of their folder."""
+"""Make the names of new files durable, even after a sync of their folder has failed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ doubtful: set[tuple[str, str]] = set()
 
 
 class NewNames:
-    """Names of files and folders that are to be durable when :meth:`sync` returns.
+    """The names of new files and folders that the next :meth:`sync` makes durable.
 
     Args:
-        identity: Returns the identity of the store that they are for; "" while it is being made.
+        identity: Returns the identity of the store of these files; "" while the store is being
+            made.
     """
 
     def __init__(self, identity: Callable[[], str]) -> None:
@@ -31,12 +32,12 @@ class NewNames:
         self._syncing = new_lock()
 
     def add(self, path: str) -> None:
-        """Note a name."""
+        """Note the path of a new file or folder."""
         with self._lock:
             self._folders.add(path.rpartition("/")[0] or "/")
 
     def sync(self) -> None:
-        """Make the noted names durable. If that fails, the next call tries them again."""
+        """Sync the folders of the noted names. If that fails, the next call syncs them again."""
         # One call at a time: no thread may return while another one still syncs its names.
         with self._syncing:
             with self._lock:
@@ -53,20 +54,25 @@ class NewNames:
                 raise
 
     def is_doubtful(self, folder: str) -> bool:
-        """Whether the last sync of a folder for this store has failed in this process."""
+        """Whether the last sync of a folder, made for this store by this process, failed."""
         return bool(doubtful) and not doubtful.isdisjoint(_doubts(folder, self._identity()))
 
 
 def sync_folder(folder: str, identity: Callable[[], str] = str) -> None:
-    """Sync a folder, also if the sync before has failed.
+    """Sync a folder, in a way that works even after a failed sync.
 
-    After a failed sync the system may take the folder for written. The next sync then succeeds, and
-    proves nothing, unless the folder has changed. So the folder's time is changed first. (A new
-    name would change it too, but would stay there if the process is killed.)
+    After a failed sync, the system may take the folder for written. The next sync then succeeds
+    without writing anything, unless the folder has changed since. So this function first changes
+    the time of such a folder. (A new name would be a change too, but it would stay if the process
+    were killed.)
 
     Args:
-        folder: The folder.
-        identity: Returns the identity of the store that it is synced for; "" if there is none.
+        folder: The path of the folder.
+        identity: Returns the identity of the store for which the folder is synced; "" if there is
+            none.
+
+    Raises:
+        PlaceError: The folder cannot be synced.
     """
     with translated(folder), folder_at(folder, listed=True) as fd:
         doubts = doubtful & _doubts(folder, identity()) if doubtful else set()

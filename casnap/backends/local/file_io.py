@@ -1,4 +1,4 @@
-"""Reading and writing the bytes of files of this machine."""
+"""Reading and writing the bytes of local files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _DIRECT_WRITE_BYTES = 256 << 10
 
 
 def write_at(fd: int, view: memoryview, offset: int) -> None:
-    """Write to a file; the whole pages of a large aligned view go around the page cache."""
+    """Write a view to a file at an offset. A large aligned view goes around the page cache.
+
+    This holds for its whole pages, and if the file system allows it.
+    """
     position = 0
     if _DIRECT and len(view) >= _DIRECT_WRITE_BYTES and not view.readonly:
         position = _write_direct(fd, view, offset)
@@ -25,14 +28,21 @@ def write_at(fd: int, view: memoryview, offset: int) -> None:
 
 
 def write_cached(fd: int, view: memoryview, offset: int) -> None:
-    """Write to a file through the page cache, for a file that is read soon."""
+    """Write a view to a file at an offset, through the page cache.
+
+    Use this for files read soon after.
+    """
     position = 0
     while position < len(view):
         position += os.pwrite(fd, view[position:], offset + position)
 
 
 def _write_direct(fd: int, view: memoryview, offset: int) -> int:
-    """Write the whole pages of an aligned view around the page cache; return how many bytes."""
+    """Write the whole pages of a view around the page cache; return the number of bytes written.
+
+    The result is 0 if the view or the offset is not aligned, or the file system refuses such
+    writes.
+    """
     nbytes = len(view) // PAGE * PAGE
     if address_of(view) % PAGE or offset % PAGE:
         return 0
@@ -58,9 +68,9 @@ def read_file(path: str, most: int, base: OpenFolder | None = None) -> tuple[byt
     """Return the content of a whole file, and its status.
 
     Args:
-        path: Its real path.
-        most: How many bytes it may have.
-        base: An open folder above it, to begin there.
+        path: The real path of the file.
+        most: The most bytes that the file may have.
+        base: An open folder above the file, from which the path is resolved.
 
     Raises:
         DamagedError: The file is longer than ``most``.
@@ -73,7 +83,7 @@ def read_file(path: str, most: int, base: OpenFolder | None = None) -> tuple[byt
 
 
 def _read_all(fd: int, nbytes: int) -> bytes:
-    """Read a file of ``nbytes`` bytes; less if it was cut off since its length was looked up."""
+    """Read ``nbytes`` bytes of a file; fewer if the file has become shorter meanwhile."""
     content = b""
     while len(content) < nbytes and (piece := os.read(fd, nbytes - len(content))):
         # A read of a local file returns all of it.
@@ -82,7 +92,7 @@ def _read_all(fd: int, nbytes: int) -> bytes:
 
 
 def read_run(fd: int, target: memoryview, offset: int) -> int:
-    """Fill a buffer from a file; return how many bytes there were."""
+    """Read bytes of a file into a buffer; return how many there were before the end of the file."""
     nbytes = 0
     while nbytes < len(target):
         n = os.preadv(fd, [target[nbytes:]], offset + nbytes)
@@ -93,7 +103,7 @@ def read_run(fd: int, target: memoryview, offset: int) -> int:
 
 
 def is_cached(fd: int, offset: int) -> bool:
-    """Whether a byte can be read without the disk, as far as the system says."""
+    """Whether the page cache has a byte of a file. False if the system cannot tell."""
     try:
         return os.preadv(fd, [bytearray(1)], offset, getattr(os, "RWF_NOWAIT", 0)) == 1
     except OSError:

@@ -1,9 +1,9 @@
-"""Files in ``tmp/`` of a local store: a lock on a file says that its writer lives.
+"""Locks on files in ``tmp/`` of a local store. They show which writers live.
 
-The kernel frees the locks of a process that dies. A writer locks its temporary file. A take under
-way locks an empty file, which announces the take. The file's name says on which root the take is
-based. The announcement of a suspended process (SIGSTOP) does not count, since nobody knows when the
-process goes on. If it does, its take starts again.
+When a process dies, the kernel frees its locks. A writer locks its temporary file. A take locks an
+empty file, which announces the take: the file's name contains the root that the take is based on.
+An announcement of a suspended process (SIGSTOP) does not count, because the process may never go
+on. If it does go on, its take starts again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ _DAY = 86400.0
 
 
 def lock(fd: int) -> bool | None:
-    """Try to lock a file; return None if the file system has no locks, or not for this file."""
+    """Try to lock an open file, without waiting.
+
+    Returns:
+        Whether this process has the lock now; None if the file system has no locks, or refuses one
+        for this file.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
@@ -46,13 +51,13 @@ def lock(fd: int) -> bool | None:
 def announced_in(
     folder: int, path: str, base: int, create: Callable[[str], Descriptor]
 ) -> Iterator[Callable[[], None]]:
-    """Announce a take for a ``with`` block; as :meth:`casnap.backends.Backend.announced`.
+    """Announce a take during a ``with`` block, as :meth:`casnap.backends.Backend.announced` says.
 
     Args:
         folder: The open folder ``tmp/``.
-        path: Its path.
-        base: The root that the take is based on.
-        create: Creates a file there, and returns it open.
+        path: The path of this folder.
+        base: The number of the root that the take is based on.
+        create: Creates a file in this folder, and returns it open.
     """
     name = f"take-{base:012x}-{os.urandom(6).hex()}"
     with translated(f"{path}/{name}"):
@@ -73,7 +78,16 @@ def announced_in(
 
 
 def _create_locked(name: str, folder: int, create: Callable[[str], Descriptor]) -> Descriptor:
-    """Create a file that has its name only once it is locked; return it open."""
+    """Create a file that is locked from the moment that it has its name; return it open.
+
+    Args:
+        name: The name.
+        folder: The open folder ``tmp/``.
+        create: Creates a file in this folder, and returns it open.
+
+    Raises:
+        FileNotFoundError: Collectors have deleted the file each time before it had its name.
+    """
     for _ in range(_ATTEMPTS):
         temporary, is_named = os.urandom(12).hex(), False
         try:
@@ -93,11 +107,11 @@ def _create_locked(name: str, folder: int, create: Callable[[str], Descriptor]) 
 
 
 def bases_announced_in(folder: int, max_age: float) -> list[int]:
-    """Return the roots that takes of living processes are based on; unlink dead announcements.
+    """Return the numbers of the roots that takes under way are based on; delete dead announcements.
 
     Args:
         folder: The open folder ``tmp/``.
-        max_age: Takes that were announced longer ago, in seconds, do not count.
+        max_age: How old an announcement may be to count, in seconds.
     """
     bases: list[int] = []
     for name in os.listdir(folder):
@@ -108,12 +122,12 @@ def bases_announced_in(folder: int, max_age: float) -> list[int]:
 
 
 def unlink_abandoned(folder: int, min_age: float) -> int:
-    """Unlink the files that dead writers and takes have left; return how many bytes that freed.
+    """Delete the files that dead writers and takes have left; return how many bytes this freed.
 
     Args:
         folder: The open folder ``tmp/``.
-        min_age: Files that are at most this many seconds old stay, since a writer locks its file a
-            moment after it has made it.
+        min_age: How many seconds old a file must be to be deleted. A writer creates its file a
+            moment before it locks the file.
     """
     freed = 0
     for name in os.listdir(folder):
@@ -129,10 +143,11 @@ def unlink_abandoned(folder: int, min_age: float) -> int:
 
 
 def _unlink_left_open(name: str, folder: int) -> int:
-    """Unlink what a client has kept of a file for a day; return how many bytes that freed.
+    """Delete a file that a client has kept for a day since it was deleted; return the bytes freed.
 
-    The client unlinks it once no process has it open; some clients of FUSE never do. Opening it
-    here would have the client keep it once more.
+    The client of a network file system deletes such a file itself once no process has it open; some
+    clients of FUSE never do. This function does not open the file, since the client would keep it
+    again.
     """
     with suppress(OSError):
         info = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -143,22 +158,29 @@ def _unlink_left_open(name: str, folder: int) -> int:
 
 
 class _Look(NamedTuple):
-    """A finding: the age of a file whose writer may live, else the bytes that were freed."""
+    """The result of :func:`_look_at`.
+
+    Attributes:
+        age: The age of the file in seconds, if its writer may live; otherwise infinite.
+        freed: How many bytes were freed by deleting the file.
+    """
 
     age: float = float("inf")
     freed: int = 0
 
 
 def _look_at(name: str, folder: int, *, min_age: float = 0.0, lease: float = 0.0) -> _Look:
-    """Look at a file, and unlink it if its writer is dead.
+    """Delete a file if its writer is dead.
 
-    Another user's file stays: only that user can lock it, or may remove it from a sticky folder.
+    A file of another user stays: this process may not be able to lock it, or to delete it from a
+    sticky folder.
 
     Args:
         name: The name of the file.
         folder: The open folder ``tmp/``.
-        min_age: A file that is younger, in seconds, stays, locked or not.
-        lease: Where there are no locks, a file that is younger, in seconds, counts as locked.
+        min_age: A file that is younger, in seconds, stays, whether it is locked or not.
+        lease: If the file system has no locks, a file that is younger, in seconds, counts as
+            locked.
     """
     try:
         file = open_to_lock(name, folder)
@@ -184,7 +206,11 @@ def _look_at(name: str, folder: int, *, min_age: float = 0.0, lease: float = 0.0
 
 
 def _is_held_by_stopped(info: os.stat_result) -> bool:
-    """Whether a process of this host has locked a file, and is suspended by a signal."""
+    """Whether a process of this host holds the lock of a file, and is suspended by a signal.
+
+    Args:
+        info: The status of the file.
+    """
     device = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}"
     try:
         locks = [line.split() for line in Path("/proc/locks").read_text("ascii").splitlines()]
@@ -197,15 +223,15 @@ def _is_held_by_stopped(info: os.stat_result) -> bool:
 
 
 def open_to_lock(name: str, folder: int, make: int | None = None) -> Descriptor:
-    """Open a regular file to lock it: never through a link, and without waiting.
+    """Open a regular file in order to lock it. Links are not followed, and the call does not wait.
 
     Args:
         name: The name of the file.
-        folder: The open folder that it is in.
-        make: The mode to make the file with if it is not there; None if it must be there.
+        folder: The open folder of the file.
+        make: The mode with which to create the file if it is missing; None not to create it.
 
     Raises:
-        BackendError: There is something else than a regular file.
+        BackendError: The name is not that of a regular file.
         OSError: The file cannot be opened.
     """
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC

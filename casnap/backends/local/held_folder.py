@@ -1,4 +1,4 @@
-"""A folder of this machine that is held open, and changes to names in it."""
+"""A local folder that is held open, and changes to the names in it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from casnap.runtime.fork import locked_file
 
 
 class HeldFolder:
-    """A folder that is held open; names in it are reached by its handle.
+    """A folder that is held open. Names in it are reached by its file descriptor.
 
-    Another user may put a link or another folder in the place of any folder of the path. All
-    methods still work in this very folder. They raise the errors of the system.
+    Another user may replace any folder of the path by a link or another folder. The methods still
+    work in the folder that was opened. They raise the errors of the system.
 
     Args:
         path: The real path of the folder.
-        within: A held folder above it, to begin there.
+        within: An open folder above it, from which the path is resolved.
 
     Attributes:
-        path: The path that led to the folder.
+        path: The path by which the folder was opened.
 
     Raises:
         BackendError: A part of the path is a link.
@@ -39,7 +39,7 @@ class HeldFolder:
 
     @property
     def fd(self) -> int:
-        """The descriptor of the folder, for ``dir_fd=``; negative once the folder is closed."""
+        """The file descriptor of the folder, for ``dir_fd=``; negative once it is closed."""
         return self._opened.fd
 
     def close(self) -> None:
@@ -55,21 +55,21 @@ class HeldFolder:
     # --- names in it ---
 
     def names(self, matches: Callable[[str], object] | None = None) -> list[str]:
-        """Return the names in the folder that match, in no order; all by default."""
+        """Return the names in the folder, unsorted; with ``matches``, only those it accepts."""
         return [name for name in os.listdir(self.fd) if matches is None or matches(name)]
 
     def status(self, name: str | None = None) -> os.stat_result:
-        """Return the status of a name, without following a link; by default of the folder."""
+        """Return the status of a name, without following a link; None means the folder."""
         if name is None:
             return os.fstat(self.fd)
         return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
 
     def create(self, name: str, mode: int) -> Descriptor:
-        """Create a file; return it open to be written."""
+        """Create a file; return it open for writing."""
         return create_file(name, self.fd, mode)
 
     def put(self, name: str, content: bytes, mode: int) -> None:
-        """Put a file that appears whole under its name, or not at all; it is durable then."""
+        """Write a file durably. Other processes see all of it or, until then, the earlier file."""
         partial = f"{name}.partial"
         self.unlink(partial)
         try:
@@ -83,11 +83,11 @@ class HeldFolder:
         self.sync()
 
     def rename(self, name: str, to: str) -> None:
-        """Rename a file or folder; a file that has the new name is replaced."""
+        """Rename a file or folder. A file that has the new name is replaced."""
         os.rename(name, to, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def unlink(self, name: str) -> None:
-        """Remove a name that is no folder, if it is there."""
+        """Delete a file or link. If the name does not exist, do nothing."""
         unlink_at(name, self.fd)
 
     def sync(self) -> None:
@@ -97,24 +97,27 @@ class HeldFolder:
     # --- whose it is, and who has it alone ---
 
     def owners(self) -> Owners:
-        """Return who counts as this user here, by a new file that is made and removed."""
+        """Return whose files count as this user's in this folder.
+
+        To find out, the method creates a file in the folder, and deletes it.
+        """
         return Owners.by(new_file_in(self.fd, f".{os.urandom(6).hex()}.partial"))
 
     @contextmanager
     def file_to_lock(self, name: str, mode: int) -> Iterator[int]:
-        """Open a regular file for a ``with`` block, at whose end its lock is free again.
+        """Open a regular file for a ``with`` block. The end of the block frees its lock.
 
         A child that is forked in the block closes the file at once.
 
         Args:
-            name: The name of the file, which is made if it is not there.
+            name: The name of the file, which is created if it is missing.
             mode: The mode of a new file.
 
         Yields:
-            The open file, which :meth:`lock` locks.
+            The file descriptor, to pass to :meth:`lock`.
 
         Raises:
-            BackendError: The name is no regular file.
+            BackendError: The name is not that of a regular file.
         """
         file = open_to_lock(name, self.fd, mode)
         with locked_file(file):
@@ -122,9 +125,10 @@ class HeldFolder:
 
     @staticmethod
     def lock(file: int) -> bool | None:
-        """Try to lock an open file.
+        """Try to lock an open file, without waiting.
 
         Returns:
-            Whether it is locked; None if the file system has no locks, or none for this file.
+            Whether this process has the lock now; None if the file system has no locks, or refuses
+            one for this file.
         """
         return lock(file)

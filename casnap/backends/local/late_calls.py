@@ -1,7 +1,8 @@
-"""Calls of the system that a server does not answer: a line in the log says what they wait for.
+"""Watch for calls of the system that wait for a server, and log what they wait for.
 
-No program can end such a call, and a client may wait for its server for hours. So a thread watches
-the calls of the other threads. It runs only while there are calls to file systems of servers.
+The server of a network file system may not answer. No program can end such a call, and the client
+may wait for hours. So a thread watches the calls of the other threads, and logs a warning about a
+long one. It runs only while there are calls to network file systems.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _watcher: threading.Thread | None = None
 
 
 def watch_calls_to(folder: str) -> None:
-    """Watch the calls to a folder too.
+    """Watch the calls to a folder, in addition to those to the mounts that are watched already.
 
     Args:
-        folder: The real path of a folder on a file system of a server.
+        folder: The real path of a folder on a network file system.
     """
     global _places
     if not folder.startswith(places := _known()):
@@ -42,9 +43,9 @@ def watch_calls_to(folder: str) -> None:
 
 
 def _known() -> tuple[str, ...]:
-    """Return the paths of file systems of servers, as far as this process knows.
+    """Return the paths of the network file systems that this process knows.
 
-    The list of mounts is read once, since that takes several calls of the system.
+    The list of mounts is read once only, since reading it takes several calls of the system.
     """
     global _places
     if _places is None:
@@ -57,10 +58,10 @@ def _known() -> tuple[str, ...]:
 
 
 def begun(path: str) -> Callable[[], object] | None:
-    """Note that this thread is about to use a path.
+    """Note that this thread begins a call to the system about a path.
 
     Returns:
-        A function that notes that the thread has used it; None if the path is not watched.
+        A function that notes the end of the call; None if the path is not on a network file system.
     """
     if not path.startswith(_known()):
         return None
@@ -109,7 +110,7 @@ def _watch() -> None:
 
 @in_child
 def _begin_in_child() -> None:
-    """Forget the calls of the parent's threads, and the thread that watched them."""
+    """Forget, in a forked child, the parent's calls and the thread that watched them."""
     global _watcher
     _calls.clear()
     _watcher = None

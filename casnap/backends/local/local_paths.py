@@ -1,9 +1,9 @@
-"""Looking at a place of this machine: what is there, by the one rule for "nothing is there".
+"""Look at local paths, with one rule for when nothing is at a path.
 
-Nothing is there if the system says so. If the system says anything else, such as that this user may
-not look or that the disk has failed, that is an error: a program that took it for "nothing" would
-begin its run anew. The functions of ``os.path`` and ``pathlib`` swallow such errors, and each
-release of Python swallows others.
+Nothing is at a path if the system says so. If the system says anything else, such as that this user
+may not look or that the disk has failed, the functions raise an error. A program that took such an
+answer for "nothing" would begin its run anew. The functions of ``os.path`` and ``pathlib`` swallow
+such errors, and which ones differs between releases of Python.
 """
 
 from __future__ import annotations
@@ -54,35 +54,35 @@ def status(path: _Path, *, follow: bool = True) -> os.stat_result | None:
 
 
 def exists(path: _Path) -> bool:
-    """Whether something is at a path; a link that leads nowhere is nothing."""
+    """Whether something is at a path. A link that leads nowhere counts as nothing."""
     return status(path) is not None
 
 
 def is_taken(path: _Path) -> bool:
-    """Whether a name is taken, if only by a link that leads nowhere."""
+    """Whether something is at a path. A link that leads nowhere counts as something."""
     return status(path, follow=False) is not None
 
 
 def is_file(path: _Path) -> bool:
-    """Whether a regular file is there, or a link to one."""
+    """Whether a regular file is at a path, or a link to a regular file."""
     info = status(path)
     return info is not None and stat.S_ISREG(info.st_mode)
 
 
 def is_folder(path: _Path) -> bool:
-    """Whether a folder is there, or a link to one."""
+    """Whether a folder is at a path, or a link to a folder."""
     info = status(path)
     return info is not None and stat.S_ISDIR(info.st_mode)
 
 
 def is_link(path: _Path) -> bool:
-    """Whether a link is there, wherever it leads."""
+    """Whether a link is at a path, wherever it leads."""
     info = status(path, follow=False)
     return info is not None and stat.S_ISLNK(info.st_mode)
 
 
 def paths_in(folder: _Path) -> list[Path]:
-    """Return the paths right in a folder, sorted; none if there is no folder.
+    """Return the paths right below a folder, sorted; none if the folder does not exist.
 
     Raises:
         PlaceError: The folder cannot be listed.
@@ -96,7 +96,7 @@ def paths_in(folder: _Path) -> list[Path]:
 
 
 def matching(folder: _Path, *patterns: str) -> list[Path]:
-    """Return the paths right in a folder whose names match one of some patterns.
+    """Return the paths right below a folder whose names match at least one pattern, sorted.
 
     Raises:
         PlaceError: The folder cannot be listed.
@@ -109,12 +109,15 @@ def matching(folder: _Path, *patterns: str) -> list[Path]:
 
 
 def resolved(path: _Path) -> Path:
-    """Return the real path. It is most often the first that a server is asked for.
+    """Return the real path of a path: links are resolved.
+
+    The server of a network file system may not answer. The call is watched, so that a long wait is
+    logged.
 
     Raises:
         OSError: A part of the path cannot be looked at.
-        RuntimeError: There is a loop of links.
-        ValueError: The path has a NUL, or a character that the file system lacks.
+        RuntimeError: The links form a loop.
+        ValueError: The path has a NUL, or a character that no file name can have here.
     """
     done = begun(os.path.abspath(path))  # noqa: PTH100 - without asking a server
     try:
@@ -125,7 +128,7 @@ def resolved(path: _Path) -> Path:
 
 
 def as_written(folder: Path) -> Path:
-    """Return an absolute path. Links stay as they are, unless ``..`` follows one."""
+    """Return an absolute path. A link stays in the path, unless ``..`` follows it."""
     place = Path(folder.anchor) if folder.is_absolute() else Path.cwd()
     for part in folder.parts:
         place = place.resolve().parent if part == ".." else place / part

@@ -1,4 +1,4 @@
-"""The owner of a file: the one rule for which user it counts as, and who else may change it."""
+"""Who owns a file: which files count as this user's, and which ones another user may change."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Owners(NamedTuple):
-    """Who counts as this user at a place.
+    """Whose files count as this user's at a place.
 
     Attributes:
-        uids: The users whose files are as good as this user's: this one, and root.
-        keeps_modes: Whether the modes of files say who may write to them.
+        uids: The user ids: this user's and root's, and the one that this user's new files get
+            there.
+        keeps_modes: Whether the mode of a file says who may write to the file. Some file systems
+            keep no modes.
     """
 
     uids: frozenset[int]
@@ -25,11 +27,12 @@ class Owners(NamedTuple):
 
     @classmethod
     def by(cls, new_file: os.stat_result | None = None) -> Owners:
-        """Return who counts as this user at a place.
+        """Return whose files count as this user's at a place.
 
         Args:
-            new_file: The status of a new file of this user there, from :func:`new_file_in`; None if
-                it is not known. Some file systems give all files to one user, or keep no modes.
+            new_file: The status of a new file of this user at the place, from :func:`new_file_in`;
+                None if it is not known. Some file systems give all files to one user, or keep no
+                modes.
         """
         uids = {os.geteuid(), 0}
         if new_file is None:
@@ -38,24 +41,33 @@ class Owners(NamedTuple):
         return cls(frozenset({*uids, new_file.st_uid}), keeps_modes)
 
     def own(self, info: os.stat_result) -> bool:
-        """Whether a file or folder is this user's."""
+        """Whether a file or folder counts as this user's, given its status."""
         return info.st_uid in self.uids
 
     def others_may_write(self, info: os.stat_result) -> bool:
-        """Whether another user may write to a file or folder."""
+        """Whether another user may write to a file or folder, given its status."""
         return self.keeps_modes and bool(info.st_mode & _OTHERS_WRITE)
 
     def why_not(self, info: os.stat_result) -> str | None:
-        """Return why another user may have changed a file or folder; None if no other can."""
+        """Return why another user may have changed a file or folder; None if no other user can.
+
+        The reason is the end of a sentence, such as "belongs to another user (uid 7)".
+
+        Args:
+            info: The status of the file or folder.
+        """
         if not self.own(info):
             return f"belongs to another user (uid {info.st_uid})"
         return "may be written to by other users" if self.others_may_write(info) else None
 
     def close_to_others(self, folder: int) -> None:
-        """Take from other users the right to write to an open folder, and to the files right in it.
+        """Take the right to write to a folder, and to the files right in it, from all other users.
 
-        Files of other users, and files that cannot be changed, stay as they are: a caller that
-        relies on a file looks at it.
+        Files of other users, and files whose mode cannot be changed, stay as they are. So a caller
+        must still check each file that it relies on.
+
+        Args:
+            folder: The open folder.
         """
         if not (self.keeps_modes and self.own(os.fstat(folder))):
             return
@@ -68,14 +80,14 @@ class Owners(NamedTuple):
 
 
 def new_file_in(folder: int, name: str) -> os.stat_result | None:
-    """Make an empty file that only its owner may use, and remove it; return its status.
+    """Create an empty file with mode 0600, delete it, and return the status that it had.
 
     Args:
         folder: An open folder.
-        name: A name that is free there.
+        name: A name that is free in this folder.
 
     Returns:
-        The status; None if no file can be made.
+        The status; None if no file can be created.
     """
     with suppress(OSError):
         try:

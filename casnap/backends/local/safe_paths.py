@@ -1,9 +1,10 @@
-"""The one way to the files of a local store: by real paths, never through a link.
+"""Open the files of a local store by their real paths, never through a link.
 
-Anybody who can write to the folder of a store could put a link, a pipe or an endless file there. No
-link is followed here, at any place of a path. Only regular files are opened, without waiting for
-them. The kernel resolves a path in one step (``openat2``, Linux 5.6), or it is walked folder by
-folder. So a folder that is renamed at the same time leads nowhere else.
+Anybody who can write to a store's folder could put a link, a pipe or an endless file there. So no
+function here follows a link, at any part of a path. Only regular files are opened, and opening one
+never waits. If the kernel has ``openat2`` (Linux 5.6), it resolves a path in one step. Otherwise
+the path is walked folder by folder. In both cases, a folder that is renamed meanwhile does not lead
+outside.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _NO_SYMLINKS = 0x04
 
 
 class _OpenHow(ctypes.Structure):
-    """The ``open_how`` of ``openat2``."""
+    """The C struct ``open_how``, an argument of ``openat2``."""
 
     _fields_ = (
         ("flags", ctypes.c_uint64),
@@ -41,7 +42,7 @@ class _OpenHow(ctypes.Structure):
 
 
 class OpenFolder(NamedTuple):
-    """A folder that is open, and the path that led to it."""
+    """The file descriptor of an open folder, and the path by which it was opened."""
 
     fd: int
     path: str
@@ -63,8 +64,9 @@ def _open(path: str, flags: int, base: OpenFolder | None = None) -> Descriptor:
 
     Args:
         path: The path.
-        flags: How to open it.
-        base: An open folder above it, to begin there. It may have been moved since.
+        flags: The flags of :func:`os.open`.
+        base: An open folder above the path, from which the path is resolved, even if the folder was
+            moved since.
 
     Raises:
         BackendError: A part of the path is a link.
@@ -100,7 +102,7 @@ def _open_at_once(path: str, flags: int, at: int = _AT_FDCWD) -> Descriptor:
 
 @cache
 def has_openat2() -> bool:
-    """Whether the kernel resolves a path in one step here. Some sandboxes forbid that."""
+    """Whether the kernel offers ``openat2``. Some sandboxes forbid this call."""
     try:
         _open_at_once("/", _FOLDER).close()
     except OSError:
@@ -134,14 +136,14 @@ def _check_no_link(path: str, cause: OSError) -> None:
 
 
 def open_file(path: str, base: OpenFolder | None = None) -> tuple[Descriptor, os.stat_result]:
-    """Open a regular file to read it.
+    """Open a regular file for reading.
 
     Args:
         path: The real path of the file.
-        base: An open folder above it, to begin there.
+        base: An open folder above the file, from which the path is resolved.
 
     Returns:
-        The file, and its status.
+        The open file, and its status.
 
     Raises:
         BackendError: There is no regular file at the path, or a part of the path is a link.
@@ -163,10 +165,14 @@ def open_file(path: str, base: OpenFolder | None = None) -> tuple[Descriptor, os
 
 
 def check_regular(info: os.stat_result, path: str) -> None:
-    """Check, by the status of a path, that a regular file is there.
+    """Check that a status is that of a regular file.
+
+    Args:
+        info: The status.
+        path: The path, for the message.
 
     Raises:
-        BackendError: Something else is there.
+        BackendError: The status is that of something else.
     """
     if stat.S_ISDIR(info.st_mode):
         raise BackendError(f"{path} is a folder, not a file")
@@ -175,24 +181,24 @@ def check_regular(info: os.stat_result, path: str) -> None:
 
 
 def stat_at(path: str) -> os.stat_result:
-    """Return the status of a file or folder.
+    """Return the status of a file or folder, given its real path.
 
     Raises:
-        BackendError: A part of the path, or the last part, is a link.
-        OSError: Nothing is there, or it cannot be looked at.
+        BackendError: A part of the path is a link.
+        OSError: Nothing is at the path, or the path cannot be looked at.
     """
     with _open(path, os.O_PATH | os.O_CLOEXEC) as fd:
         return os.fstat(fd)
 
 
 def folder_at(folder: str, *, listed: bool = False, base: OpenFolder | None = None) -> Descriptor:
-    """Open a folder, to reach names in it by ``dir_fd``.
+    """Open a folder. Names in it can then be reached by ``dir_fd``.
 
     Args:
         folder: The real path of the folder.
-        listed: Whether the folder is also to be listed, synced or changed itself. That takes the
+        listed: Whether the caller also lists, syncs or changes the folder itself. This takes the
             right to read it.
-        base: An open folder above it, to begin there.
+        base: An open folder above it, from which the path is resolved.
 
     Raises:
         BackendError: A part of the path is a link.
@@ -203,10 +209,10 @@ def folder_at(folder: str, *, listed: bool = False, base: OpenFolder | None = No
 
 @contextmanager
 def parent_of(path: str, base: OpenFolder | None = None) -> Iterator[tuple[int, str]]:
-    """Open the folder that a path lies in for a ``with`` block, as :func:`folder_at` does.
+    """Open the parent folder of a path for a ``with`` block, as :func:`folder_at` does.
 
     Yields:
-        The folder, and the name in it.
+        The file descriptor of the folder, and the last part of the path.
     """
     folder, _, name = path.rpartition("/")
     with folder_at(folder or "/", base=base) as fd:
@@ -214,23 +220,30 @@ def parent_of(path: str, base: OpenFolder | None = None) -> Iterator[tuple[int, 
 
 
 def create_file(name: str, folder: int, mode: int) -> Descriptor:
-    """Create a file in an open folder; return it open to be written."""
+    """Create a file in an open folder; return it open for writing. The name must be free."""
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     return opened(name, flags, mode, folder)
 
 
 def unlink(path: str, base: OpenFolder | None = None) -> None:
-    """Remove a name that is no folder, if it is there."""
+    """Delete a file or link, given its real path. If nothing is at the path, do nothing."""
     with suppress(FileNotFoundError), parent_of(path, base) as (folder, name):
         os.unlink(name, dir_fd=folder)
 
 
 def unlink_at(name: str, folder: int) -> None:
-    """Remove a name from an open folder, if it is there."""
+    """Delete a file or link in an open folder. If the name does not exist, do nothing."""
     with suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
 
 
 def link_at(name: str, folder: int, to: str, new_folder: int) -> None:
-    """Give a file in an open folder a second name in another one."""
+    """Give a file a second name by a hard link.
+
+    Args:
+        name: The name that the file has.
+        folder: The open folder of this name.
+        to: The second name.
+        new_folder: The open folder of the second name.
+    """
     os.link(name, to, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)

@@ -1,7 +1,8 @@
-"""The folder of a local store: which store is in it, and the folders and names that are made there.
+"""The folder of a local store: which store it holds, and the files and folders made in it.
 
-Modes and group follow the folder, so that a shared store stays shared. If only its owner may write
-to the folder, the umask applies as well.
+New files and folders get the group of the store's folder, and its mode if other users may write to
+the store. So a store that users share stays shared. In a folder that only its owner may write to,
+the umask applies.
 """
 
 from __future__ import annotations
@@ -46,15 +47,18 @@ _Inode: TypeAlias = tuple[int, int, int]
 class StoreFolder:
     """The folder of a local store.
 
+    In this class, "the record" is the store's ``casnap.json``.
+
     Args:
-        folder: Its real path.
-        inner: Where in it the objects are: empty, or a slash and a name.
+        folder: The real path of the store's folder.
+        inner: The path of the objects in it: empty, or a slash and a name.
 
     Attributes:
-        uri: The path.
+        uri: The real path of the store's folder.
         objects: The path of the folder of the objects.
-        new_names: The names that are to be made durable.
-        guard: Called before the first change; raises a StoreError if the store is only to be read.
+        new_names: The new names that the next :meth:`sync` makes durable.
+        guard: A function that is called before the first change; it raises a StoreError if this
+            user may only read the store. None once it was called, or if there is none.
     """
 
     def __init__(self, folder: Path, inner: str) -> None:
@@ -76,7 +80,7 @@ class StoreFolder:
 
     @property
     def name_lag(self) -> float:
-        """For how many seconds this host may not see what another one has put; looked up once."""
+        """For how many seconds this host may not see a name that another host has put."""
         if self._name_lag is not None:
             return self._name_lag
         for folder in (self._folder, *self._folder.parents):
@@ -94,11 +98,12 @@ class StoreFolder:
 
     @property
     def identity(self) -> str:
-        """The real path, and on a disk the device and inode of the folder and the store's record.
+        """A text that tells this store's folder from others, and from earlier ones at its path.
 
-        Inodes are used again, so the time of the record's last change is part of the identity: no
-        user can choose that time. On a file system of a server, the client may give a file other
-        inodes and times after a while, so the identity is the path alone.
+        On a local disk it consists of the real path, of device and inode of the folder and of the
+        record, and of the time at which the record last changed. Inodes are used again, but no user
+        can choose this time. On a network file system, the client may give a file another inode and
+        time after a while. There the identity is the path alone.
         """
         with translated(self.uri):
             try:
@@ -113,25 +118,30 @@ class StoreFolder:
         )
 
     def note_record(self, info: os.stat_result) -> None:
-        """Note the file that the record of the store was just read from."""
+        """Note the status of the record that was just read."""
         self._read_record = _inode(info)
 
     def belong(self, check: Callable[[], None]) -> None:
-        """Note that the record that was read last is that of the store, and how to check it."""
+        """Note that the record that was read last belongs to the store that uses this folder.
+
+        Args:
+            check: Raises a StoreError if the folder holds another store by now.
+        """
         self._check, self._record = check, self._read_record
 
     @contextmanager
     def base_folder(self, *, make: bool = True) -> Iterator[OpenFolder]:
-        """Open the folder of the objects for a ``with`` block that changes some of the objects.
+        """Open the folder of the objects for a ``with`` block that changes objects.
 
-        If ``casnap.json`` seems to be another file than before, it is read, since another store may
-        have come here. All changes then happen in this very folder, even if it is moved meanwhile.
+        If the file of the record is not the one that was noted, the record is read and checked,
+        since another store may have been moved to this path. The block's changes happen in the
+        folder that was opened, even if this folder is moved meanwhile.
 
         Args:
-            make: Whether to make the folder if it is missing.
+            make: Whether to create the folder if it is missing.
 
         Raises:
-            StoreError: The folder is another store's by now, or the store is only to be read.
+            StoreError: The folder holds another store by now, or this user may only read the store.
         """
         self.check_guard()
         with self.opened_or_made(self.objects) if make else folder_at(self.objects) as fd:
@@ -141,29 +151,33 @@ class StoreFolder:
             yield base
 
     def check_place(self) -> None:
-        """Check that no other store has come here, and that this store may be changed."""
+        """Check that the folder still holds the same store, and that this user may change it.
+
+        Raises:
+            StoreError: One of these does not hold.
+        """
         self.check_guard()
         if self._check is not None:
             with self.base_folder(make=False):
                 pass
 
     def check_guard(self) -> None:
-        """Call the guard, if it has not been called yet.
+        """Call the guard, unless it was called before.
 
         Raises:
-            StoreError: The store is only to be read.
+            StoreError: This user may only read the store.
         """
         if self.guard is not None:
             self.guard()
             self.guard = None
 
     def new_file(self) -> os.stat_result | None:
-        """Make an empty file that only its owner may use, and remove it; return its status.
+        """Create an empty file in ``tmp/`` with mode 0600, delete it, and return its status.
 
-        Some file systems give all files to one user, or keep no modes. The status shows that.
+        The status shows if the file system gives all files to one user, or keeps no modes.
 
         Returns:
-            The status; None if no file can be made.
+            The status; None if no file can be created.
         """
         with (
             suppress(OSError, *PLACE_ERRORS),
@@ -187,7 +201,7 @@ class StoreFolder:
         self._record = record
 
     def _record_at(self, base: OpenFolder) -> bytes | _Inode | None:
-        """Return the bytes of the record in an open folder; if it cannot be read, its inode."""
+        """Return the record's bytes in an open folder; its :func:`_inode` if it is unreadable."""
         try:
             return read_file(f"{self.objects}/{CONFIG_KEY}", MAX_CONFIG_BYTES, base)[0]
         except (FileNotFoundError, DamagedError, BackendError):
@@ -196,7 +210,7 @@ class StoreFolder:
     # --- what is made in it ---
 
     def make(self) -> None:
-        """Make the folder itself, and those above it that are missing."""
+        """Create the store's folder and its parents, as far as they are missing."""
         with translated(self.uri):
             new_folders = [f for f in (self._folder, *self._folder.parents) if not exists(f)]
             try:
@@ -210,9 +224,15 @@ class StoreFolder:
 
     @contextmanager
     def entered_above(self, path: str, base: OpenFolder) -> Iterator[int]:
-        """Open the folder of a new name for a ``with`` block; the next sync makes it durable too.
+        """Open the parent folder of a new file for a ``with`` block that creates the file.
 
-        That is needed even if another process has made the folder.
+        The parent folder is created if it is missing. The next :meth:`sync` makes durable the name
+        of the file and the names of the folders above it, even if another process has made these
+        folders.
+
+        Args:
+            path: The path of the new file.
+            base: The open folder of the objects.
         """
         parent = path.rpartition("/")[0]
         with self.opened_or_made(parent, base) as folder:
@@ -230,13 +250,13 @@ class StoreFolder:
             yield folder
 
     def up_to_store(self, folder: str) -> Iterator[str]:
-        """Yield a folder, and those above it, below the folder of the store."""
+        """Yield a folder and its parents, up to but without the store's own folder."""
         while folder != self.uri:
             yield folder
             folder = folder.rpartition("/")[0]
 
     def _identity_if_whole(self) -> str:
-        """Return the identity; "" while the store is being made."""
+        """Return the identity; "" while the store is still being made."""
         try:
             return self.identity
         except PLACE_ERRORS:
@@ -246,12 +266,12 @@ class StoreFolder:
     def opened_or_made(
         self, path: str, base: OpenFolder | None = None, *, durable: bool = True
     ) -> Iterator[int]:
-        """Open a folder of the store for a ``with`` block; make it if it is missing.
+        """Open a folder in the store's folder for a ``with`` block; create it if it is missing.
 
         Args:
             path: The path of the folder.
-            base: The folder of the objects, if this folder lies in it.
-            durable: Whether a new folder is to be made durable.
+            base: The open folder of the objects, if this folder lies in it.
+            durable: Whether the next :meth:`sync` makes the name of a new folder durable.
         """
         try:
             opened = folder_at(path, base=base)
@@ -293,7 +313,11 @@ class StoreFolder:
             self.new_names.add(path)
 
     def remove_empty(self, lowest: str) -> None:
-        """Remove a folder, and those above it that were made for markers, while they are empty."""
+        """Remove an empty folder, and its empty parents that were made for markers.
+
+        Args:
+            lowest: The path of the folder.
+        """
         for place in self.up_to_store(lowest):
             with parent_of(place) as (folder, name):
                 try:
@@ -305,12 +329,14 @@ class StoreFolder:
                     break
 
     def create(self, name: str, folder: int, base: OpenFolder | None) -> Descriptor:
-        """Create a file in an open folder of the store; return it open to be written.
+        """Create a file in an open folder of the store; return it open for writing.
+
+        The file gets the mode and group that the store's other files have.
 
         Args:
             name: The name of the file.
             folder: The open folder.
-            base: The folder of the objects, if the file is in it.
+            base: The open folder of the objects, if the file lies in it.
         """
         like = self._model(base)
         mode = like.st_mode & 0o666
@@ -327,11 +353,15 @@ class StoreFolder:
         return file
 
     def _model(self, base: OpenFolder | None) -> os.stat_result:
-        """Return the status of the folder whose mode and group new files and folders get."""
+        """Return the status of the folder whose mode and group new files and folders take over."""
         return os.stat(self.uri) if base is None else os.fstat(base.fd)
 
     def sync(self) -> None:
-        """Make the names of new files and folders durable."""
+        """Make the names of new files and folders durable.
+
+        Raises:
+            BackendError: The store's folder is gone.
+        """
         with self._lock:
             folders = self._noted.copy()
         try:
@@ -344,12 +374,12 @@ class StoreFolder:
 
 
 def _inode(file: os.stat_result) -> _Inode:
-    """Return a key that tells a file from others, also from an earlier one with the same inode."""
+    """Return a key for a file that no other file has, also no later file with the same inode."""
     return file.st_dev, file.st_ino, file.st_ctime_ns
 
 
 def _record_in(folder: int) -> _Inode | None:
-    """Return the key of the file of the record in an open folder; None if there is none."""
+    """Return the key of the record's file in an open folder; None if the folder has no record."""
     try:
         return _inode(os.stat(CONFIG_KEY, dir_fd=folder, follow_symlinks=False))
     except FileNotFoundError:
@@ -357,7 +387,7 @@ def _record_in(folder: int) -> _Inode | None:
 
 
 def _is_shared(folder: os.stat_result) -> bool:
-    """Whether a store is for several users: its group or all may write to its folder."""
+    """Whether users share a store: its group, or all users, may write to its folder."""
     return bool(folder.st_mode & (stat.S_ISGID | stat.S_IWGRP | stat.S_IWOTH))
 
 

@@ -1,4 +1,4 @@
-"""The meaning of errors of the operating system, and what to do about them: one table."""
+"""The meaning of errors of the operating system, and advice for each: one table."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ _KEPT = "earlier snapshots are whole"
 
 
 def casnap_error(error: OSError, subject: str, kept: str = _KEPT) -> PlaceError:
-    """Return casnap's error for an error of the system, with advice.
+    """Return casnap's error for an error of the operating system, with advice.
 
     Args:
         error: The error of the system.
-        subject: The path that it is about.
-        kept: A clause for a full disk: it says what is still whole.
+        subject: The path that was used, for the message.
+        kept: The clause of the message about a full disk that says what is still whole.
     """
     number, text = error.errno, error.strerror or str(error)
     if number in NO_SPACE:
@@ -101,7 +101,12 @@ def casnap_error(error: OSError, subject: str, kept: str = _KEPT) -> PlaceError:
 
 
 def no_links_error(error: OSError, subject: str) -> BackendError:
-    """Return the error for a new file that cannot be given its name by a hard link."""
+    """Return the error to raise when a file system refuses the hard link of a new file.
+
+    Args:
+        error: The error of the system.
+        subject: The path of the file, for the message.
+    """
     return BackendError(
         f"{subject}: {error.strerror}; this file system has no hard links (as exFAT, FAT and "
         "mounts of Google Drive), by which a store gives its files their names. Have the store on "
@@ -110,7 +115,7 @@ def no_links_error(error: OSError, subject: str) -> BackendError:
 
 
 def gone_error(uri: str) -> BackendError:
-    """Return the error for a store that was there when it was opened."""
+    """Return the error to raise when a store's folder is gone since the store was opened."""
     return BackendError(
         f"{uri} is gone, or was moved, since it was opened; open it anew, where it is now"
     )
@@ -120,10 +125,10 @@ def gone_error(uri: str) -> BackendError:
 def translated(
     subject: str | Callable[[OSError], str], kept: str | Callable[[], str] = _KEPT
 ) -> Iterator[None]:
-    """Turn the operating system's errors into casnap's, except ``FileNotFoundError``.
+    """Turn errors of the system in a block into casnap's, except ``FileNotFoundError``.
 
     Args:
-        subject: The path that is used; or a function that returns it for an error.
+        subject: The path that is used, for messages; or a function that returns it for an error.
         kept: As for :func:`casnap_error`; or a function that returns it after an error.
     """
     done = begun(subject) if isinstance(subject, str) else None
@@ -143,7 +148,7 @@ def translated(
 
 
 def is_stale(error: BaseException) -> bool:
-    """Whether an error says that a handle is stale: the server has replaced it by another one."""
+    """Whether an error says that the server has replaced a file handle by another one (ESTALE)."""
     cause = error.__cause__ if isinstance(error, PLACE_ERRORS) else error
     return isinstance(cause, OSError) and cause.errno == errno.ESTALE
 
@@ -151,8 +156,9 @@ def is_stale(error: BaseException) -> bool:
 def is_of_the_place(error: BaseException) -> bool:
     """Whether an error of casnap says that a place could not be looked at.
 
-    If so, nobody knows whether the object is there. A ``BackendError`` that no error of the system
-    caused is none of these: it says that something else is there, a folder, a link or a pipe.
+    If so, it is not known whether the object is there. A ``BackendError`` without an error of the
+    system as its cause is not of this sort: it says that a folder, a link or a pipe is where a file
+    should be.
     """
     cause = error.__cause__
     return isinstance(error, UnavailableError) or (

@@ -1,5 +1,5 @@
-"""A bucket, or any other URI of fsspec: requests, retries, and what each server's errors mean.
+"""Backends of buckets and other places that fsspec can reach: requests, retries, servers' errors.
 
-Imports the modules of :mod:`casnap.backends`, ``local/system_errors.py``, ``format``, ``runtime``
-and ``errors``. Begin with ``backend.py``, then ``client.py``.
+This folder imports the modules of :mod:`casnap.backends`, ``local/system_errors.py``, ``format``,
+``runtime`` and ``errors``. Begin with ``backend.py``, then ``client.py``.
 """

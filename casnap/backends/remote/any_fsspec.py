@@ -1,8 +1,8 @@
-"""Any other URI of fsspec, through the methods that all of its file systems have.
+"""The client for URIs other than ``s3://`` and ``gs://``, by the methods of any fsspec file system.
 
-If the ``pipe_file`` of an object store knows ``mode="create"``, as Azure's does, the store may be
-able to put an object only if it is absent: the probe of each host finds out. To all other file
-systems, only one process at a time may write.
+The ``pipe_file`` of some object stores, such as Azure's, knows ``mode="create"``. Such a store may
+be able to put an object only if it is absent; each host finds out by a probe. On all other file
+systems only one process at a time may write.
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ _WITH_CONTAINERS = frozenset({"az", "abfs", "abfss"})
 
 
 class FsspecClient(Client):
-    """Calls of a file system of fsspec, each on a thread, since most of them block.
+    """Makes requests by a file system of fsspec.
+
+    Each call runs on a thread, since most of them block.
 
     Args:
-        uri: Where the objects are.
+        uri: The URI of the place.
         storage_options: The arguments of the file system.
     """
 
@@ -173,7 +175,11 @@ class FsspecClient(Client):
         return Page(sizes, folders, None)
 
     async def _check_container(self) -> None:
-        """Check, once, that the container is there."""
+        """Check that the container of the URI exists, unless an earlier check has shown this.
+
+        Raises:
+            UnavailableError: The container does not exist.
+        """
         if self._may_lack_container:
             container = self._root.lstrip("/").partition("/")[0]
             # Not exists(), which takes an error for "no".
@@ -210,7 +216,7 @@ class FsspecClient(Client):
 
     @override
     async def close(self) -> None:
-        """Do nothing: file systems of fsspec close what they have opened."""
+        """Do nothing: the file systems of fsspec close their connections themselves."""
 
 
 def _has_own_pipe_file(fs: AbstractFileSystem) -> bool:

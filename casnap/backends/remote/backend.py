@@ -1,4 +1,4 @@
-"""Objects on another machine. Requests are counted and retried here."""
+"""The backend that keeps objects on a server. It counts and retries requests."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ _answered: PerProcess[set[str]] = PerProcess(set)
 class RemoteBackend(Backend):
     """Objects below a URI, reached by a :class:`Client`.
 
-    Safe to use from many threads, and in forked children, which connect anew.
+    Many threads can use it at once, and so can forked children, which connect anew.
 
     Args:
-        uri: Where the objects are, without a slash at the end.
+        uri: The URI of the place, without a slash at the end.
         connect: Makes a client.
-        retries: How patient this backend is.
+        retries: How often and how long requests are tried.
     """
 
     costly_requests = True
@@ -100,32 +100,32 @@ class RemoteBackend(Backend):
         self._connected: _Connected | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let another process connect anew."""
+        """Pickle what is needed to connect, so that another process connects anew."""
         made_of = (self.uri, self._connect, self._retries)
         return type(self), made_of, {"exclusive": self.exclusive}
 
     @property
     @override
     def requests(self) -> Mapping[str, int]:
-        """How many attempts were made, by kind: get, put, list, copy, delete."""
+        """How many attempts were made, keyed by kind: get, put, list, copy, delete."""
         return dict(self._counts)
 
     @property
     @override
     def received_bytes(self) -> int:
-        """How many bytes of objects came from the server, also in failed attempts."""
+        """How many bytes of objects the server has sent, those of failed attempts included."""
         return self._received
 
     @property
     @override
     def identity(self) -> str:
-        """The URI and the server's address."""
+        """The URI of the place, and the server's address."""
         return f"{self.uri} {self._reach().server}"
 
     @property
     @override
     def endpoint(self) -> str:
-        """The server's address, and the bucket."""
+        """The server's address, and the URI of the bucket."""
         return f"{self._reach().server} {'/'.join(self.uri.split('/')[:3])}"
 
     @property
@@ -178,10 +178,11 @@ class RemoteBackend(Backend):
 
     @override
     def put_if_absent(self, key: str, content: bytes) -> bool:
-        """Put an object unless there is one; if the answer is unclear, read the one that is there.
+        """Put an object unless its key is taken; return whether the object is this writer's.
 
-        The result is also True if these very bytes are there already: an earlier attempt may have
-        put them. So the bytes must be this writer's own.
+        If the server's answer is unclear, the backend reads the existing object. It takes an object
+        with the very same bytes for its own, put by an earlier attempt. So different writers must
+        put different bytes.
         """
         request = partial(self._put_if_absent, _inside(key), self._checked(key, content))
         if not self.exclusive:
@@ -193,7 +194,7 @@ class RemoteBackend(Backend):
 
     @override
     def sync(self, *keys: str) -> None:
-        """Do nothing: an object that a server has taken is durable."""
+        """Do nothing: an object is durable once the server has accepted it."""
 
     @override
     def read(self, key: str, most: int = MAX_WHOLE_BYTES) -> bytes:
@@ -201,7 +202,7 @@ class RemoteBackend(Backend):
 
     @override
     def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
-        """Read runs by ranges: near ones in one request, long ones in several at once."""
+        """Read runs of bytes: near ones by one request, long ones by several requests at once."""
         sinks = runs(targets)
         key = _inside(key)
         sizes = self._run(together([self._get(key, sink) for sink in sinks])) if sinks else []
@@ -236,7 +237,7 @@ class RemoteBackend(Backend):
         return self._run(self._request("get", f"look at {key}", lambda client: client.size(key)))
 
     def facts_of(self, key: str) -> ObjectFacts:
-        """Return the facts that the server tells about an object, besides its bytes."""
+        """Return what the server tells about an object besides its bytes and length."""
         key = _inside(key)
         return self._run(
             self._request("get", f"look at {key}", lambda client: client.facts_of(key))
@@ -256,7 +257,7 @@ class RemoteBackend(Backend):
 
     @override
     def copy(self, key: str, to: str) -> None:
-        """Copy on the server."""
+        """Have the server copy an object."""
         key, to = _inside(key), _inside(to)
         self._run(self._request("copy", f"copy {key} to {to}", lambda client: client.copy(key, to)))
 
@@ -312,10 +313,10 @@ class RemoteBackend(Backend):
 
     @override
     def tidy(self, min_age: float) -> int:
-        """Delete the objects that killed processes left in ``tmp/``: probes and notes.
+        """Delete what killed processes left in ``tmp/``: notes, and the objects of probes.
 
-        A probe of put-if-absent may still be in use, so it stays for at least an hour, by the times
-        that the server tells. A note stays for a day.
+        By the times that the server tells, an object of a probe is deleted after an hour at the
+        earliest, since the probe may still run; a note after a day at the earliest.
         """
         return self._run(self._tidy(min_age))
 
@@ -345,12 +346,15 @@ class RemoteBackend(Backend):
         return event_loop.run(work, meanwhile)
 
     def _reach(self, refused: _Connected | None = None) -> _Connected:
-        """Return this process's connection; connect first if need be, which may take a while.
+        """Return this process's connection.
 
-        On the event loop this never connects: the thread that began the work there has connected.
+        If there is none, connect first, which may take a while.
+
+        Coroutines on the event loop always find a connection, since the thread that started them
+        has connected.
 
         Args:
-            refused: A connection that is not to be used any more. It stays until there is a new
+            refused: A connection whose credentials the server has refused. It is replaced by a new
                 one.
         """
         connected = self._connected
@@ -385,7 +389,17 @@ class RemoteBackend(Backend):
         work: Callable[[Client], Coroutine[Any, Any, T]],
         transfer: Transfer | None = None,
     ) -> T:
-        """Make a request, again and again while it may still succeed."""
+        """Make a request, and repeat it while it fails in ways that may pass, and there is time.
+
+        Args:
+            kind: The kind of request, to count it.
+            action: The request in words, for messages.
+            work: Makes one attempt, given the client.
+            transfer: The body that the request sends or receives, if it has one.
+
+        Raises:
+            UnavailableError: No attempt has succeeded.
+        """
         async with self._reach().slots:
             operation = self._operation(action)
             while True:
@@ -404,10 +418,11 @@ class RemoteBackend(Backend):
         )
 
     async def _pause(self, operation: Operation, error: TransientError) -> None:
-        """Wait before the next attempt.
+        """Wait before the next attempt of an operation.
 
         Raises:
-            UnavailableError: There is no next attempt. Later operations are less patient.
+            UnavailableError: No attempt, or no time, is left. The next operations are then given
+                less time.
         """
         try:
             await operation.pause(error)
@@ -422,9 +437,17 @@ class RemoteBackend(Backend):
         work: Callable[[Client], Coroutine[Any, Any, T]],
         transfer: Transfer | None = None,
     ) -> T:
-        """Make a request once; if the credentials are refused, read them anew and try once more.
+        """Make one attempt.
 
-        They may have expired, or their file may have been replaced since it was read.
+        If the server refuses the credentials, read these anew and try once more.
+
+        The credentials may have expired, or their file may have been replaced since it was read.
+
+        Args:
+            operation: The operation that the attempt belongs to.
+            kind: The kind of request, to count it.
+            work: Makes the attempt, given the client.
+            transfer: The body that the request sends or receives, if it has one.
         """
         transfer = transfer or Transfer()
         connected = self._reach()
@@ -493,7 +516,7 @@ class RemoteBackend(Backend):
             await self._pause(operation, error)
 
     async def _is_ours(self, key: str, content: memoryview) -> bool | None:
-        """Whether an object has these very bytes; None if there is none."""
+        """Whether an object has the bytes that this writer puts; None if there is no object."""
         try:
             return await self._read(key, len(content)) == content
         except FileNotFoundError:
@@ -559,7 +582,7 @@ class RemoteBackend(Backend):
 
 
 def _inside(key: str) -> str:
-    """Return where an object is: all of a store lies in one folder, markers beside it."""
+    """Return the key of an object relative to the URI. Objects lie in ``casnap-store/``."""
     return f"{STORE_FOLDER}/{key}"
 
 
@@ -569,7 +592,7 @@ def _outside(key: str) -> str:
 
 @dataclass(eq=False)
 class _Connected:
-    """The client of one process, its server, and the semaphore that bounds its requests."""
+    """A client of this process, its server's address, and the semaphore for its requests."""
 
     client: Client
     server: str
@@ -577,14 +600,26 @@ class _Connected:
 
 
 async def _read_rest(client: Client, key: str, sink: Scatter) -> int | None:
-    """Get the part of a range that earlier attempts have not received."""
+    """Read the part of a range that earlier attempts have not received.
+
+    Args:
+        client: Makes the request.
+        key: The key of the object.
+        sink: The range, and where its bytes go.
+
+    Returns:
+        As :meth:`Client.get`; None if nothing is left to read.
+    """
     if sink.start == sink.stop:
         return None
     return await client.get(key, (sink.start, sink.stop), sink)
 
 
 async def together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run several coroutines at once. The first error cancels the others, and is then raised."""
+    """Run coroutines at once; return their results.
+
+    The first error cancels the others, and is raised.
+    """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,4 +1,4 @@
-"""The bodies of requests and answers, received and sent without another copy."""
+"""Send and receive the bodies of requests and answers without copying them once more."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _PIECE = 256 << 10
 
 
 class Body(aiohttp.Payload):
-    """The body of a request, sent from the caller's buffer, piece by piece, once.
+    """The body of a request. It is sent once, piece by piece, from the caller's buffer.
 
     Args:
         source: The content.
-        before: Bytes to send before it.
-        after: Bytes to send after it.
+        before: Bytes to send before the content.
+        after: Bytes to send after the content.
     """
 
     def __init__(self, source: Source, before: bytes = b"", after: bytes = b"") -> None:
@@ -37,7 +37,7 @@ class Body(aiohttp.Payload):
     @property
     @override
     def consumed(self) -> bool:
-        """Whether sending has begun. If so, aiohttp does not send the body again by itself."""
+        """Whether sending has begun. If it has, aiohttp does not send the body again on its own."""
         return self._begun
 
     @override
@@ -65,13 +65,17 @@ async def receive(
     run: tuple[int, int] | None,
     sink: Sink,
 ) -> int:
-    """Hand the body of an answer to ``sink``; return the length of the whole object.
+    """Pass the body of an answer to ``sink``; return the length of the whole object.
 
     Args:
         answer: The answer.
-        read_part: Reads the next bytes of the body, at most as many as it is given.
-        run: Where the run that was asked for begins and ends; None for the whole object.
-        sink: Takes the body.
+        read_part: Reads the next bytes of the body, at most the given number.
+        run: The run of the object that was asked for: the offset of its first byte, and one past
+            its last. None for the whole object.
+        sink: Takes the bytes.
+
+    Raises:
+        TransientError: The answer is incomplete, or does not fit the request.
     """
     content_range = answer.headers.get("content-range", "")
     ranged = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", content_range)
@@ -102,7 +106,15 @@ async def receive(
 
 
 async def _receive_straight(answer: aiohttp.ClientResponse, nbytes: int, sink: Sink) -> None:
-    """Receive a body straight into the memory of the sink, as far as that can be done."""
+    """Receive the rest of a body straight into the memory that the sink offers.
+
+    If aiohttp has already released the connection, nothing is done.
+
+    Args:
+        answer: The answer.
+        nbytes: The length of the body.
+        sink: Takes the bytes.
+    """
     # Some of the body may have come together with the head.
     while sink.nbytes < nbytes and (data := answer.content.read_nowait(_PIECE)):
         sink.take(data)
@@ -121,13 +133,13 @@ async def _receive_straight(answer: aiohttp.ClientResponse, nbytes: int, sink: S
 
 
 class _Straight(asyncio.BufferedProtocol):
-    """Receives the rest of a body in place of aiohttp, which would copy it three times.
+    """Receives the rest of a body in place of aiohttp, which would copy the bytes three times.
 
     Args:
-        usual: The protocol of aiohttp that receives on this connection otherwise.
+        usual: The protocol by which aiohttp receives on this connection.
         transport: The connection.
         nbytes: The length of the body.
-        sink: Takes the body.
+        sink: Takes the bytes.
     """
 
     def __init__(
@@ -147,7 +159,7 @@ class _Straight(asyncio.BufferedProtocol):
         transport.set_protocol(self)
 
     def end(self) -> None:
-        """Let aiohttp receive the next answer."""
+        """Give the connection back to aiohttp, which receives the next answer."""
         if self._transport.get_protocol() is self:
             self._transport.set_protocol(self._usual)
 
@@ -173,7 +185,7 @@ class _Straight(asyncio.BufferedProtocol):
 
     @override
     def eof_received(self) -> None:
-        """Let the transport close the connection."""
+        """Do nothing, so that asyncio closes the connection."""
 
     @override
     def connection_lost(self, error: Exception | None) -> None:

@@ -1,8 +1,8 @@
 """Warnings about rules of a bucket that would hurt a store in it.
 
-A root that expires frees its number, and then two commits can have the same one: see I3 in
-``docs/commit-protocol.md``. So no rule may delete an object that is current. Rules that delete
-*noncurrent* versions are safe, and where versions are kept, they alone free space.
+If a rule deletes a root, the root's number becomes free, and two commits may get the same number:
+see I3 in ``docs/commit-protocol.md``. So no rule may delete current objects. Rules that delete
+*noncurrent* versions are safe. Where the bucket keeps versions, only such rules free space.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def s3_warnings(
     versioning: Mapping[str, Any],
     lock: Mapping[str, Any],
 ) -> list[str]:
-    """Return how the rules of an S3 bucket can hurt a store, in words.
+    """Return warnings about the rules of an S3 bucket that can hurt a store, in words.
 
     Args:
-        prefix: Where the store is: empty, or ending in a slash.
+        prefix: The prefix of the store in the bucket: empty, or ending in a slash.
         lifecycle: The answer of GetBucketLifecycleConfiguration.
         versioning: The answer of GetBucketVersioning.
         lock: The answer of GetObjectLockConfiguration.
@@ -81,10 +81,10 @@ def _s3_prefix(rule: Mapping[str, Any]) -> str:
 
 
 def gcs_warnings(prefix: str, bucket: Mapping[str, Any]) -> list[str]:
-    """Return how the rules of a GCS bucket can hurt a store, in words.
+    """Return warnings about the rules of a GCS bucket that can hurt a store, in words.
 
     Args:
-        prefix: Where the store is: empty, or ending in a slash.
+        prefix: The prefix of the store in the bucket: empty, or ending in a slash.
         bucket: The bucket's metadata.
     """
     prefix = f"{prefix}{STORE_FOLDER}/"
@@ -120,7 +120,12 @@ def _covers(folder: str, prefixes: Sequence[str]) -> bool:
 
 
 def _meets(store: str, prefixes: Sequence[str]) -> bool:
-    """Whether a rule for these prefixes applies to objects that the store needs."""
+    """Whether a rule for any of some prefixes applies to objects that a store needs.
+
+    Args:
+        store: The prefix of the store's objects.
+        prefixes: The prefixes.
+    """
     return any(
         store.startswith(prefix)
         or (prefix.startswith(store) and not prefix.startswith(store + "tmp/"))

@@ -1,4 +1,4 @@
-"""The seam below a remote backend: single requests, each tried once."""
+"""The interface by which a remote backend makes single requests. A client tries each only once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from casnap.errors import PlaceError, StoreError
 
 
 class TransientError(Exception):
-    """A request failed in a way that may pass: it can be tried again.
+    """A request failed, but another attempt may succeed.
 
     Attributes:
         reached: Whether the server was reached at all.
         busy: Whether the server asks for fewer requests.
-        hopeless: Whether the failure is lasting if the server has never answered.
+        hopeless: Whether another attempt is in vain if this server has never answered before.
     """
 
     def __init__(
@@ -33,24 +33,24 @@ class TransientError(Exception):
 
 
 class TakenError(Exception):
-    """The server says that an object is there already."""
+    """The server refused a put with a condition, since the object exists already."""
 
 
 class BehindItsEndError(Exception):
-    """A run begins behind the end of its object."""
+    """The run that a request asked for begins behind the end of the object."""
 
 
 class Transfer:
-    """A body on its way.
+    """The body of a request or an answer while it is sent or received.
 
     Attributes:
-        nbytes: How many bytes have moved so far.
+        nbytes: How many of its bytes were sent or received so far.
     """
 
     nbytes: int = 0
 
     def restart(self) -> None:
-        """Begin again, for another attempt."""
+        """Begin the body again, for another attempt."""
         self.nbytes = 0
 
 
@@ -58,7 +58,7 @@ class Source(Transfer):
     """The body of a request.
 
     Args:
-        content: Its bytes.
+        content: The bytes of the body.
     """
 
     def __init__(self, content: memoryview) -> None:
@@ -66,37 +66,38 @@ class Source(Transfer):
 
 
 class Sink(Transfer):
-    """Takes the body of an answer, piece by piece, in order."""
+    """Takes the body of an answer, piece by piece, in order. This base class drops the bytes."""
 
     def expect(self, nbytes: int) -> None:
-        """Note how long the whole object is, before its body comes.
+        """Learn how long the whole object is, before the body comes.
 
         Raises:
-            DamagedError: The object is longer than the sink takes.
+            DamagedError: The object is longer than the sink allows.
         """
 
     def take(self, data: bytes | memoryview) -> None:
-        """Take the next piece. By default it is dropped."""
+        """Take the next bytes of the body. By default they are dropped."""
         self.nbytes += len(data)
 
     def room(self) -> memoryview | None:
-        """Return the memory to receive the next bytes in; None to get them by :meth:`take`."""
+        """Return memory to receive the next bytes into; None to be given them by :meth:`take`."""
         return None
 
     def received(self, nbytes: int) -> None:
-        """Note how many bytes were received in the memory that :meth:`room` returned."""
+        """Learn how many bytes were received into the memory that :meth:`room` has returned."""
         self.nbytes += nbytes
 
 
 @dataclass(frozen=True)
 class Page:
-    """A part of a listing.
+    """A page of a listing.
 
     Attributes:
-        sizes: The length in bytes of each object, by its key.
+        sizes: The length in bytes of each object, keyed by object.
         folders: The folders, without a slash at the end.
-        after: The token that continues the listing; None at its end.
-        times: When each object was put, in seconds since the epoch, as far as the server tells.
+        after: The token by which to ask for the next page; None on the last page.
+        times: When each object was put, in seconds since the epoch, keyed by object. Objects whose
+            time the server does not tell are missing.
     """
 
     sizes: Mapping[str, int]
@@ -112,13 +113,14 @@ class Page:
         after: str | None,
         prefix: str,
     ) -> Page:
-        """Return the page of a server's answer.
+        """Return the page that a server's answer describes.
 
         Args:
-            objects: Names with their prefix, lengths, and times as far as the server tells.
-            folders: Folders with their prefix, and a slash at the end.
-            after: The token that continues the listing.
-            prefix: The text that all names begin with.
+            objects: For each object, its name with the prefix, its length, and the time of its put,
+                or None.
+            folders: The folders, with the prefix, and with a slash at the end.
+            after: The token by which to ask for the next page; None on the last page.
+            prefix: The text that all names and folders begin with, and that is cut off.
         """
         skip = len(prefix)
         # Consoles make empty objects for folders, which end with a slash.
@@ -130,12 +132,12 @@ class Page:
 
 @dataclass(frozen=True)
 class ObjectFacts:
-    """The facts that a server tells about an object, besides its bytes.
+    """What a server tells about an object besides its bytes and length.
 
     Attributes:
         put_at: When the object was put, by the server's clock, in seconds since the epoch; None if
             the server does not tell.
-        encryption: How the server encrypts the object, in words; empty if it does not; None if the
+        encryption: How the server encrypts the object, in words; "" if it does not; None if the
             server does not tell.
     """
 
@@ -144,46 +146,55 @@ class ObjectFacts:
 
 
 class Client(ABC):
-    """Makes single requests for objects below one URI. Each call runs on the event loop.
+    """Makes single requests for objects below one URI. All calls run on the event loop.
 
-    A missing object raises a ``FileNotFoundError``, and a failure that may pass raises a
+    A missing object raises a ``FileNotFoundError``. A failure that may pass raises a
     :class:`TransientError`. Any other failure raises an ``UnavailableError`` or a ``BackendError``.
-    No error holds credentials.
+    No error message contains credentials.
 
     Attributes:
-        puts_if_absent: Whether the server can be asked to create an object only if it is absent.
+        puts_if_absent: Whether the server offers a put with the condition that the object is
+            absent.
     """
 
     puts_if_absent: bool = True
 
     async def connect(self) -> None:  # noqa: B027 - nothing by default
-        """Do the slow work before the first request."""
+        """Prepare for requests, if that takes time. It is called before the first request."""
 
     @abstractmethod
     async def endpoint(self) -> str:
-        """Return a text, such as the address, that tells this server from others."""
+        """Return a text that tells this server from others, such as its address."""
 
     @abstractmethod
     async def put(self, key: str, source: Source, *, if_absent: bool = False) -> str:
         """Put an object, with a checksum that the server verifies.
 
+        Args:
+            key: The key of the object.
+            source: The content.
+            if_absent: Whether to put it only if no object has this key.
+
         Returns:
-            The word that :meth:`versioning` returns, as the answer tells it.
+            The same word as :meth:`versioning`, taken from the server's answer.
 
         Raises:
-            TakenError: The object is there, and ``if_absent`` was asked for.
+            TakenError: ``if_absent`` is set, and an object has this key.
         """
 
     @abstractmethod
     async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> int | None:
-        """Get an object, or a run of it, which is given by its begin and its end.
+        """Get an object, or a run of its bytes.
 
-        A run may end, or even begin, behind the end of the object. If it begins there, ``sink``
-        gets nothing.
+        Args:
+            key: The key of the object.
+            run: The offset of the run's first byte, and one past its last. Both may lie behind the
+                end of the object. None for the whole object.
+            sink: Takes the bytes. It gets none if the run begins behind the end of the object.
 
         Returns:
-            The length of the whole object in bytes; if the run begins behind its end, the begin of
-            the run; None if the answer does not tell.
+            The length of the whole object in bytes; the first element of ``run`` if this lies
+            behind the end; None if the answer does not tell the length.
         """
 
     @abstractmethod
@@ -191,20 +202,31 @@ class Client(ABC):
         """Return the length of an object in bytes."""
 
     async def facts_of(self, key: str) -> ObjectFacts:
-        """Return the facts that the server tells about an object, besides its bytes."""
+        """Return what the server tells about an object besides its bytes and length."""
         return ObjectFacts()
 
     @abstractmethod
     async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:
-        """Return a page of the objects whose keys have a prefix; one level of them unless deep."""
+        """Return a page of the objects whose keys begin with a prefix.
+
+        Args:
+            prefix: The prefix.
+            deep: Whether to list objects at any depth. Otherwise the page has the objects and
+                folders of one level.
+            after: The token of the page before; None for the first page.
+        """
 
     @abstractmethod
     async def copy(self, key: str, to: str) -> None:
-        """Copy an object on the server."""
+        """Have the server copy an object."""
 
     @abstractmethod
     async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | PlaceError]:
-        """Delete up to :attr:`deletes` objects; return the error of each that is still there."""
+        """Delete up to :attr:`deletes` objects.
+
+        Returns:
+            An error for each object that still exists, keyed by object.
+        """
 
     deletes: int = 1000
     """How many objects one request can delete."""
@@ -214,24 +236,32 @@ class Client(ABC):
 
     @abstractmethod
     async def is_object(self) -> bool:
-        """Whether the URI is itself an object. It is not asked of a bucket."""
+        """Whether an object has the client's own URI. It is not called if the URI is a bucket."""
 
     rule_kinds: Sequence[str] = ()
     """The rules of the bucket that can be looked at, one request each."""
 
     async def rules(self, kind: str) -> Mapping[str, Any]:
-        """Return the rules of one kind; nothing if the bucket has none, or cannot have any."""
+        """Return the bucket's rules of one kind; empty if it has none, or the server knows none.
+
+        Args:
+            kind: One of :attr:`rule_kinds`.
+        """
         return {}
 
     def warnings(self, rules: Sequence[Mapping[str, Any]]) -> Sequence[str]:
-        """Return how the rules of all kinds can hurt a store here, in words."""
+        """Return warnings, in words, about rules that can hurt a store at this URI.
+
+        Args:
+            rules: The rules of each kind, in the order of :attr:`rule_kinds`.
+        """
         return []
 
     keeps_versions: bool = False
     """Whether old versions of objects can be kept here, and :meth:`versioning` is a request."""
 
     async def versioning(self) -> str:
-        """Return a word if the bucket keeps old versions, or did; empty if it never has."""
+        """Return a word if the bucket keeps, or once kept, old versions; "" if it never did."""
         return ""
 
     @abstractmethod
@@ -240,7 +270,14 @@ class Client(ABC):
 
 
 def tls_problem(errors: Iterable[BaseException | None]) -> TransientError | None:
-    """Return the error for a failed TLS handshake; None if none failed, or the line just broke."""
+    """Return an error that explains a failed TLS handshake.
+
+    Args:
+        errors: The error of a request, and the errors that caused it.
+
+    Returns:
+        The error; None if no handshake failed, or only because the connection broke.
+    """
     for error in errors:
         if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
             return TransientError(
@@ -254,7 +291,14 @@ def tls_problem(errors: Iterable[BaseException | None]) -> TransientError | None
 
 @contextmanager
 def valid_options(uri: str) -> Iterator[None]:
-    """Raise a StoreError, within a ``with`` block, for arguments that a library does not take."""
+    """Turn errors in a ``with`` block about wrong arguments of a library into a StoreError.
+
+    Args:
+        uri: The URI of the place, for the message.
+
+    Raises:
+        StoreError: The block raised a TypeError, ValueError or KeyError.
+    """
     try:
         yield
     except (TypeError, ValueError, KeyError) as e:

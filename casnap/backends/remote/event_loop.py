@@ -1,4 +1,4 @@
-"""A thread of this process that runs all requests to other machines."""
+"""The event loop that runs all requests of this process to servers, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _CLOSING = 1.0
 
 
 class EventLoop:
-    """An event loop on a thread of its own, started at first use.
+    """An event loop on a thread of its own, which starts at first use.
 
-    It is not fsspec's loop, which loses its helper threads once the interpreter begins to exit.
-    Then no host could be looked up, but a pending take must still finish.
+    It is not fsspec's loop: fsspec's loses its helper threads once the interpreter begins to exit.
+    Then no host name could be resolved, but a pending take must still finish.
     """
 
     def __init__(self) -> None:
@@ -58,15 +58,15 @@ class EventLoop:
             return self._loop
 
     def run(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], None] | None = None) -> T:
-        """Do some work on the loop, and return its result.
+        """Run a coroutine on the loop, wait for its end, and return its result.
 
-        An interrupt cancels the work. It is raised once the work has ended, since until then the
-        work may write into the caller's buffers.
+        An interrupt cancels the coroutine. It is raised once the coroutine has ended, since until
+        then the coroutine may write into the caller's buffers.
 
         Args:
-            work: The work.
-            meanwhile: Called in this thread while the work goes on. An error that it raises counts
-                as an interrupt.
+            work: The coroutine.
+            meanwhile: Called in this thread while the coroutine runs. If it raises an error, this
+                has the effect of an interrupt.
         """
         try:
             loop = self._running()
@@ -97,11 +97,11 @@ class EventLoop:
         return tasks[0].result()
 
     def close_with(self, owner: object, close: _Close) -> None:
-        """Close connections once their owner is gone, or the process ends.
+        """Close connections when their owner is freed, or when the process ends.
 
         Args:
             owner: The object that uses the connections. ``close`` must not refer to it.
-            close: Closes the connections, on the loop.
+            close: Closes the connections; it runs on the loop.
         """
         self._open.add(close)
         weakref.finalize(owner, self._close, close)
@@ -121,7 +121,10 @@ class EventLoop:
 
 
 class _Threads(ThreadPoolExecutor):
-    """A thread for each call. The pool of the base class refuses work once the process exits."""
+    """An executor that starts a thread for each call, also while the process exits.
+
+    The thread pool of the base class refuses work then.
+    """
 
     @override
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:

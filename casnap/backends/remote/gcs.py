@@ -1,6 +1,6 @@
-"""``gs://``: requests to Google Cloud Storage. gcsfs finds the credentials and the address.
+"""The client for ``gs://``: Google Cloud Storage. gcsfs finds the credentials and the server.
 
-casnap makes the requests itself: gcsfs would make each up to six times, and keep no status.
+casnap makes the requests itself: gcsfs would repeat each up to six times, and hide the HTTP status.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _CONNECTING = (
 
 
 class GcsClient(Client):
-    """Single requests to one bucket, below one prefix.
+    """Makes single requests to one GCS bucket, for objects below one prefix.
 
     Args:
         uri: ``gs://bucket/prefix``.
         storage_options: The arguments of ``gcsfs.GCSFileSystem``.
-        retries: Gives the time for making a connection.
+        retries: Says how long making a connection, and silence, may last.
     """
 
     deletes = 100
@@ -113,7 +113,22 @@ class GcsClient(Client):
         run: tuple[int, int] | None = None,
         sink: Sink | None = None,
     ) -> Any:
-        """Make a request; return the answer's JSON, or with a sink the length of the object."""
+        """Make one request to the JSON API.
+
+        Args:
+            method: The HTTP method.
+            path: The path of the URL, after the server.
+            subject: The object, for messages.
+            headers: The headers of the request.
+            parameters: The query parameters.
+            body: The body of the request.
+            run: The run of the object that is asked for, as for :meth:`Client.get`.
+            sink: Takes the body of the answer.
+
+        Returns:
+            The decoded JSON of the answer; its text if it has several parts; or with ``sink`` the
+            length of the whole object.
+        """
         request = {
             "params": {**(parameters or {}), **self._payer()},
             "headers": await self._signed(headers or {}),
@@ -173,7 +188,16 @@ class GcsClient(Client):
         return {"userProject": payer if isinstance(payer, str) else self._fs.project}
 
     async def _error_for(self, refusal: StatusError, path: str, subject: str) -> Exception:
-        """Return the error that an answer means. A 404 may be about the object or the bucket."""
+        """Return casnap's error for an error answer.
+
+        A 404 may be about the object or the bucket. If the answer does not tell, the bucket is
+        asked for.
+
+        Args:
+            refusal: The error answer.
+            path: The path of the request.
+            subject: The object, for messages.
+        """
         if refusal.status == 401 and self._fs.credentials.credentials is None:
             return none_found_error(self._uri, refusal)
         error = casnap_error(refusal, subject, self._uri)
@@ -304,7 +328,12 @@ class GcsClient(Client):
     def _deleted(
         self, keys: Sequence[str], reply: str
     ) -> Mapping[str, TransientError | PlaceError]:
-        """Return the errors in the answer to a batch; its parts may come in another order."""
+        """Return the errors in the answer to a batch of deletes, keyed by object.
+
+        Args:
+            keys: The objects, in the order of the batch. The answer may have another order.
+            reply: The text of the answer.
+        """
         errors: dict[str, TransientError | PlaceError] = {
             key: TransientError("the answer says nothing about it") for key in keys
         }

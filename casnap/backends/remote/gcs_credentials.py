@@ -1,6 +1,7 @@
-"""Whether to wait for the credentials that Google's cloud gives its machines.
+"""Decide whether gcsfs should look for the credentials that Google's cloud gives its machines.
 
-gcsfs asks a metadata server for them. Where there is no such server, it asks for over 20 seconds.
+gcsfs asks a metadata server for them. Outside Google's cloud there is no such server, and gcsfs
+asks for more than 20 seconds.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ _FLAVOR = {"Metadata-Flavor": "Google"}
 
 
 def token_to_use(token: Any) -> Any:
-    """Return the ``token=`` for gcsfs: the user's own, unless gcsfs would wait in vain.
+    """Return the ``token=`` to pass to gcsfs, so that gcsfs does not wait in vain.
 
-    With None, gcsfs looks for default credentials, then for the machine's, then goes on without
-    any. Off Google's cloud, without default credentials, the end is clear at once.
+    With None, gcsfs looks for default credentials, then asks the metadata server, then goes on
+    without credentials. If there are no default credentials and no metadata server, the last is
+    chosen at once.
+
+    Args:
+        token: The user's ``token=``. If it is not None, it is returned.
     """
     if token is not None or _has_defaults():
         return token
@@ -37,7 +42,12 @@ def token_to_use(token: Any) -> Any:
 
 
 def none_found_error(uri: str, refusal: Exception) -> UnavailableError:
-    """Return the error for a request without credentials that the server refuses."""
+    """Return the error to raise when the server refuses a request that had no credentials.
+
+    Args:
+        uri: The URI of the place, for the message.
+        refusal: The server's answer.
+    """
     return UnavailableError(
         f"{uri}: no credentials were found, and the server asks for some ({refusal}). Run `gcloud "
         "auth application-default login`, set GOOGLE_APPLICATION_CREDENTIALS, or pass token= in "
@@ -52,7 +62,11 @@ def _has_defaults() -> bool:
 
 
 def _answers(host: str, port: int) -> bool:
-    """Whether a metadata server answers there. One that is just starting may refuse at first."""
+    """Whether a metadata server answers at an address.
+
+    The question is repeated for some seconds, since a server that is just starting may refuse at
+    first.
+    """
     until = time.monotonic() + _PATIENCE
     while (seconds := until - time.monotonic()) > 0:
         connection = HTTPConnection(host, port, timeout=seconds)

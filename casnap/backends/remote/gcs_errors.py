@@ -1,4 +1,4 @@
-"""The meaning of errors of Google Cloud Storage, by their status and text."""
+"""The meaning of error answers of Google Cloud Storage, by their HTTP status and text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _BUSY = (429, 503)
 
 
 class StatusError(Exception):
-    """An answer of the server that is an error.
+    """The server's answer is an error.
 
     Attributes:
-        status: The status of HTTP.
-        text: The body.
+        status: The HTTP status.
+        text: The body of the answer.
     """
 
     def __init__(self, status: int, text: str) -> None:
@@ -26,12 +26,15 @@ class StatusError(Exception):
 
 
 def casnap_error(refusal: StatusError, subject: str, uri: str) -> Exception | None:
-    """Return casnap's error for an answer; None for a 404 that names neither object nor bucket.
+    """Return casnap's error for an error answer of the server.
 
     Args:
         refusal: The answer.
         subject: The object, for messages.
-        uri: The store, for messages.
+        uri: The URI of the store, for messages.
+
+    Returns:
+        The error; None for a 404 that tells neither that the object nor that the bucket is missing.
     """
     status, text = refusal.status, refusal.text
     if status == 404:

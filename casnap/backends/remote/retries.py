@@ -1,4 +1,7 @@
-"""Retries of requests: when, and for how long. No other module retries."""
+"""Retries of requests: when and how long requests are repeated.
+
+No other module repeats requests.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +34,21 @@ _warned_at = -math.inf
 
 @dataclass(frozen=True)
 class Retries:
-    """How patient a remote backend is; all times in seconds.
+    """How long and how often a remote backend tries requests; all times in seconds.
 
     Attributes:
-        attempts: How often a request is tried at most. By default only the time counts, since it is
-            chance how many refused connections fit into a second.
-        deadline: How long one operation may take with all its attempts, and a second longer for
-            each 256 KiB that move.
-        silence: How long an attempt may go on while no byte moves.
+        attempts: The most attempts of one request. By default only the time counts: how many
+            refused connections fit into a second is chance.
+        deadline: How long one operation may take with all its attempts. Each 256 KiB that are sent
+            or received add a second.
+        silence: How long an attempt may go on while no byte is sent or received.
         connect: How long an attempt may take to make a connection.
-        first_contact: How long to try to reach a server that has never answered this process. Also
-            how long to go on where an operation was just given up, so that cleaning up does not
-            take the whole deadline again.
-        first_delay: How long to wait at most before the second attempt; twice as long before each
-            one that follows. The wait is random, so that many hosts do not come back together.
-        longest_delay: How long to wait at most between two attempts.
+        first_contact: How long to try to reach a server that has never answered this process. An
+            operation that follows one without success also gets only this time, so that cleaning up
+            does not take a whole deadline again.
+        first_delay: The longest wait before the second attempt. It doubles before each further
+            attempt. The wait is random, so that many hosts do not return at the same time.
+        longest_delay: The longest wait before any attempt.
     """
 
     attempts: float = math.inf
@@ -58,13 +61,13 @@ class Retries:
 
 
 class Operation:
-    """One call of the backend, with all its attempts.
+    """One operation of the backend, such as to read an object, with all its attempts.
 
     Args:
-        action: The call and its object in words, for messages.
-        retries: How patient the operation is.
-        answered: Whether the server has ever answered.
-        failing: Whether the operation before was given up.
+        action: The operation and its object in words, for messages.
+        retries: How long and how often to try.
+        answered: Whether the server has ever answered this process.
+        failing: Whether the backend's last operation had no success.
     """
 
     def __init__(
@@ -80,10 +83,13 @@ class Operation:
         self._reached = answered
 
     async def pause(self, error: TransientError) -> None:
-        """Wait after an attempt that failed.
+        """Wait after a failed attempt, before the next one.
+
+        Args:
+            error: The error of the failed attempt.
 
         Raises:
-            UnavailableError: There is no attempt, or no time, left.
+            UnavailableError: No attempt, or no time, is left.
         """
         self._attempts += 1
         self._reached |= error.reached
@@ -101,13 +107,16 @@ class Operation:
         await asyncio.sleep(delay)
 
     def next_delay(self, error: TransientError) -> float:
-        """Return how long to wait before the next attempt: at random, and longer each time."""
+        """Return the seconds until the next attempt: at random, up to a growing bound."""
         longest = min(self._delay * (4 if error.busy else 1), self._retries.longest_delay)
         self._delay = min(2 * self._delay, self._retries.longest_delay)
         return _random.uniform(0, longest)
 
     def _warn(self, error: TransientError) -> None:
-        """Warn now and then that the operation still fails; only one of all operations warns."""
+        """Log a warning that the operation still fails, if there was none in the last seconds.
+
+        Of all operations of the process, only one warns.
+        """
         global _warned_at
         now = time.monotonic()
         if now - max(self._began, _warned_at) >= _PATIENCE:
@@ -115,13 +124,24 @@ class Operation:
             _log.warning("still trying to %s: %s", self._action, error)
 
     def _limit(self) -> float:
-        """Return the time at which to give up: earlier if the server has not answered so far."""
+        """Return the time at which to give up, by the monotonic clock.
+
+        It is earlier as long as the server has never answered.
+        """
         if self._reached:
             return self._until
         return min(self._until, self._began + self._retries.first_contact)
 
     async def watched(self, request: Coroutine[Any, Any, T], transfer: Transfer) -> T:
-        """Make a request; cancel it once no byte moves, or the time is over."""
+        """Run a request; cancel it if no byte moves for too long, or the operation's time is over.
+
+        Args:
+            request: The request.
+            transfer: The body that the request sends or receives.
+
+        Raises:
+            TransientError: The request was cancelled.
+        """
         task = asyncio.ensure_future(request)
         nbytes, since = transfer.nbytes, time.monotonic()
         try:
@@ -152,10 +172,10 @@ class Operation:
 
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks that still run, and wait until all have ended.
+    """Cancel tasks that still run, and wait until all tasks have ended.
 
-    This waits even if it is cancelled itself: the tasks may still write into buffers that are used
-    for something else afterwards.
+    The tasks may write into buffers that are used for something else afterwards. So this function
+    waits to the end even if it is cancelled itself.
     """
     for task in tasks:
         task.cancel()

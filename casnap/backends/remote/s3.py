@@ -1,4 +1,4 @@
-"""``s3://``: requests to S3 and compatible servers, by s3fs."""
+"""The client for ``s3://``: S3 and compatible servers. s3fs signs and makes the requests."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ _ERRORS = (
 
 
 class S3Client(Client):
-    """Single requests to one bucket, below one prefix.
+    """Makes single requests to one S3 bucket, for objects below one prefix.
 
     Args:
         uri: ``s3://bucket/prefix``.
         storage_options: The arguments of ``s3fs.S3FileSystem``.
-        retries: Gives the time for making a connection.
+        retries: Says how long making a connection, and silence, may last.
     """
 
     def __init__(self, uri: str, storage_options: Mapping[str, Any], retries: Retries) -> None:
@@ -235,7 +235,10 @@ class S3Client(Client):
 
 
 def _session(**options: Any) -> AioSession:
-    """Return a session that reads credentials anew, but not the API, which would take 0.1 s."""
+    """Return a new session. It reads the credentials, but shares the description of the API.
+
+    To read this description takes 0.1 s.
+    """
     session = AioSession(**options)
     session.register_component("data_loader", _loader)
     return session
@@ -252,7 +255,7 @@ def _continuation(answer: Mapping[str, Any], subject: str) -> str | None:
 
 
 def _no_region(**_: object) -> tuple[Any, dict[str, Any]]:
-    """Answer the question for a bucket's region in place of the server: none is named."""
+    """Answer botocore's question for a bucket's region without a request: no region is known."""
     return SimpleNamespace(status_code=200), {"ResponseMetadata": {"HTTPHeaders": {}}}
 
 
@@ -280,7 +283,7 @@ def _options(storage_options: Mapping[str, Any], retries: Retries) -> dict[str, 
 
 
 class _File(Body):
-    """A body that botocore can sign as a file."""
+    """A request body with the methods of a file, which botocore needs to sign it."""
 
     _position = 0
 
@@ -288,17 +291,17 @@ class _File(Body):
         return len(self._source.content)
 
     def read(self, nbytes: int = -1) -> bytes:
-        """Read on, as from a file."""
+        """Return the next bytes, as the ``read`` of a file does."""
         end = len(self) if nbytes < 0 else self._position + nbytes
         data = bytes(self._source.content[self._position : end])
         self._position += len(data)
         return data
 
     def seek(self, position: int, whence: int = 0) -> int:
-        """Move to a position, as in a file."""
+        """Move to a position, as the ``seek`` of a file does."""
         self._position = position + (0, self._position, len(self))[whence]
         return self._position
 
     def tell(self) -> int:
-        """Return the position."""
+        """Return the position, as the ``tell`` of a file does."""
         return self._position

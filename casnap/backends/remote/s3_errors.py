@@ -1,4 +1,7 @@
-"""The meaning of errors of S3: by status and code, never by the type that a library made of it."""
+"""The meaning of errors of S3, by HTTP status and code.
+
+The type of a library's exception does not count.
+"""
 
 from __future__ import annotations
 
@@ -112,13 +115,13 @@ class _Request(NamedTuple):
 
 
 def casnap_error(error: Exception, subject: str, uri: str, method: str) -> Exception:
-    """Return casnap's error for an error that a client raised.
+    """Return casnap's error for an error that the S3 library raised.
 
     Args:
-        error: The client's error.
+        error: The error of the library.
         subject: The object, for messages.
-        uri: The store, for messages.
-        method: The request, as botocore calls it.
+        uri: The URI of the store, for messages.
+        method: The name of the request in botocore, such as ``get_object``.
     """
     answer = _answer(error)
     if answer is not None:
@@ -153,7 +156,12 @@ def casnap_error(error: Exception, subject: str, uri: str, method: str) -> Excep
 
 
 def delete_error(error: dict[str, Any], subject: str) -> TransientError | PlaceError:
-    """Return casnap's error for one object of a request that deletes many."""
+    """Return casnap's error for one object that a request to delete many could not delete.
+
+    Args:
+        error: The part of the server's answer about this object.
+        subject: The object, for messages.
+    """
     code, message = str(error.get("Code")), str(error.get("Message"))
     if code in _BUSY | _MAY_PASS:
         return TransientError(f"{code}: {message}", busy=code in _BUSY)
@@ -229,7 +237,7 @@ def _refused(status: int, code: str, detail: str, request: _Request) -> PlaceErr
 
 
 def _no_code(status: int) -> tuple[str, str]:
-    """Return the codes that botocore gives an answer in which it finds no error of S3."""
+    """Return the two codes that botocore makes up if an answer contains no error code of S3."""
     return "", str(status)
 
 

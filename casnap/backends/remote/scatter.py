@@ -1,4 +1,4 @@
-"""Reading ranges of an object into the buffers of several callers."""
+"""Read ranges of an object into the buffers of several callers."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ _LONG = 64 << 10
 
 
 class Scatter(Sink):
-    """A range of an object. Each of its bytes goes to the callers that want it.
+    """A range of an object to read. Each byte is copied to all targets that contain it.
 
     Args:
-        start: Where the range begins.
-        stop: Where it ends.
-        targets: The targets that overlap the range, sorted by their beginnings.
-        passed: Called with the place of a target in that list, once the target has all the bytes of
-            this range that it wants.
+        start: The offset of the range's first byte.
+        stop: One past the range's last byte.
+        targets: The targets that overlap the range, sorted by their offsets.
+        passed: Called with the index of a target in ``targets``, once the target has all its bytes
+            of this range.
 
     Attributes:
-        start: Where the range begins, or the rest of it that is still to come.
-        stop: Where it ends.
+        start: The offset of the first byte of the range; after a failed attempt, of the part that
+            is still missing.
+        stop: One past the range's last byte.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Scatter(Sink):
 
     @override
     def restart(self) -> None:
-        """Go on behind the bytes that have come: the caller may have looked at them already."""
+        """Keep the bytes that have come, which the caller may have used, and go on behind them."""
         self.start += self.nbytes
         super().restart()
 
@@ -86,7 +87,7 @@ class Scatter(Sink):
         return targets[0][1][begin - targets[0][0] : stop - targets[0][0]] or None
 
     def _pass(self) -> int:
-        """Skip the targets that have all their bytes; return where the next piece begins."""
+        """Report the targets that are now complete; return the offset of the next byte."""
         begin = self.start + self.nbytes
         while (
             self._first < len(self._targets)
@@ -98,11 +99,11 @@ class Scatter(Sink):
 
 
 class Whole(Sink):
-    """A whole object of unknown length.
+    """Takes a whole object of unknown length.
 
     Args:
-        name: Its name, for messages.
-        most: The most bytes that it may have.
+        name: The name of the object, for messages.
+        most: The most bytes that the object may have.
     """
 
     def __init__(self, name: str, most: int) -> None:
@@ -127,18 +128,18 @@ class Whole(Sink):
         self._pieces.append(bytes(data))
 
     def content(self) -> bytes:
-        """Return the object's bytes."""
+        """Return the bytes of the object."""
         return b"".join(self._pieces)
 
 
 def runs(
     targets: Sequence[Target], full: Callable[[int], None] = lambda number: None
 ) -> list[Scatter]:
-    """Return the ranges to ask for so that all targets are filled.
+    """Return the ranges to read so that all targets are filled.
 
     Args:
-        targets: For each run, where it begins, and the buffer.
-        full: Called with the number of each target that has all its bytes.
+        targets: For each run that is wanted, the offset of its first byte, and the buffer.
+        full: Called with the index of each target once it has all its bytes.
     """
     parts: list[tuple[int, int, list[int]]] = []
     for start, stop, numbers in _ranges(targets):
@@ -157,7 +158,12 @@ def runs(
 
 
 def _ranges(targets: Sequence[Target]) -> list[tuple[int, int, list[int]]]:
-    """Return ranges that hold all targets, each with the numbers of its targets, in order."""
+    """Return the ranges that cover all targets. Targets that lie near each other share a range.
+
+    Returns:
+        For each range, the offset of its first byte, one past its last, and the indices of its
+        targets, sorted by their offsets.
+    """
     numbers = [number for number, target in enumerate(targets) if len(target[1])]
     numbers.sort(key=lambda number: targets[number][0])
     ranges: list[tuple[int, int, list[int]]] = []

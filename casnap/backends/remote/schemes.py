@@ -1,4 +1,4 @@
-"""Choosing the remote backend of a URI, and the packages that it needs."""
+"""Choose the remote backend for a URI, and check that the packages it needs are installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ _SAME = {"s3a": "s3", "gcs": "gs"}
 
 
 def remote_backend(uri: str, storage_options: Mapping[str, Any]) -> RemoteBackend:
-    """Return the backend of a URI with a scheme; nothing is connected yet."""
+    """Return the backend for a URI with a scheme. It does not connect yet.
+
+    Raises:
+        NotAStoreError: The URI has no bucket, or no backend knows its scheme.
+        BackendError: A package that the scheme needs is not installed.
+        StoreError: The options are wrong.
+    """
     scheme, _, path = uri.partition("://")
     scheme = _SAME.get(scheme, scheme)
     if not path.strip("/"):
@@ -68,7 +74,7 @@ def _others() -> set[str]:
 
 
 def _client(uri: str, options: Mapping[str, Any], retries: Retries) -> Client:
-    """Make a client. The libraries are imported only now, since that is slow."""
+    """Make the client for a URI. This imports the library of the scheme, which is slow."""
     scheme = uri.partition("://")[0]
     if scheme == "s3":
         from casnap.backends.remote.s3 import S3Client
