@@ -1,4 +1,4 @@
-"""What differs: the report of two snapshots, or of a snapshot and a live state."""
+"""The report of a comparison: what differs between two snapshots, or from a live state."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Elements:
     Attributes:
         differing: How many elements differ, in any bit.
         total: How many elements there are; of a live sharded tensor, how many this rank holds.
-        largest: The largest absolute difference; 0.0 if only signs of zeros or NaNs differ. The
-            bytes of what is no number have no difference.
+        largest: The largest absolute difference. It is 0.0 if only signs of zeros or NaNs differ,
+            or if the elements are not numbers.
         largest_relative: The largest difference, relative to the larger one of the two numbers.
         nan: How many of the differing elements are NaN on either side.
     """
@@ -42,7 +42,7 @@ class Elements:
     nan: int = 0
 
     def __str__(self) -> str:
-        """Return the difference in words."""
+        """Return the numbers of the attributes in words."""
         words = f"{self.differing:,} of {self.total:,} differ, by up to {self.largest:.3g}"
         if self.largest:
             words += f", relative {self.largest_relative:.2g}"
@@ -56,11 +56,11 @@ class Change:
     Attributes:
         path: ``<key>/<path>`` of a global entry, ``<rank>/<key>/<path>`` of one that a rank keeps
             for itself. In a comparison with a live state it begins with no rank.
-        kind: Whether it was added, removed or changed.
+        kind: Whether the entry was added, removed or changed.
         old: The entry of the first snapshot; None if it was added.
         new: The entry of the second one, or of the live state; None if it was removed.
-        changed_bytes: Bytes in those chunks of the new entry that differ from the old chunk at
-            the same position; of a live tensor, bytes of the elements that differ. All bytes if the
+        changed_bytes: Bytes in those chunks of the new entry that differ from the old chunk at the
+            same position; of a live tensor, bytes of the elements that differ. All bytes if the
             entry was added, none if it was removed.
         total_bytes: All bytes of the new entry, or of the old one if it was removed.
         elements: How the elements differ, if that was asked for, and both entries are tensors of
@@ -77,7 +77,7 @@ class Change:
 
     @property
     def role(self) -> Role:
-        """What the path is to a training, told by its names, such as ``weights`` or ``moments``."""
+        """What the entry is for in a training, such as ``weights``; guessed from its path."""
         entry = self.old if self.new is None else self.new
         assert entry is not None
         return role_of(self.path, entry)
@@ -90,7 +90,7 @@ class Change:
 
     @property
     def difference(self) -> str:
-        """What differs, in words; empty if that is not known."""
+        """How the two entries differ, in words: values, elements or keys; empty if unknown."""
         values = _short_value(self.old), _short_value(self.new)
         if None not in values:
             return " → ".join(map(str, values))
@@ -102,7 +102,7 @@ class Change:
 
 
 def _short_value(entry: Entry | None) -> str | None:
-    """Return a value as Python prints it, if that is short, and the entry holds it."""
+    """Return the value in an entry as Python prints it, if it is short; else None."""
     if isinstance(entry, ValueEntry):
         decode = _DECODERS.get(entry.kind)
     elif isinstance(entry, TensorEntry) and not entry.shape and entry.dtype in _FORMATS:
@@ -125,8 +125,8 @@ class Diff:
 
     Attributes:
         changes: Every entry that differs, in the order of the paths.
-        left_out: What could not be compared with a live state, in words: keys of the snapshot that
-            the app state lacks, and what only other ranks have.
+        left_out: In words, what could not be compared with a live state: keys that the app state
+            lacks, and keys of which the snapshot keeps entries for other ranks alone.
     """
 
     changes: list[Change]
@@ -139,7 +139,7 @@ class Diff:
 
     @property
     def changed_bytes(self) -> int:
-        """Bytes of the second side that the first one does not have at the same position."""
+        """How many bytes of the second side differ from the first side at the same position."""
         return sum(change.changed_bytes for change in self.changes)
 
     def of(self, kind: Kind) -> list[Change]:
@@ -147,10 +147,10 @@ class Diff:
         return [change for change in self.changes if change.kind == kind]
 
     def by_role(self) -> dict[Role, list[Change]]:
-        """Return the changes by what their paths are to a training.
+        """Group the changes by what their entries are for in a training.
 
-        Containers whose elements come or go are left out. A role that may make others differ, such
-        as generators, comes before these.
+        Containers whose elements come or go are left out. A role whose change can cause others,
+        such as generators, comes before these.
         """
         parents = {c.path.rpartition("/")[0] for c in self.changes if c.kind != "changed"}
         found: dict[Role, list[Change]] = {role: [] for role in ROLES}
@@ -160,7 +160,7 @@ class Diff:
         return {role: changes for role, changes in found.items() if changes}
 
     def summary(self) -> str:
-        """Return how many entries and bytes differ, in a line."""
+        """Return one line that says how many entries and bytes differ."""
         kinds: tuple[Kind, ...] = ("changed", "added", "removed")
         counts = ", ".join(f"{len(self.of(kind)):,} {kind}" for kind in kinds)
         return f"{counts}; {size(self.changed_bytes)} differ"
@@ -170,7 +170,7 @@ class Diff:
         return bool(self.changes)
 
     def __str__(self) -> str:
-        """Return the report in lines, by role."""
+        """Return the report in several lines, grouped by role."""
         lines = [self.summary() if self.changes else "no difference"]
         for role, changes in self.by_role().items():
             lines.append(f"{role}:")

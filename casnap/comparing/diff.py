@@ -1,4 +1,4 @@
-"""Comparing two snapshots by digests, from the top: only the subtrees that differ are read."""
+"""Compare two snapshots by digests, from the top: only the subtrees that differ are read."""
 
 from __future__ import annotations
 
@@ -61,7 +61,15 @@ def _subtrees(a: Contents, b: Contents) -> Iterator[tuple[str, bytes | None, byt
 def _entries(
     a: Contents, b: Contents, prefix: str, digest_a: bytes | None, digest_b: bytes | None
 ) -> Iterator[tuple[str, Entry | None, Entry | None]]:
-    """Yield path, old entry and new entry where two trees differ."""
+    """Yield path, old entry and new entry wherever two trees differ.
+
+    Args:
+        a: The first snapshot.
+        b: The second one.
+        prefix: The path of the trees.
+        digest_a: The digest of the tree in the first snapshot; None if it has none.
+        digest_b: The digest of the tree in the second one.
+    """
     entries_a = None if digest_a is None else a.tree(digest_a)
     entries_b = None if digest_b is None else b.tree(digest_b)
     was, now = _items_apart(entries_a, entries_b)
@@ -71,10 +79,10 @@ def _entries(
 
 
 def _items_apart(*trees: Tree[Entry] | None) -> list[dict[str, Entry]]:
-    """Return, for each of two trees, the items in leaves that the other tree lacks.
+    """Return, for each of two trees, the items in those leaves that the other tree lacks.
 
     Both trees are read level by level. If one has more levels, the other is read further than it
-    needs to be.
+    would have to be.
     """
     nodes: list[dict[bytes, LeafNode[Entry] | None]] = [
         dict.fromkeys(digest for _, digest, _ in tree.children) if tree is not None else {}

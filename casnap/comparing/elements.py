@@ -1,4 +1,4 @@
-"""How the elements of two tensors differ: measured cell by cell, in memory that is bounded."""
+"""Measure how the elements of two tensors differ, cell by cell, in bounded memory."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _NUMBERS = {c.kind: c.decode for c in PLAIN_CODECS if c.kind in ("bool", "int", 
 
 
 class Measure:
-    """The differences between two tensors of one entry's shape and dtype, added up part by part.
+    """Compares two tensors of one shape and dtype part by part, and sums up the differences.
 
     Args:
-        entry: The entry.
+        entry: The entry of both.
         total: How many elements are compared.
     """
 
@@ -50,9 +50,11 @@ class Measure:
         return self._found
 
     def add(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Compare two parts of one shape, each as a plain tensor of the stored elements.
+        """Compare two parts, and add their differences. Any thread may call this.
 
-        Any thread may call this.
+        Args:
+            old: The elements of the first part, as stored.
+            new: The elements of the second, of the same shape.
         """
         with without_torch_modes():
             itemsize = itemsize_of(self._entry)
@@ -84,7 +86,7 @@ class Measure:
             )
 
     def _numbers(self, items: torch.Tensor) -> torch.Tensor | None:
-        """Return elements in double precision; None if they are no numbers."""
+        """Return elements as numbers in double precision; None if they are not numbers."""
         entry = self._entry
         if is_numpy(entry):
             array = items.numpy().reshape(-1).view(np.dtype(entry.dtype))
@@ -100,12 +102,16 @@ class Measure:
 
 
 def _as_integers(items: torch.Tensor) -> torch.Tensor:
-    """Return the bits of elements as rows of integers."""
+    """Return a view of elements as integers, which have the same bits."""
     return items.view(_INTEGERS.get(items.dtype.itemsize, torch.int64))
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float, int]:
-    """Return the largest absolute and relative difference of numbers, and how many are NaN."""
+    """Compare two rows of numbers.
+
+    Returns:
+        The largest absolute difference, the largest relative one, and how many pairs have a NaN.
+    """
     apart = (a - b).abs()
     is_nan = apart.isnan()
     if not is_nan.any():
@@ -120,7 +126,14 @@ def _apart(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float, int]:
 
 
 def measured(old: Entry, new: Entry, old_bytes: bytes, new_bytes: bytes) -> Elements | None:
-    """Return how two small entries differ; None if they are no numbers of one shape and dtype."""
+    """Return how two small entries differ; None if they are not numbers of one shape and dtype.
+
+    Args:
+        old: The first entry.
+        new: The second one.
+        old_bytes: The bytes of the first.
+        new_bytes: The bytes of the second.
+    """
     if isinstance(old, ValueEntry) and isinstance(new, ValueEntry) and old.kind in _NUMBERS:
         return _of_numbers(old, new, old_bytes, new_bytes)
     if not is_measurable(old, new):
@@ -163,7 +176,17 @@ def is_measurable(old: Entry | None, new: Entry | None) -> bool:
 
 
 class _CellToCompare(NamedTuple):
-    """A cell that differs, with its chunk in each snapshot."""
+    """A cell of a tensor that differs between two snapshots.
+
+    Attributes:
+        measure: Gets the differences.
+        path: The path of the tensor.
+        entry: Its entry.
+        cell: The box of the cell.
+        nbytes: The bytes of the cell.
+        old: The digest of its chunk in the first snapshot.
+        new: The digest of its chunk in the second.
+    """
 
     measure: Measure
     path: str
@@ -176,7 +199,12 @@ class _CellToCompare(NamedTuple):
 
 @without_torch_modes()
 def with_elements(a: Contents, b: Contents, changes: Iterable[Change]) -> list[Change]:
-    """Return the changes between two snapshots, with how the elements of each differ.
+    """Read the chunks that differ; return the changes with how the elements of each differ.
+
+    Args:
+        a: The first snapshot.
+        b: The second one.
+        changes: The changes between them.
 
     Raises:
         DamagedError: Chunks are missing or damaged.

@@ -1,4 +1,4 @@
-"""Comparing a live state with a snapshot: hashed where it lies; only what differs is read."""
+"""Compare a live state with a snapshot: hash the live tensors, and read only chunks that differ."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class _TensorPair(NamedTuple):
     """A stored tensor, and the live one of the same path, shape and dtype.
 
     Attributes:
-        path: Their path.
+        path: The path of both.
         old: The stored entry.
         new: The live entry.
-        measure: Gets how they differ.
+        measure: Gets the differences.
     """
 
     path: str
@@ -53,12 +53,12 @@ class _TensorPair(NamedTuple):
 
 
 def compare(contents: Contents, source: StateSource, rank: int) -> Diff:
-    """Return how a live state differs from a snapshot; nothing is filled, and no rank is asked.
+    """Return how a live state differs from a snapshot; write no tensor, and ask no other rank.
 
     Args:
         contents: The snapshot.
         source: The live state.
-        rank: This rank, which compares what it holds with what it would restore.
+        rank: This rank. The state it holds is compared with the state it would restore.
 
     Raises:
         UnsupportedTypeError: The state cannot be stored, and so not be compared.
@@ -105,7 +105,16 @@ def _compared(contents: Contents, captured: CapturedState, rank: int) -> Diff:
 def _stored(
     contents: Contents, components: list[str], rank: int
 ) -> tuple[dict[str, Entry], list[str]]:
-    """Return, by path, the entries that this rank would restore; and what is not compared."""
+    """Return the entries that this rank would restore, and which keys are not compared, in words.
+
+    Args:
+        contents: The snapshot.
+        components: The keys of the app state, as components. Keys not compared are removed.
+        rank: This rank.
+
+    Returns:
+        Path → entry; and a text for each key that is not compared.
+    """
     stored, left_out = dict[str, Entry](), list[str]()
     for key in sorted(contents.keys()):
         component = component_of(key)
@@ -140,7 +149,7 @@ def _changes_of(pair: _TensorPair) -> Iterator[Change]:
 
 
 def _form(entry: Entry) -> Entry:
-    """Return what an entry says of itself, without its bytes."""
+    """Return an entry without its bytes and digests, to compare shape, dtype and kind."""
     assert isinstance(entry, TensorEntry | ValueEntry | ContainerEntry)
     return with_payload(entry, _NO_BYTES)
 
@@ -152,7 +161,17 @@ def _changes_of_values(
     new: KnownEntry,
     content: torch.Tensor | bytes | Shards,
 ) -> Iterator[Change]:
-    """Yield the change of an entry whose bytes are at hand, or whose elements have no pairs."""
+    """Yield the change between a stored and a live entry, if they differ.
+
+    These are values, containers, small tensors, and tensors of different shapes or dtypes.
+
+    Args:
+        contents: The snapshot.
+        path: The path.
+        old: The stored entry.
+        new: The live entry.
+        content: The content of the live leaf.
+    """
     nbytes, elements = new.payload.nbytes, None
     is_small = max(old.payload.nbytes, nbytes) <= INLINE_BYTES
     if is_small:
@@ -184,8 +203,13 @@ def _candidates(
 ) -> Iterator[Want | Candidate]:
     """Yield the chunks of the stored tensors, each with the part of a live one that may hold it.
 
-    A chunk is compared as a whole where this rank holds all of it. Other chunks are read,
-    and compared in the part that this rank holds.
+    If this rank holds all of a chunk, the chunk is hashed first, and read only if it differs. Any
+    other chunk is read, and compared in the part that this rank holds.
+
+    Args:
+        contents: The snapshot.
+        captured: The live state.
+        pairs: Number of the live leaf → the pair to compare.
     """
     begun = set[int]()
     for i, pair in pairs.items():
@@ -238,4 +262,4 @@ def _candidates_in(
 
 
 def _nothing() -> None:
-    """Do nothing with a chunk that the live tensor holds."""
+    """Stands for ``keep``: an equal chunk needs no action."""

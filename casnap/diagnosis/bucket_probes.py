@@ -1,4 +1,4 @@
-"""Probes of a server: one for each of its abilities that casnap uses."""
+"""Probes of a server: one for each ability of the server that casnap uses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SOME = 4.0
 
 
 def put_if_absent(site: Site) -> DoctorRow:
-    """Race several requests for one key, if the server offers put-if-absent."""
+    """Race several writers for one key: exactly one may put it."""
     name, backend = "put-if-absent", site.backend
     # Race only if the server refuses a second put without one.
     puts = PutIfAbsent(backend)
@@ -61,14 +61,14 @@ def requests(site: Site) -> DoctorRow:
 
 
 def clocks(site: Site) -> DoctorRow | None:
-    """Compare the server's clock with this host's, by the time that an object gets."""
+    """Compare the server's clock with this host's, by the time stamp of a new object."""
     begun = time.time()
     at = _told(site, "clock").put_at
     return None if at is None else clock_row("the server", at, begun)
 
 
 def encryption(site: Site) -> DoctorRow | None:
-    """Ask the server how it encrypts objects."""
+    """Find out how the server encrypts new objects."""
     found = _told(site, "encrypted").encryption
     if found is None:
         return None

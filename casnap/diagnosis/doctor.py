@@ -1,4 +1,4 @@
-"""Trying a place: run all probes, meet the other half, and tidy up."""
+"""Try a place: run all probes, work with a process of another host, and tidy up."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def doctor(
 ) -> DoctorReport:
     """Find out whether a folder or a bucket can hold a store, and how fast it is.
 
-    Call it on two hosts at once, and both find out what one alone cannot: whether put-if-absent
-    holds between hosts, and how late one host sees the changes of the other. It takes a minute at
-    most; a ``wait`` of more than 20 seconds adds to that. If a slow place leaves no time for some
-    probes, they are skipped.
+    If you call it on two hosts at once, it also finds out whether put-if-absent holds between
+    hosts, and how late one host sees the changes of the other. It takes a minute at most; a
+    ``wait`` of more than 20 seconds adds to that. If a slow place leaves no time for some probes,
+    they are skipped.
 
     The doctor writes into the folder ``.casnap-doctor`` of the place, and deletes it at the end. A
     process that is killed leaves that folder, which you can delete.
@@ -101,7 +101,13 @@ def _tell(progress: Callable[[str], None] | None, name: str) -> None:
 
 
 def _tried(site: Site, name: str, probe: Callable[[], Iterable[DoctorRow]]) -> list[DoctorRow]:
-    """Return the rows of a probe; if it fails, its rows so far, and a row with the error."""
+    """Run a probe; return its rows. If it fails, a row with the error comes last.
+
+    Args:
+        site: The site. If no time is left there, the probe is skipped.
+        name: The name of the probe.
+        probe: Yields the rows.
+    """
     rows: list[DoctorRow] = []
     if not site.left:
         advice = "this place is slow: try it while others do not use it, or with --wait 0"
@@ -125,7 +131,14 @@ def _folder(path: str) -> Path:
 def _site_at(
     uri: str, folder: Path | None, storage_options: Mapping[str, Any] | None, seconds: float
 ) -> Iterator[Site]:
-    """Yield a site at a place; delete its files at the end of the ``with`` block."""
+    """Yield a site at a place; delete its files at the end of the ``with`` block.
+
+    Args:
+        uri: The place.
+        folder: The place as a folder; None if it is remote.
+        storage_options: How to reach a remote place.
+        seconds: How many seconds all probes together may take.
+    """
     if folder is None:
         backend = backend_at(joined(uri.rstrip("/"), WORK_FOLDER), storage_options)
     else:
@@ -143,7 +156,12 @@ def _site_at(
 
 
 def _tidy(site: Site, folder: Path | None) -> None:
-    """Delete the files of this process; and the folders, unless another process works there."""
+    """Delete this process's files, and the work folder unless another process works there.
+
+    Args:
+        site: The site.
+        folder: The work folder; None at a remote place.
+    """
     own = [site.key, f"{HALF}{site.me}"]
     backend = site.backend
     if folder is None:
@@ -177,7 +195,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _clear(site: Site) -> None:
-    """Delete files that killed processes have left: old ones, by the clock of the file system."""
+    """Delete files of killed processes: files that are old by the file system's clock."""
     now = site.folder.stat().st_mtime
     for path in site.folder.parent.iterdir():
         with suppress(OSError):

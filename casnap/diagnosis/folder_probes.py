@@ -130,7 +130,7 @@ def direct_writes(site: Site) -> DoctorRow:
 
 
 def space_in_reserve(site: Site) -> DoctorRow:
-    """Try whether a file can reserve space."""
+    """Try whether space for a file can be reserved before writing."""
     with site.opened("reserve") as fd:
         if reserve_space(fd, 1 << 20):
             return DoctorRow("fallocate", "works")
@@ -171,7 +171,7 @@ def attributes(site: Site) -> DoctorRow:
 
 
 def inodes(site: Site) -> DoctorRow:
-    """Try whether a file keeps its inode: by two names, and after looks at other files."""
+    """Try whether a file keeps its inode number: under a second name, and over time."""
     path, second = site.make("inode"), site.path("inode-2")
     with site.opened("inode") as fd:
         seen = [os.fstat(fd).st_ino]
@@ -219,7 +219,7 @@ def own_changes(site: Site) -> DoctorRow:
 
 
 def clocks(site: Site) -> DoctorRow:
-    """Compare the file system's clock with this host's, by the time that a file gets."""
+    """Compare the file system's clock with this host's, by the time stamp of a new file."""
     begun = time.time()
     with site.opened("clock") as fd:
         os.write(fd, b"1")

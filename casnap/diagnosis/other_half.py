@@ -1,9 +1,9 @@
-"""Two processes on two hosts try one place at once, and find out what one alone cannot.
+"""Two processes on two hosts try one place at once, and find out more than each could alone.
 
-They meet at the place itself. Each half has a folder of keys, ``half-`` and its id. After each step
-it puts a key there, and it learns of the other half's steps by listing the other's folder. Some
-clients cache a listing, others cache that a name is absent. So a half that has listed for a while
-also looks at the key itself. No step relies on a clock.
+They meet at the place itself. Each process is one *half*, and has a folder of keys, ``half-`` and
+its id. After each step it puts a key there. It learns of the other half's steps by listing the
+other's folder. Some clients cache a listing, others cache that a name is absent. So a half that has
+listed for a while also looks at the key itself. No step relies on a clock.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _SilentError(Exception):
 
 
 class Meeting:
-    """A process that waits for its other half, and then goes through all steps with it.
+    """This process's half of the trial: it waits for the other half, then does all steps with it.
 
     Args:
         site: The site at which this process works.
@@ -75,7 +75,7 @@ class Meeting:
         self._put("hello", socket.gethostname())
 
     def rows(self) -> Iterator[DoctorRow]:
-        """Meet the other half, and yield the rows that both find out together."""
+        """Meet the other half, and yield the rows of the steps that both do together."""
         if not self._is_met():
             yield DoctorRow(
                 "other hosts",
@@ -109,7 +109,7 @@ class Meeting:
     # --- how they talk ---
 
     def _is_met(self) -> bool:
-        """Look for another half; return whether one has seen this half too."""
+        """Look for another half; return whether each of the two has seen the other."""
         met: set[str] = set()
         started = time.monotonic()
         while True:
@@ -129,7 +129,7 @@ class Meeting:
             self._rest(started)
 
     def _rest(self, started: float) -> None:
-        """Pause before the next look, longer if the looks began longer ago, at ``started``."""
+        """Pause before the next look; the pause grows with the time since ``started``."""
         lasted = time.monotonic() - started
         time.sleep(min(max(self._pause, lasted / _SHARE), _ASK))
 
@@ -137,7 +137,7 @@ class Meeting:
         self._backend.write(f"{self.mine}/{step}", json.dumps(content).encode())
 
     def _wait(self, step: str) -> bytes:
-        """Wait for a step of the other half; return the content of its key."""
+        """Wait until the other half has done a step; return the content of its key."""
         key, pause = f"{self._other}/{step}", self._pause
         started = time.monotonic()
         look = started + _LISTED
@@ -153,14 +153,19 @@ class Meeting:
             self._rest(started)
 
     def _both(self, step: str, content: Any = None) -> Any:
-        """Wait until both halves have come to a step; return the content of the other's key."""
+        """Say that this half has done a step, and wait for the other; return the other's content.
+
+        Args:
+            step: The name of the step.
+            content: What to tell the other half.
+        """
         self._put(step, content)
         return json.loads(self._wait(step))
 
     # --- what they find out ---
 
     def _seen_changes(self) -> Iterator[DoctorRow]:
-        """Change files that the other half has looked at; yield how late each half sees changes."""
+        """Each half changes files that the other has looked at. Yield how late this one sees it."""
         mine, other = self.mine, self._other
         with ExitStack() as held:
             data = os.urandom(_DATA_BYTES)
@@ -195,7 +200,11 @@ class Meeting:
         yield from self._watched(sizes)
 
     def _watched(self, before: dict[str, int | None]) -> Iterator[DoctorRow]:
-        """Look at the changed files until this host sees all changes; yield the lags."""
+        """Look at the other half's files until this host sees all changes; yield how late it does.
+
+        Args:
+            before: Key of each file → its size before the change.
+        """
         texts = {
             "grows": "attributes",
             "goes": "deleted names",
@@ -229,7 +238,7 @@ class Meeting:
             )
 
     def _lag(self) -> DoctorRow:
-        """Measure how late new names are seen: one half puts names, the other answers; in turns."""
+        """Measure how late new names are seen: one half puts a name, the other answers, in turn."""
         lags: list[float] = []
         ahead = 0.0
         for leader in sorted((self.mine, self._other)):
@@ -264,7 +273,7 @@ class Meeting:
         )
 
     def _races(self) -> DoctorRow:
-        """Put the same keys as the other half at the same time: exactly one half may win each."""
+        """Put the same keys at the same time as the other half: one half may win each key."""
         folder = min(self.mine, self._other)
         self._both("starts")
         started = time.monotonic()
@@ -311,7 +320,7 @@ class Meeting:
         return Path(self._backend.where(key))
 
     def _size(self, key: str) -> int | None:
-        """Return the size of an object, by one plain look that does not wait for late names."""
+        """Return the size of an object by one look, which does not wait for a late name."""
         if self._is_remote:
             return self._backend.size_if_there(key)
         try:

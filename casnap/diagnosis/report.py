@@ -1,4 +1,4 @@
-"""The report of a diagnosis: rows, and a verdict that follows from them."""
+"""The report of a diagnosis: rows, and the verdict that follows from these."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SECOND = 2.0
 
 
 class DoctorRow(NamedTuple):
-    """What one probe found.
+    """The finding of one probe.
 
     Attributes:
         name: The name of the probe.
         finding: The finding, in words.
         verdict: ``good``; ``fair``: a store is safe, but the advice names a cost; ``bad``: no store
-            is safe here; ``unknown``: it could not be tried.
+            is safe here; ``unknown``: the probe could not be tried.
         advice: What the user should do or know; empty if the verdict is good.
     """
 
@@ -41,7 +41,7 @@ class DoctorReport:
         place: The folder or the URI.
         rows: The findings of each probe.
         other_host: The other host that took part; None if there was none.
-        seconds: How long all took.
+        seconds: How long all probes took.
     """
 
     place: str
@@ -77,7 +77,9 @@ class DoctorReport:
 
 
 def clock_row(whose: str, at: float, begun: float) -> DoctorRow:
-    """Return the row of a clock that has just told the time of an action of this host.
+    """Return the row that compares another clock with this host's.
+
+    This host has just done an action that the other clock has stamped.
 
     Args:
         whose: The owner of the clock.

@@ -1,4 +1,4 @@
-"""The site of the probes: keys of their own at the place; on a disk, a folder of their own."""
+"""Where the probes of one process work: keys of its own at the place, and on a disk a folder."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Site:
         seconds: How many seconds all probes together may take.
 
     Attributes:
-        backend: That backend.
+        backend: The backend of the place.
         end: When all probes must be over, by the monotonic clock.
-        me: A random id, by which the processes that work there differ.
+        me: A random id of this process, as others work at the same place.
         key: The prefix of the keys of this process.
     """
 
@@ -33,7 +33,7 @@ class Site:
 
     @property
     def left(self) -> float:
-        """How many seconds are left, at least 0."""
+        """How many seconds are left for the probes, at least 0."""
         return max(0.0, self.end - time.monotonic())
 
     def tries(self, most: int, seconds: float) -> Iterator[int]:

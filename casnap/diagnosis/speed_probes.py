@@ -1,4 +1,4 @@
-"""Measuring the speed of a place: of packs, as casnap handles them, and of one plain file."""
+"""Measure the speed of a place: for packs, as casnap handles them, and for one plain file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,16 @@ def _row(name: str, speed: float, plain: float | None) -> DoctorRow:
 
 
 def _grown(site: Site, views: list[memoryview], most: int) -> tuple[float, float, int]:
-    """Measure with more and more bytes until that takes long enough; return speeds and bytes."""
+    """Measure with more and more bytes, until a measurement takes long enough to be exact.
+
+    Args:
+        site: The site.
+        views: Buffers of bytes to write.
+        most: The most bytes to write.
+
+    Returns:
+        The speeds of writing and of reading, in bytes per second; and how many bytes it took.
+    """
     nbytes = min(_LEAST, most)
     while True:
         packs = [view[:nbytes] for view in views]
@@ -67,7 +76,7 @@ def _grown(site: Site, views: list[memoryview], most: int) -> tuple[float, float
 
 
 def _fill(view: memoryview) -> None:
-    """Fill a buffer with runs that all differ: some file systems store equal runs only once."""
+    """Fill a buffer with runs that all differ, since some file systems store equal runs once."""
     random = os.urandom(_RUN)
     for start in range(0, len(view), _RUN):
         view[start : start + _RUN] = random[: len(view) - start]
@@ -94,7 +103,13 @@ def _packs(site: Site, views: list[memoryview]) -> tuple[float, float]:
 
 
 def _plain_file(site: Site, view: memoryview, nbytes: int) -> tuple[float, float]:
-    """Write one file as any program does, and read it; return both speeds in bytes per second."""
+    """Write one file as any program does, and read it; return both speeds in bytes per second.
+
+    Args:
+        site: The site.
+        view: The bytes to write, again and again.
+        nbytes: The length of the file.
+    """
     path = site.path("plain")
     pieces = [view[: min(_PIECE, nbytes - start, len(view))] for start in range(0, nbytes, _PIECE)]
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""The names of DCP and the paths of casnap.
+"""Convert between the names of DCP and the paths of casnap.
 
 DCP flattens nested dicts, and lists that hold tensors or dicts, into a flat dict. It names a value
 by the keys above it, joined by dots, and keeps the keys as the value's *object path*. casnap's path
@@ -46,7 +46,7 @@ DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
 
 
 class DictKey(msgspec.Struct, frozen=True, array_like=True):
-    """A key of a dict that is no str. In its place, DCP has ``str(key)``.
+    """A key of a dict that is not a str. DCP has ``str(key)`` in its place.
 
     Attributes:
         encoded: The key, as casnap's paths encode it.
@@ -59,7 +59,7 @@ class DictKey(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def key(self) -> Any:
-        """The key."""
+        """The key itself, such as an int."""
         return decode_keys([self.encoded])[0]
 
 
@@ -78,9 +78,13 @@ def casnap_path(path: ObjectPath) -> str:
 
 
 def first_keys(paths: Iterable[ObjectPath]) -> dict[ObjectPath, DictKey]:
-    """Return the keys that are no str, by their object paths in DCP.
+    """Return the keys that are not str, by their object paths in DCP.
 
-    Ranks may have different keys of the same text at one path: the first that is no str counts.
+    Ranks may have different keys with the same text at one path. The first that is not a str
+    counts.
+
+    Args:
+        paths: The object paths of all values; a key that is not a str is a :class:`DictKey`.
     """
     keys: dict[ObjectPath, DictKey] = {}
     for path in paths:
@@ -92,18 +96,18 @@ def first_keys(paths: Iterable[ObjectPath]) -> dict[ObjectPath, DictKey]:
 
 
 def with_keys(path: ObjectPath, keys: Mapping[ObjectPath, DictKey]) -> ObjectPath:
-    """Return an object path of DCP with the original keys in place of their texts.
+    """Replace the texts in an object path of DCP by the original keys.
 
     Args:
         path: The object path, as DCP has it.
-        keys: The keys of :func:`first_keys`.
+        keys: The keys, as :func:`first_keys` returns them.
     """
     in_dcp = as_in_dcp(path)
     return tuple(keys.get(in_dcp[: i + 1], part) for i, part in enumerate(in_dcp))
 
 
 def as_in_dcp(path: ObjectPath) -> ObjectPath:
-    """Return an object path as DCP has it: its keys are texts."""
+    """Return an object path as DCP has it: keys of dicts are texts."""
     return tuple(str(part) if isinstance(part, DictKey) else part for part in path)
 
 
@@ -111,7 +115,7 @@ def as_in_dcp(path: ObjectPath) -> ObjectPath:
 
 
 def containers_above(paths: Iterable[ObjectPath]) -> dict[str, list[Leaf]]:
-    """Return the dicts and lists that hold the values, as leaves, by the first key of their paths.
+    """Return the leaves of the dicts and lists that hold the values, by the top key.
 
     Args:
         paths: The object paths of all values, in order.
@@ -143,7 +147,11 @@ def containers_above(paths: Iterable[ObjectPath]) -> dict[str, list[Leaf]]:
 
 
 def _check_paths(paths: Sequence[ObjectPath]) -> None:
-    """Check that each value has a place of its own, and that lists are not mostly gaps."""
+    """Check that each value has a place of its own, and that lists have few gaps.
+
+    Raises:
+        StateError: They do not.
+    """
     distinct, parents = set(paths), set[ObjectPath]()
     lengths: dict[ObjectPath, int] = {}
     for path in paths:
@@ -162,15 +170,16 @@ def _check_paths(paths: Sequence[ObjectPath]) -> None:
 
 
 def _as_saved(value: Any, path: ObjectPath, keys: Mapping[ObjectPath, Any]) -> Any:
-    """Return nested containers with their original keys; states of optimizers get ints as keys.
+    """Return nested containers with the keys that they had before DCP made them texts.
 
-    DCP turns each key into a str, and drops empty dicts. An optimizer has ints as the keys of its
-    parameters, and would ignore the state of a parameter ``"0"``.
+    An optimizer has ints as the keys of its parameters, and would ignore the state of a parameter
+    ``"0"``. So keys that are numbers become ints in the state of an optimizer, even if no record of
+    them is known. DCP also drops empty dicts; an empty ``state`` is put back.
 
     Args:
         value: A value.
         path: Its object path in DCP.
-        keys: The known keys that are no str, by their object paths in DCP.
+        keys: The known keys that are not str, by their object paths in DCP.
     """
     if isinstance(value, list):
         return [_as_saved(inner, (*path, i), keys) for i, inner in enumerate(value)]
@@ -192,21 +201,21 @@ def _as_saved(value: Any, path: ObjectPath, keys: Mapping[ObjectPath, Any]) -> A
 
 
 class Stored(NamedTuple):
-    """A value in a snapshot: its path in casnap, and its entry."""
+    """An entry of a snapshot, with its path in casnap."""
 
     path: str
     entry: Entry
 
 
 class _Value:
-    """Stands for a value that DCP does not look into."""
+    """Stands in for a value that DCP does not flatten."""
 
     def __init__(self, content: Stored) -> None:
         self.content = content
 
 
 class _List(list[Any]):
-    """Stands for a list. DCP looks into it only if it holds tensors or dicts."""
+    """Stands in for a list. DCP flattens it only if it holds tensors or dicts."""
 
     content: Stored
 
@@ -214,10 +223,10 @@ class _List(list[Any]):
 def described(
     contents: Contents, entries: Mapping[str, Entry], path: str = ""
 ) -> tuple[Metadata, dict[str, Stored]]:
-    """Return the metadata by which DCP plans a load, and the values by their names in DCP.
+    """Return the metadata by which DCP plans a load, and each entry by its name in DCP.
 
-    The metadata come from the snapshot's entries, so any take can be loaded. In them each tensor
-    has one chunk, of DCP's kind.
+    The metadata are made from the snapshot's entries, so any take can be loaded. In them each
+    tensor has a single one of DCP's chunks.
 
     Args:
         contents: The snapshot.
@@ -258,7 +267,13 @@ def described(
 
 
 def _stand_in(path: str, entries: Mapping[str, Entry], specs: Mapping[str, Leaf]) -> Any:
-    """Return a stand-in for a value, of a kind that DCP flattens as it would the value."""
+    """Return a value without contents that DCP flattens just as it would the entry's value.
+
+    Args:
+        path: The path of the entry.
+        entries: All entries, by path.
+        specs: The leaves of the containers among them, by path.
+    """
     entry = entries.get(path)
     if entry is None:
         raise DamagedError(f"{path} is missing from the snapshot", (path,))

@@ -21,10 +21,10 @@ _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 class ExportOutput:
-    """A file or folder that is written under a temporary name beside its own, then renamed.
+    """A file or folder that is written under a temporary name beside its final name, then renamed.
 
     Args:
-        out: Its path.
+        out: Its final path.
         is_folder: Whether it is a folder.
         nbytes: About how many bytes it will have.
         mode: The mode of its files, from which the umask takes rights.
@@ -67,7 +67,7 @@ class ExportOutput:
 
     @contextmanager
     def file(self, name: str, nbytes: int = 0) -> Iterator[int]:
-        """Create a file, yield its descriptor, and sync it at the end of the block.
+        """Create a file, yield its descriptor, and sync the file at the end of the ``with`` block.
 
         Args:
             name: Its name in the folder; if the output is a single file, that file's name.
@@ -83,7 +83,7 @@ class ExportOutput:
             self.sizes[name] = os.fstat(fd).st_size
 
     def link(self, name: str, file: Path) -> None:
-        """Make a hard link in the folder to a file that nobody changes any more."""
+        """Make a hard link in the folder to ``file``, which must not change any more."""
         os.link(file, self._partial / name, follow_symlinks=False)
 
     def stat(self, name: str) -> os.stat_result:

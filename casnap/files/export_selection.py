@@ -1,4 +1,4 @@
-"""The part of a snapshot to export: its tensors by name, and values that the format cannot hold."""
+"""Select the part of a snapshot to export: its tensors by name, and values that do not fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from casnap.storage import Contents
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of the snapshot: its path, and its entry."""
+    """The entry of a tensor in the snapshot, with its path."""
 
     path: str
     entry: TensorEntry
@@ -36,8 +36,8 @@ def part_of(contents: Contents, path: str | None, *, only_tensors: bool = False)
     Args:
         contents: The snapshot.
         path: The path; None for everything that rank 0 sees.
-        only_tensors: Whether to ignore containers. If so, the stages of a pipeline, whose
-            containers differ from rank to rank, are one model.
+        only_tensors: Whether to ignore containers. The stages of a pipeline have different
+            containers on each rank; without these, they are one model.
 
     Raises:
         EntryNotFoundError: There is no such path, or several ranks have entries of their own there
@@ -63,7 +63,7 @@ def is_plain(entry: Entry) -> bool:
 
 
 def sparse_below(part: Part) -> tuple[str, ...]:
-    """Return the prefixes of the paths below sparse tensors, which lead to indices and values."""
+    """Return, for each sparse tensor, the prefix of the paths of its indices and values."""
     return tuple(
         f"{path}/"
         for path, entry in part.entries.items()
@@ -74,7 +74,7 @@ def sparse_below(part: Part) -> tuple[str, ...]:
 def named_tensors(
     part: Part, dtypes: Collection[str], snapshot: str
 ) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return the tensors by the names that they get, and the paths of all other values.
+    """Return the tensors that the format can hold, by their names in it, and all other paths.
 
     Args:
         part: The part that is exported.
@@ -112,7 +112,7 @@ def _name(base: str, path: str) -> str:
 
 
 def equal_tensors(tensors: Mapping[str, StoredTensor], without: Collection[str]) -> dict[str, str]:
-    """Return the name of each tensor that equals an earlier one → the name of the earliest one.
+    """Find tensors that equal an earlier one; return their names → the earliest one's name.
 
     Args:
         tensors: The tensors by name.
@@ -130,7 +130,7 @@ def equal_tensors(tensors: Mapping[str, StoredTensor], without: Collection[str])
 def without_tied(
     tensors: Mapping[str, StoredTensor], tied: Sequence[str], snapshot: str
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Leave out the tensors of some names, whose bytes are stored under other names too.
+    """Leave out tied tensors: their bytes are written under another name too.
 
     Args:
         tensors: The tensors by name.
@@ -161,16 +161,16 @@ def without_tied(
 
 
 def _content(entry: TensorEntry) -> tuple[object, ...]:
-    """Return a key of a tensor's content: equal tensors have equal keys."""
+    """Return a key for a tensor's dtype, shape and bytes: equal tensors have equal keys."""
     return entry.dtype, entry.shape, entry.payload
 
 
 def shards_by_size(sizes: Mapping[str, int], most: int | None) -> list[list[str]]:
-    """Return for each file the names of its tensors. A file gets as many as fit, in order.
+    """Divide tensors among files, in order; return the names of the tensors in each file.
 
     Args:
         sizes: The bytes of each tensor, by name.
-        most: The most bytes of a file; None: any number.
+        most: The most bytes of a file, unless a single tensor has more; None: any number.
     """
     shards: list[list[str]] = [[]]
     fill = 0

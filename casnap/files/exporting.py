@@ -1,4 +1,4 @@
-"""Exporting a snapshot, or a part of it, to a file of another format."""
+"""Export a snapshot, or a part of it, to a file of another format."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ def export(
     contents: Contents, out: Path, options: ExportOptions, progress: Progress | None
 ) -> ExportReport:
     """Write a snapshot, or the part at ``options.path``, to a file or to a folder of files.
+
+    Args:
+        contents: The snapshot.
+        out: The path to write to.
+        options: The options of the export.
+        progress: Called with the phase, the bytes done, and the total.
 
     Raises:
         FileFormatError: The format cannot hold the part; or ``out`` exists, is a URI or lies inside

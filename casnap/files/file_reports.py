@@ -28,7 +28,11 @@ _OTHERS = (".gguf", ".onnx", ".h5", ".msgpack", ".npz", ".npy", ".pkl", ".tflite
 
 
 def format_of(out: str | os.PathLike[str], format: str | None) -> str:
-    """Return the format of an export: the one that was asked for, or the one of the name's suffix.
+    """Return the format of an export: the one that was asked for, or the one of the suffix.
+
+    Args:
+        out: The path to write to.
+        format: The format that was asked for; None: go by the suffix of ``out``.
 
     Raises:
         FileFormatError: The two differ, or the suffix is of a format that casnap does not write.
@@ -88,7 +92,7 @@ class ImportReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """How to export. :meth:`casnap.Snapshot.export` describes the options."""
+    """The options of :meth:`casnap.Snapshot.export`, which describes them."""
 
     path: str | None = None
     format: str = "safetensors"
@@ -109,7 +113,7 @@ class ExportOptions:
 
 
 def tied_names(tied: Any) -> Sequence[str]:
-    """Return the tied names of a module: further names of parameters that have an earlier one.
+    """Return the tied names of a module: all names of a parameter except its first.
 
     Args:
         tied: The module; or the names, which are returned as they are.
@@ -133,9 +137,9 @@ class ExportReport:
             run of the formats torch and dcp counts only the bytes of their tensors.
         tensors: How many tensors were written.
         nbytes: The bytes of these tensors.
-        left_out: The paths of values that ``tensors_only`` left out, since the format cannot hold
-            them. An export of the whole snapshot also lists here the keys that only ranks other
-            than rank 0 have.
+        left_out: The paths of values that the format cannot hold, if ``tensors_only`` left these
+            out. An export of the whole snapshot also lists here the keys that only ranks other than
+            rank 0 have.
         tied: Each name that was left out → the name of the equal tensor that was written.
         equal: The name of each written tensor that has the bytes of an earlier one → the name of
             the earliest one: perhaps tied weights.
@@ -154,7 +158,12 @@ class ExportReport:
 
 
 class ExportPlan(NamedTuple):
-    """A planned export: its report, and the function that writes the files of the output."""
+    """A planned export.
+
+    Attributes:
+        report: What the export will have done.
+        write: Writes the files of the output.
+    """
 
     report: ExportReport
     write: Callable[[ExportOutput, TensorWriter], None]

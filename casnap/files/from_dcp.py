@@ -1,4 +1,4 @@
-"""Importing a checkpoint of ``torch.distributed.checkpoint`` (DCP), as FileSystemWriter writes it.
+"""Import a checkpoint of ``torch.distributed.checkpoint`` (DCP), as FileSystemWriter writes it.
 
 Its ``.metadata`` is a pickle. casnap interprets the pickle without running it: it knows DCP's own
 classes of metadata, and refuses all others.
@@ -40,7 +40,13 @@ _KNOWN = {
 
 
 class _FileRange(NamedTuple):
-    """The bytes of a tensor, of a box of it, or of an object: file, offset and length."""
+    """Where the bytes of a tensor, of a box of it, or of an object are stored.
+
+    Attributes:
+        file: The name of the file.
+        offset: The offset in the file, in bytes.
+        nbytes: The length in bytes.
+    """
 
     file: str
     offset: int
@@ -48,7 +54,13 @@ class _FileRange(NamedTuple):
 
 
 class _DcpTensor(NamedTuple):
-    """A tensor: its dtype by torch's name, its shape, and its boxes, which files store."""
+    """A tensor in the metadata.
+
+    Attributes:
+        dtype: Its dtype, by torch's name.
+        shape: Its shape.
+        boxes: The boxes of it that the files store.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,12 +68,12 @@ class _DcpTensor(NamedTuple):
 
 
 class _DcpMetadata(NamedTuple):
-    """The decoded metadata.
+    """The metadata of a checkpoint, decoded.
 
     Attributes:
         values: Name → the tensor; None for an object.
         paths: Name → the object path.
-        places: Name and offsets of a box → the place of its bytes; objects have no offsets.
+        places: Name and offsets of a box → where its bytes are stored; objects have no offsets.
     """
 
     values: dict[str, _DcpTensor | None]
@@ -71,6 +83,10 @@ class _DcpMetadata(NamedTuple):
 
 def read_dcp(folder: Path, key: str | None) -> SourceFiles:
     """Return the leaves of a checkpoint of DCP, under the keys that it was saved with.
+
+    Args:
+        folder: The checkpoint.
+        key: A key to put above these keys; None for none.
 
     Raises:
         FileFormatError: The metadata need code or are damaged, or a file is missing.
@@ -112,7 +128,7 @@ def read_dcp(folder: Path, key: str | None) -> SourceFiles:
 
 
 class _CodeError(ValueError):
-    """The metadata name a class or function that is none of DCP's metadata."""
+    """The metadata name a class or function that is not one of DCP's metadata classes."""
 
 
 def _only_known(step: str, term: Term) -> None:
@@ -142,7 +158,15 @@ def _read_metadata(data: memoryview) -> _DcpMetadata:
 
 
 def _fields(term: object, name: str = "") -> dict[str, Any]:
-    """Return the attributes of an interpreted object, which must be of class ``name`` if given."""
+    """Return the attributes of an object in an interpreted pickle.
+
+    Args:
+        term: The object.
+        name: The class that it must have; empty for any class.
+
+    Raises:
+        ValueError: It is no object of this class.
+    """
     if not isinstance(term, Term) or term.kind != "call" or (name and term.name != name):
         raise ValueError(
             f"{with_article(getattr(term, 'name', kind_of(term)))} in place of {with_article(name)}"
@@ -175,7 +199,7 @@ def _number(value: object) -> int:
 
 
 def _sizes(term: object) -> tuple[int, ...]:
-    """Return the sizes in an interpreted ``torch.Size``."""
+    """Return the numbers of a ``torch.Size`` in an interpreted pickle."""
     if not isinstance(term, Term) or term.name != _SIZE or kind_of(term.parts[0]) != "tuple":
         raise ValueError(f"{with_article(kind_of(term))} in place of sizes")
     return tuple(map(_number, term.parts[0].parts))
@@ -220,8 +244,12 @@ class _Values:
     def leaves(self, name: str, path: str) -> Iterator[Leaf]:
         """Yield the leaves of a value.
 
+        Args:
+            name: Its name in DCP.
+            path: Its path in casnap.
+
         Raises:
-            FileFormatError: The value is not where the metadata say, or differs from them.
+            FileFormatError: The value is not where the metadata say, or differs from the metadata.
         """
         tensor = self._metadata.values[name]
         try:

@@ -1,4 +1,4 @@
-"""Importing safetensors: one file, or shards."""
+"""Import safetensors: one file, or the shards of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Importing a file of ``torch.save``, as ``torch.load(weights_only=True)`` reads it."""
+"""Import a file of ``torch.save``, as ``torch.load(weights_only=True)`` reads it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def read_torch_shards(shards: Shards, key: str) -> SourceFiles:
 
 
 def _has_keys(state: Any) -> bool:
-    """Whether a state has keys of its own, such as ``{"model": …, "step": 100}``."""
+    """Whether a state is an app state, such as ``{"model": …, "step": 100}``, not one model's."""
     if not isinstance(state, dict) or not all(type(name) is str for name in state):
         return False
     if hasattr(state, "_metadata"):

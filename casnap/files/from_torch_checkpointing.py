@@ -1,4 +1,4 @@
-"""Importing a checkpoint of torch_checkpointing: a file of ``torch.save`` for each item and rank.
+"""Import a checkpoint of torch_checkpointing: a file of ``torch.save`` for each item and rank.
 
 Its DTensors were pickled with their mesh, so the files say which rank held which box. Its
 ``metadata.pkl``, which only items with a resharder have, says nothing more.
@@ -34,7 +34,7 @@ _FILE = re.compile(r"(.+)_(0|[1-9][0-9]{0,8})\.pt", re.DOTALL)
 
 
 def files_of_items(folder: Path) -> dict[str, dict[int, Path]]:
-    """Return the files by item and rank; an empty dict if the folder is no such checkpoint."""
+    """Return item → rank → file; an empty dict if the folder is no such checkpoint."""
     items: dict[str, dict[int, Path]] = {}
     for file in sorted(folder.iterdir()):
         if (match := _FILE.fullmatch(file.name)) is not None:
@@ -47,7 +47,7 @@ def read_torch_checkpointing(folder: Path, key: str | None, rank: int | None) ->
 
     Args:
         folder: The checkpoint.
-        key: Must be None: its items are the keys.
+        key: Must be None: the checkpoint's items become the keys.
         rank: The rank whose values to import where the ranks differ.
 
     Raises:
@@ -73,7 +73,14 @@ def read_torch_checkpointing(folder: Path, key: str | None, rank: int | None) ->
 
 
 def _leaves(folder: Path, item: str, files: Mapping[int, Path], rank: int | None) -> list[Leaf]:
-    """Return the leaves of an item, as one rank has them, with DTensors joined from all ranks."""
+    """Return the leaves of an item, as one rank has them, with DTensors joined from all ranks.
+
+    Args:
+        folder: The checkpoint.
+        item: The name of the item.
+        files: Rank → file.
+        rank: The rank; None if all ranks must have the same values.
+    """
     of_rank = min(files) if rank is None else rank
     if of_rank not in files:
         raise FileFormatError(f"{folder} has {item} of {rank_names([*files])}, not of rank {rank}")
@@ -109,7 +116,16 @@ def _leaves_of_file(file: Path, item: str, rank: int) -> dict[str, Leaf]:
 def _boxes(
     folder: Path, leaf: Leaf, of_ranks: Mapping[int, Leaf]
 ) -> list[tuple[Region, torch.Tensor]]:
-    """Return the boxes of a DTensor from all ranks, each once, with their elements."""
+    """Return the boxes of a DTensor that the ranks hold, with their elements, each box once.
+
+    Args:
+        folder: The checkpoint, for messages.
+        leaf: The DTensor's leaf on one rank.
+        of_ranks: Its leaf on each rank that has it.
+
+    Raises:
+        FileFormatError: A rank has another tensor at this path.
+    """
     parts: dict[Region, torch.Tensor] = {}
     for other in of_ranks.values():
         if not isinstance(other.content, Shards) or other.entry != leaf.entry:

@@ -1,4 +1,4 @@
-"""Importing a snapshot of TorchSnapshot, as one of its ranks sees it."""
+"""Import a snapshot of TorchSnapshot, as one of its ranks sees it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Shard(msgspec.Struct):
 
 
 class _ManifestEntry(msgspec.Struct):
-    """An entry of TorchSnapshot's manifest, of any type. Each type has only some of the fields."""
+    """An entry of TorchSnapshot's manifest. Each type of entry has only some of the fields."""
 
     type: str
     keys: list[str | int] = []
@@ -71,6 +71,11 @@ class _Metadata(msgspec.Struct):
 
 def read_torchsnapshot(folder: Path, key: str | None, rank: int | None) -> SourceFiles:
     """Return what a rank restores: its own entries, replicated ones, and sharded tensors whole.
+
+    Args:
+        folder: The snapshot.
+        key: Must be None: the snapshot has keys of its own.
+        rank: The rank; None for rank 0, if no other rank has entries of its own.
 
     Raises:
         FileFormatError: The metadata are malformed, or a file is missing; or several ranks have
@@ -113,7 +118,9 @@ def _read_metadata(file: Path) -> _Metadata:
 
 
 def _check_yaml(events: Iterable[object]) -> None:
-    """Check a document before yaml builds it: deep nesting crashes yaml, aliases can fill memory.
+    """Check the events of a document before yaml builds it.
+
+    Deep nesting crashes yaml, and aliases can fill the memory.
 
     Raises:
         ValueError: The document has aliases or deep nesting, which TorchSnapshot does not write.
@@ -127,7 +134,10 @@ def _check_yaml(events: Iterable[object]) -> None:
 
 
 def _seen_by(folder: Path, snapshot: _Metadata, rank: int | None) -> dict[str, _ManifestEntry]:
-    """Return the entries that a rank restores, by path without rank, with all ranks' shards."""
+    """Return the entries that a rank restores, by path without the rank.
+
+    A sharded tensor has the shards of all ranks.
+    """
     world = snapshot.world_size
     of_rank = 0 if rank is None else rank
     if not 0 <= of_rank < max(world, 1):
@@ -162,7 +172,7 @@ class _Reader:
 
     Attributes:
         folder: The files of the snapshot.
-        seen: The paths that were read.
+        seen: The paths of the entries that were read.
     """
 
     def __init__(self, folder: Path, entries: dict[str, _ManifestEntry]) -> None:
@@ -195,7 +205,7 @@ class _Reader:
 
         Args:
             path: The path.
-            places: Gets the paths of these other values.
+            places: Gets the path of each placeholder, in order.
         """
         self.seen.add(path)
         entry = self._entries.get(path)
@@ -288,7 +298,7 @@ _VALUE = object()
 
 
 def _primitive(entry: _ManifestEntry) -> object:
-    """Return a primitive value, which the metadata hold themselves."""
+    """Return a primitive value, such as a number. It lies in the metadata themselves."""
     text = entry.serialized_value
     if entry.type == "int":
         return int(text)

@@ -1,4 +1,4 @@
-"""Importing files as a snapshot."""
+"""Import files as a snapshot."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def import_files(
 
 
 def is_imported(path: Path, contents: Contents, *, key: str | None, rank: int | None) -> bool:
-    """Whether a snapshot holds all that an import of files would store. This reads the files.
+    """Whether a snapshot equals the one that an import of files would take. This reads the files.
 
     Args:
         path: A file or a folder.
@@ -165,7 +165,7 @@ def _format_of(file: Path) -> str:
 
 
 def _weights_in(folder: Path) -> list[Path]:
-    """Return the files of weights in a folder, or its indexes instead, if it has any.
+    """Return the files of weights in a folder, or the indexes of shards, if it has any.
 
     If the files are all shards of one model, only the first is returned.
     """

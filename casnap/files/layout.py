@@ -1,4 +1,4 @@
-"""The layout of a snapshot's tensors in safetensors files that stay alike from version to version.
+"""Lay out a snapshot's tensors in safetensors files, so that the next snapshot's files are alike.
 
 The layout depends only on the names, shapes and dtypes of the tensors, and on the options. So the
 same tensors of the next snapshot lie at the same places, and a file in which no tensor has changed
@@ -49,7 +49,7 @@ class PlacedChunk(NamedTuple):
 
 
 class PlacedTensor:
-    """A tensor in a file.
+    """A tensor, and its place and dtype in a file.
 
     Args:
         contents: The snapshot.
@@ -70,7 +70,7 @@ class PlacedTensor:
 
     @property
     def cast(self) -> str:
-        """The cast as ``from>to``; empty if the dtype stays."""
+        """The change of dtype as ``from>to``; empty if the dtype stays."""
         return "" if self.dtype == self.entry.dtype else f"{self.entry.dtype}>{self.dtype}"
 
     @property
@@ -101,7 +101,7 @@ class PlacedTensor:
 
     @cached_property
     def digest(self) -> str:
-        """The digest of the joined digests of the chunks."""
+        """The digest, in hex, of the joined digests of the chunks."""
         return digest_of(b"".join(cell.digest for cell in self.cells)).hex()
 
     @cached_property
@@ -114,7 +114,14 @@ class PlacedTensor:
 
 
 class PlannedFile(NamedTuple):
-    """A file of tensors: its name, its header, its tensors by name, and its length in bytes."""
+    """A file of tensors to be written.
+
+    Attributes:
+        name: The name of the file.
+        header: Its header, in bytes.
+        tensors: Its tensors, by name.
+        nbytes: Its length in bytes.
+    """
 
     name: str
     header: bytes
@@ -123,7 +130,7 @@ class PlannedFile(NamedTuple):
 
 
 class FileLayout(NamedTuple):
-    """The files that the tensors of a snapshot become.
+    """The files in which the tensors of a snapshot are laid out.
 
     Attributes:
         files: The files of tensors.
@@ -220,16 +227,20 @@ def _renamed(
 
 
 def _is_adapter(names: Iterable[str], others: Mapping[str, bytes]) -> bool:
-    """Whether the tensors are an adapter, which loaders look for under another file name.
+    """Whether the tensors are an adapter. Loaders look for an adapter under another file name.
 
     A whole model whose layers PEFT has wrapped is no adapter, though ``adapter_config.json`` may
     lie beside it.
+
+    Args:
+        names: The names of the tensors.
+        others: The other files of the snapshot, by name.
     """
     return _ADAPTER_CONFIG in others and not any(".base_layer." in name for name in names)
 
 
 def _small_files(contents: Contents) -> dict[str, bytes]:
-    """Return the small files in a snapshot, except those that a loader could unpickle."""
+    """Return the small files stored in a snapshot, except those that a loader could unpickle."""
     try:
         part = part_of(contents, FILES)
     except EntryNotFoundError:

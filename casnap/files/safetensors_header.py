@@ -1,4 +1,4 @@
-"""The header of a safetensors file: written, and read as untrusted input.
+"""Write the header of a safetensors file, and read it as untrusted input.
 
 A file is the length of the header (8 bytes), the header (JSON), then the bytes of all tensors,
 without holes. https://github.com/huggingface/safetensors describes it.
@@ -156,7 +156,7 @@ def _checked(name: str, described: _Described, base: int, length: int) -> Header
 def header_of(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int], int]:
-    """Return the beginning of a file, where each tensor's bytes begin, and the file's length.
+    """Return the beginning of a file, the offset of each tensor's bytes, and the file's length.
 
     Args:
         tensors: The name of each tensor → its dtype, as torch names it, and its shape.

@@ -1,4 +1,4 @@
-"""The shards of a model: several files that hold it together.
+"""Find the shards of a model: several files that hold its tensors together.
 
 Transformers and its like write ``model-00001-of-00004.safetensors`` or
 ``pytorch_model-00001-of-00004.bin``, and an index, which names the file of each tensor.

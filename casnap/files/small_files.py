@@ -22,7 +22,7 @@ _NOT_CARRIED = (
 
 
 def is_carried(name: str, nbytes: int) -> bool:
-    """Whether a file of this name and length goes along with weights."""
+    """Whether an import takes along a file of this name and length that lies beside weights."""
     return (
         is_file_name(name)
         and not name.lower().startswith("casnap-")
@@ -32,7 +32,7 @@ def is_carried(name: str, nbytes: int) -> bool:
 
 
 def small_files(folder: Path) -> dict[str, bytes]:
-    """Return the files directly in a folder that go along with its weights, by name."""
+    """Return the files directly in a folder that an import takes along, by name."""
     return {
         file.name: file.read_bytes()
         for file in paths_in(folder)

@@ -1,4 +1,4 @@
-"""The source of an import: files, and their tensors as leaves of a take.
+"""The source of an import: files, whose tensors become the leaves of a take.
 
 Files are mapped, which takes no memory. The content of a leaf is a tensor of bytes: its last axis
 has the bytes of an element. So elements need not be aligned in the file.
@@ -213,19 +213,30 @@ def file_leaf(path: str, dtype: str, shape: tuple[int, ...], content: torch.Tens
 def joined_leaf(
     path: str, dtype: str, shape: tuple[int, ...], parts: Sequence[tuple[Region, torch.Tensor]]
 ) -> Leaf:
-    """Return the leaf of a tensor that lies in several boxes.
+    """Return the leaf of a tensor that lies in a file in several boxes.
+
+    Args:
+        path: Its path in the snapshot.
+        dtype: Its dtype, by torch's name.
+        shape: Its shape.
+        parts: The boxes, each with its elements.
 
     Raises:
-        FileFormatError: The boxes do not cover the tensor once.
+        FileFormatError: The boxes do not cover each element exactly once.
     """
     return joined(path, _entry(path, dtype, shape), parts)
 
 
 def joined(path: str, entry: TensorEntry, parts: Sequence[tuple[Region, torch.Tensor]]) -> Leaf:
-    """Return the leaf of a tensor in several boxes, given its entry.
+    """Return the leaf of a tensor that lies in several boxes, given its entry.
+
+    Args:
+        path: Its path in the snapshot.
+        entry: Its entry.
+        parts: The boxes, each with its elements.
 
     Raises:
-        FileFormatError: The boxes do not cover the tensor once.
+        FileFormatError: The boxes do not cover each element exactly once.
     """
     shape = entry.shape
     parts = [(box, content) for box, content in parts if box.numel]
@@ -240,10 +251,10 @@ def joined(path: str, entry: TensorEntry, parts: Sequence[tuple[Region, torch.Te
 
 
 def _check_shape(shape: Sequence[int], label: str) -> None:
-    """Check that torch can have a tensor of a shape.
+    """Check that a tensor of a shape can exist in torch.
 
     Raises:
-        FileFormatError: torch cannot.
+        FileFormatError: It cannot.
     """
     # An axis without elements counts as one in strides.
     if len(shape) > _MOST_AXES or min(shape, default=0) < 0 or prod(n or 1 for n in shape) >> 58:

@@ -1,4 +1,4 @@
-"""Writing the bytes of tensors to their places in files, chunk by chunk, as they are read."""
+"""Write the bytes of tensors to their places in files, chunk by chunk, as they are read."""
 
 from __future__ import annotations
 

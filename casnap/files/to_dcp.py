@@ -1,4 +1,4 @@
-"""Exporting a checkpoint that ``dcp.load`` reads with its own FileSystemReader."""
+"""Export a checkpoint that ``dcp.load`` reads with its own FileSystemReader."""
 
 from __future__ import annotations
 
@@ -67,7 +67,14 @@ def plan_dcp(contents: Contents, part: Part, name: str, options: ExportOptions) 
             os.pwrite(fd, pickle.dumps(metadata), 0)
 
     def write_file(fd: int, file: str, names: list[str], writer: TensorWriter) -> None:
-        """Write one value behind the other, and put the place of each into the metadata."""
+        """Write values one after the other, and put the place of each into the metadata.
+
+        Args:
+            fd: The file.
+            file: Its name.
+            names: The names of the values in DCP.
+            writer: Writes the tensors.
+        """
         stand_ins = StandIns(tensors[name][1] for name in names if name in tensors)
         at, archives, objects = 0, list[Archive](), dict[int, bytes]()
         for name in names:
@@ -94,7 +101,7 @@ def plan_dcp(contents: Contents, part: Part, name: str, options: ExportOptions) 
 
 
 def _saved(contents: Contents, part: Part, path: str) -> bytes:
-    """Return the bytes that ``torch.save`` writes for a value that is no tensor."""
+    """Return the bytes that ``torch.save`` writes for the value at a path, which is no tensor."""
     entries = {p: e for p, e in part.entries.items() if p == path or p.startswith(f"{path}/")}
     buffer = io.BytesIO()
     torch.save(inflate(path, read_values(contents, entries)), buffer)

@@ -1,4 +1,4 @@
-"""Exporting safetensors: one file, or shards with an index, named as transformers names them."""
+"""Export safetensors: one file, or shards with an index, named as transformers names them."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def plan_safetensors(
 
 
 def shard_names(count: int) -> list[str]:
-    """Return the file names of ``count`` shards; a single one is called as a whole model is."""
+    """Return the names of ``count`` files; a single file gets the name of an unsharded model."""
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
 
 
 def index_of(shards: Mapping[str, str], total: int) -> bytes:
-    """Return the index of shards.
+    """Return the content of the index of shards.
 
     Args:
         shards: The name of each tensor → the name of its file.

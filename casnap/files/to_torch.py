@@ -1,4 +1,4 @@
-"""Exporting a file of ``torch.save``."""
+"""Export a file of ``torch.save``."""
 
 from __future__ import annotations
 
@@ -65,7 +65,15 @@ def _state(
     tied_to: dict[str, str],
     stand_ins: StandIns,
 ) -> Any:
-    """Return the state, with stand-ins for the tensors that are written chunk by chunk."""
+    """Return the state, with stand-ins for the tensors that are written chunk by chunk.
+
+    Args:
+        contents: The snapshot.
+        part: The part that is exported.
+        entries: Path → entry of each tensor that gets a stand-in.
+        tied_to: Path of each tied tensor → path of the tensor whose stand-in it shares.
+        stand_ins: Makes the stand-ins.
+    """
     leaves = {path: Leaf(path, e, stand_ins.tensor(path, e)) for path, e in entries.items()}
     for path, first_path in tied_to.items():
         entry = part.entries[path]
@@ -79,7 +87,7 @@ def _state(
 
 
 def read_values(contents: Contents, entries: dict[str, Entry]) -> dict[str, Leaf]:
-    """Read entries whole; return their leaves by path."""
+    """Read whole entries into memory; return their leaves by path."""
     loading = Loading(contents)
     for path, entry in entries.items():
         loading.add(path, entry)

@@ -1,4 +1,4 @@
-"""The zip archive that ``torch.save`` writes, laid out before its tensors are read.
+"""Lay out the zip archive that ``torch.save`` writes, before its tensors are read.
 
 The layout leaves room for the bytes of tensors, which are written later, in any order.
 """
@@ -35,7 +35,7 @@ _NO_RESERVE = 0x4000  # MAP_NORESERVE, which Python has no name for
 
 
 class StandIns:
-    """Tensors that stand for those of a snapshot: of the same shapes, with bytes that nobody reads.
+    """Stand-ins for tensors of a snapshot: tensors of the same shapes whose bytes are never read.
 
     Args:
         entries: The entries of these tensors.
@@ -50,7 +50,7 @@ class StandIns:
         self._tensors: dict[int, StoredTensor] = {}
 
     def tensor(self, path: str, entry: TensorEntry) -> torch.Tensor:
-        """Return the stand-in for a tensor of the snapshot."""
+        """Return a new stand-in for a tensor of the snapshot."""
         dtype = TENSOR_DTYPES[entry.dtype]
         count = prod(entry.shape) * dtype.itemsize
         if not count:
@@ -61,7 +61,7 @@ class StandIns:
         return flat.view(dtype).reshape(entry.shape)
 
     def tensor_of(self, storage: torch.UntypedStorage) -> StoredTensor | None:
-        """Return the snapshot's tensor that a storage stands for; None if it is no stand-in."""
+        """Return the snapshot's tensor whose stand-in has this storage; None if there is none."""
         return self._tensors.get(storage.data_ptr())
 
 
@@ -137,14 +137,13 @@ class Archive:
             os.pwrite(fd, data, start)
 
     def _lay_out(self, crcs: Sequence[int]) -> tuple[dict[int, bytes], list[int], int]:
-        """Lay out the archive. Its offsets do not depend on the CRCs.
+        """Lay out the archive. Its offsets do not depend on the CRCs, so zeros serve to find them.
 
         Args:
             crcs: The CRC-32 of each storage.
 
-        Returns:
-            The bytes of all but storages, by offset; the offset of each storage; and the length of
-            the archive.
+        Returns: The bytes of all but storages, by offset; the offset of each storage; and the
+        length of the archive.
         """
         members = [
             _text("data.pkl", self._pickle),
@@ -175,7 +174,14 @@ def _text(name: str, data: bytes) -> tuple[str, bytes, int, int]:
 
 
 def write_archives(fd: int, writer: TensorWriter, archives: list[Archive], nbytes: int) -> None:
-    """Write archives to their places in a file of ``nbytes`` bytes."""
+    """Write archives, with the tensors of the snapshot, to their places in a file.
+
+    Args:
+        fd: The file.
+        writer: Writes the tensors.
+        archives: The archives.
+        nbytes: The length of the file.
+    """
     os.posix_fallocate(fd, 0, nbytes)
     placed = [tensor for archive in archives for tensor in archive.placed]
     writer.write(fd, placed)
@@ -185,7 +191,7 @@ def write_archives(fd: int, writer: TensorWriter, archives: list[Archive], nbyte
 
 
 def _crc_of(fd: int, tensor: Placed) -> int:
-    """Return the CRC-32 of a tensor that was just written: the page cache still has it."""
+    """Return the CRC-32 of a tensor in the file. It was just written, so the page cache has it."""
     crc, at, end = 0, tensor.start, tensor.start + tensor.entry.payload.nbytes
     while at < end:
         piece = os.pread(fd, min(_PIECE_BYTES, end - at), at)
@@ -227,7 +233,13 @@ def _directory_entry(name: bytes, crc: int, size: int, at: int) -> bytes:
 
 
 def _end(count: int, nbytes: int, at: int) -> bytes:
-    """Return the end of an archive, given the number, length and place of its directory."""
+    """Return the end record of an archive.
+
+    Args:
+        count: The number of members in its directory.
+        nbytes: The length of the directory.
+        at: The offset of the directory.
+    """
     end = b""
     if count >= 0xFFFF or nbytes >= _LARGE or at >= _LARGE:
         end = struct.pack(

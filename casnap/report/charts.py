@@ -1,4 +1,4 @@
-"""The drawings of a report, as SVG."""
+"""Draw the charts of a report, as SVG."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Box(NamedTuple):
 
 
 def bars(names: Sequence[str], values: Sequence[int]) -> Markup:
-    """Draw one bar for each snapshot, its height a number of bytes."""
+    """Draw one bar for each snapshot. Its height shows a number of bytes."""
     height = 84.0
     top = max(values, default=0) or 1
     step = (WIDTH - _LEFT) / max(1, len(values))
@@ -77,10 +77,11 @@ def curve(names: Sequence[str], values: Sequence[float | None]) -> Markup:
 
 
 def curves(runs: Mapping[str, Sequence[tuple[float, float]]]) -> Markup:
-    """Draw a metric of several runs: a line for each, over the steps or the order of the snapshots.
+    """Draw a metric of several runs: a line for each run.
 
     Args:
-        runs: The name of each run → its points: the step or the place in the order, and the value.
+        runs: The name of each run → its points: the step, or else the number of the snapshot; and
+            the value.
     """
     height, points = 150.0, [point for run in runs.values() for point in run]
     first, last = (pick(x for x, _ in points) for pick in (min, max))
@@ -109,7 +110,7 @@ def curves(runs: Mapping[str, Sequence[tuple[float, float]]]) -> Markup:
 
 
 def heat_map(changes: ModuleChanges) -> Markup:
-    """Draw a row for each module and a column for each snapshot: the share that changed."""
+    """Draw a grid of modules and snapshots. A cell's colour shows the share that changed."""
     label_width = min(360.0, 12 + 6.4 * max(map(len, changes.modules), default=0))
     width = (WIDTH - label_width) / max(1, len(changes.snapshots))
     rows: list[Markup] = []
@@ -150,7 +151,7 @@ def treemap(sizes: dict[ModulePath, int]) -> Markup:
 
 
 def split_box(box: Box, sizes: Sequence[int]) -> list[Box]:
-    """Cut a rectangle into one part for each size, by halves of about equal areas.
+    """Cut a rectangle into one part for each size, with areas in proportion to the sizes.
 
     Args:
         box: The rectangle.
@@ -176,7 +177,13 @@ def split_box(box: Box, sizes: Sequence[int]) -> list[Box]:
 
 
 def _nested(sizes: dict[ModulePath, int], box: Box, path: ModulePath) -> list[Markup]:
-    """Draw what lies below a path into a rectangle."""
+    """Draw modules as nested rectangles.
+
+    Args:
+        sizes: Path below ``path`` → bytes.
+        box: The rectangle to draw into.
+        path: The path of the rectangle itself.
+    """
     by_folder: dict[str, dict[ModulePath, int]] = {}
     for parts, nbytes in sizes.items():
         if parts:
@@ -230,7 +237,13 @@ def _scale(height: float, low: str, high: str) -> list[Markup]:
 
 
 def _names(names: Sequence[str], places: Sequence[float], y: float) -> list[Markup]:
-    """Write the names of some snapshots below a drawing: the first, the last, some in between."""
+    """Write the names of some snapshots below a drawing: the first, the last, some in between.
+
+    Args:
+        names: The names of all snapshots.
+        places: Where each snapshot is, from left to right.
+        y: Where the drawing ends.
+    """
     count = min(len(names), _MOST_NAMES)
     chosen = sorted({round(i * (len(names) - 1) / max(1, count - 1)) for i in range(count)})
     gap = min((places[b] - places[a] for a, b in pairwise(chosen)), default=WIDTH - places[0])

@@ -1,4 +1,4 @@
-"""The facts that a report shows, gathered from a store without reading a tensor."""
+"""Gather the facts that a report shows from a store, without reading a tensor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ModulePath: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True)
 class SnapshotFacts:
-    """One snapshot.
+    """The facts of one snapshot.
 
     Attributes:
         name: Its name in the store.
@@ -57,7 +57,7 @@ class SnapshotFacts:
 
 @dataclass(frozen=True)
 class ModuleChanges:
-    """For each module and snapshot, the share that differs from the snapshot before.
+    """For each module and snapshot, the share of bytes that differ from the snapshot before.
 
     Modules that never change are left out.
 
@@ -197,7 +197,7 @@ def _run(
 
 
 def _modules_of(path: str) -> ModulePath:
-    """Return the modules that lead to an entry; all ranks' entries count as those of one rank."""
+    """Split the path of an entry into modules. Entries of all ranks count as one rank's."""
     head, slash, tail = path.partition("/")
     if slash and _NUMBER.fullmatch(head):
         path = f"ranks/{tail}"
@@ -242,12 +242,12 @@ def _summed(sizes: Iterable[tuple[ModulePath, int]]) -> dict[ModulePath, int]:
 
 
 def _naturally(parts: ModulePath) -> list[tuple[int, int, str]]:
-    """Return a sort key for paths that sorts the numbers in them by value."""
+    """Return a key by which to sort a path, so that 10 comes after 9."""
     return [(0, int(part), "") if _NUMBER.fullmatch(part) else (1, 0, part) for part in parts]
 
 
 def _depth(paths: Collection[ModulePath]) -> int:
-    """Return to how many parts to shorten paths, so that few enough modules are left to show."""
+    """Return to how many parts paths have to be cut, so that the report shows not too many."""
     depth = max(map(len, paths), default=1)
     while depth > 1 and len({parts[:depth] for parts in paths}) > _MOST_MODULES:
         depth -= 1

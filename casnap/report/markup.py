@@ -1,4 +1,4 @@
-"""Elements of HTML and SVG as text, with all content escaped."""
+"""Make elements of HTML and SVG as text, with all content escaped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Markup = NewType("Markup", str)
 
 
 def text(content: str) -> Markup:
-    """Return a text, escaped; unprintable characters become replacement characters."""
+    """Return a text as markup: escaped, with replacement characters for unprintable ones."""
     return Markup(escape("".join(c if c.isprintable() else "\ufffd" for c in content)))
 
 

@@ -1,4 +1,4 @@
-"""The page of a report: one self-contained file, without scripts and without anything to load."""
+"""Make the page of a report: one file, without scripts and without anything to load."""
 
 from __future__ import annotations
 
