@@ -2,18 +2,17 @@
 
 Its folders are its rooms. Each may import the rooms that are listed before it:
 
-- ``commit_log``: the roots of a store, its settings and record, and put-if-absent.
-- ``packs``: files of many chunks, how they are written and read.
-- ``lookup``: which pack has a chunk: the index, and the memory of this host and process.
-- ``reading``: the repository: nodes and chunks by digest, and the cache of chunks.
+- ``commit_log``: the roots of a store, its settings and ``casnap.json``, and put-if-absent.
+- ``packs``: files of many chunks; writes and reads them.
+- ``lookup``: finds in which pack a chunk is: the index, and the caches of this host and process.
+- ``reading``: the repository, which reads nodes and chunks by digest; the cache of chunks.
 - ``writing | opening``, of which neither imports the other: new packs, segments and commits |
   finding, making and opening a store.
 - ``snapshots``: the table of snapshots, the contents of each, and which of them stay.
-- ``collecting``: garbage is found, condemned, and deleted once its grace is over.
+- ``collecting``: finds garbage, condemns it, and deletes it once its grace is over.
 
 The rest of casnap uses only the names below; import-linter refuses any other. Check, repair and
-usage look into the rooms: ``inspecting.py``, above all rooms, lists the names that they use
-besides.
+usage need more names from inside the rooms: ``inspecting.py``, above all rooms, lists these.
 
 The rooms import ``backends``, ``format``, ``runtime``, ``errors`` and ``version``; neither
 ``state``, ``ranks`` nor torch. Begin with ``reading/repository.py`` and ``writing/session.py``.

@@ -1,7 +1,7 @@
-"""The names of the storage's rooms that check, repair and usage use besides the storage's face.
+"""The names from inside the storage's rooms that only check, repair and usage use.
 
 These three must know packs, segments and roots as they lie in the store; no other code needs that.
-All names are for looking, except one: a repair writes by :class:`Mending`.
+All names serve to look, except one: a repair writes by :class:`Mending`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Automatic collections: the process that deletes snapshots frees their bytes.
+"""Automatic collections: a process that deletes snapshots also frees their bytes.
 
-The first collection of a process begins in the background once the process deletes a snapshot, and
-goes through the whole store. A later one begins once the deleted snapshots have enough bytes, if
-the process has done enough other work. On a local disk it looks only at what changed. Once as many
-bytes were deleted as are kept, a collection goes through the whole store again.
+The first collection of a process begins in the background once the process has deleted a snapshot.
+It goes through the whole store. A later collection begins once enough bytes were deleted, if
+collections have taken only a small share of the process's time. On a local disk it looks only at
+packs that are new, or hold chunks that are no longer needed. Once much more was deleted than is
+kept, a collection goes through the whole store again.
 
-On a local disk, a collection frees packs that were condemned before the previous collection ended,
-so each reader and each take has the time between two collections to finish. On a remote store, and
-where the store sets a grace, the grace counts. Safety rests on neither, but on the protocol
-(``docs/commit-protocol.md``).
+On a local disk, a collection frees the packs that were condemned before the collection before it
+ended. So each reader and each take has the time between two collections to finish. On a remote
+store, and where the store sets a grace, condemned packs stay for the grace. Safety rests on
+neither, but on the protocol (``docs/commit-protocol.md``).
 """
 
 from __future__ import annotations
@@ -60,13 +61,14 @@ _LOOK = 0.01
 
 
 class _ExitError(Exception):
-    """Ends a collection because the process ends."""
+    """Raised in a collection to end it, because the process exits."""
 
 
 class _Spent:
-    """The processor time that collections of this process took, for all stores.
+    """How much processor time the collections of this process took, for all stores together.
 
-    Collections through the whole store do not count: the more they cost, the fewer begin.
+    Collections through the whole store are not counted. If they cost more, fewer of them begin
+    anyway.
     """
 
     def __init__(self) -> None:
@@ -82,7 +84,7 @@ _spent = _Spent()
 
 
 class AutomaticCollector:
-    """Collects the garbage of a store in the background of this process."""
+    """Collects the garbage of one store, on a thread in the background of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -109,7 +111,7 @@ class AutomaticCollector:
 
     @classmethod
     def of(cls, store: Repository) -> AutomaticCollector:
-        """Return the collector of a store: one for the whole process, as long as it is in use."""
+        """Return this process's collector for a store. Make one if there is none."""
         name = f"{store.config.store_id} {store.backend.identity}"
         with _collectors_lock:
             collector = _collectors.setdefault(name, cls())
@@ -119,12 +121,12 @@ class AutomaticCollector:
             return collector
 
     def note(self, store: Repository, rows: Iterable[Row]) -> None:
-        """Note that snapshots were deleted; collect in the background once that is worth it.
+        """Note that snapshots were deleted, and start a collection in the background if one is due.
 
         Args:
             store: The store, as the caller has it open.
-            rows: The rows that the snapshots had. If there are none, bytes that wait to be freed
-                may be worth it.
+            rows: The rows of the deleted snapshots. If there are none, a collection may still be
+                due, because the last one left garbage that could not be freed yet.
         """
         rows = list(rows)
         if not (rows or self._waiting) or not collects_by_itself():
@@ -142,13 +144,13 @@ class AutomaticCollector:
                     self._start(store)
 
     def count_freed(self) -> int:
-        """Return how many bytes were freed since the last call."""
+        """Return how many bytes collections have freed since the last call."""
         with self._lock:
             freed, self._freed = self._freed, 0
         return freed
 
     def wait(self) -> None:
-        """Wait for the collection in the background, for as long as a process that ends would."""
+        """Wait for the collection in the background, for half a second at most."""
         with self._lock:
             worker = self._worker
         until = time.monotonic() + _LAST_SECONDS
@@ -156,7 +158,7 @@ class AutomaticCollector:
             time.sleep(_LOOK)
 
     def make_room(self, store: Repository, count_bytes: Callable[[], int]) -> None:
-        """Collect all garbage now, if a state may not fit on the disk.
+        """Collect all garbage now, without a grace, if a state may not fit on the disk.
 
         Args:
             store: The store, as the caller has it open.
@@ -177,12 +179,14 @@ class AutomaticCollector:
     def meet_full_disk(
         self, store: Repository, error: StorageFullError, count_bytes: Callable[[], int]
     ) -> None:
-        """Collect all garbage, so that the work that found no space can start again.
+        """Collect all garbage now, without a grace, after an operation found the disk full.
+
+        The caller can then try its operation again.
 
         Args:
             store: The store, as the caller has it open.
-            error: The error of that work.
-            count_bytes: Returns how many bytes are to be written, at most.
+            error: The error of the operation.
+            count_bytes: Returns how many bytes the operation writes at most.
 
         Raises:
             StorageFullError: The collection freed nothing. The message says what would free space.
@@ -212,7 +216,12 @@ class AutomaticCollector:
         return free <= self._counted + self._counted // 10
 
     def _sweep(self, store: Repository) -> GcReport | None:
-        """Collect without any grace; return None if the store's garbage is left to the user."""
+        """Collect all garbage without a grace.
+
+        Returns:
+            The report; None if the environment or a setting of the store forbids automatic
+            collections.
+        """
         with self._collecting:
             if not _collects_unasked(store, store.newest()):
                 return None
@@ -239,7 +248,12 @@ class AutomaticCollector:
                     return
 
     def _collect_in_background(self, store: Repository, progress: Progress) -> bool:
-        """Collect once; return whether that succeeded."""
+        """Do one collection; return whether it succeeded. An error is logged.
+
+        Args:
+            store: The store.
+            progress: Called from time to time; ends the collection by an :class:`_ExitError`.
+        """
         backend = store.backend
         rest = backend.costs.collection_rest
         try:
@@ -268,7 +282,7 @@ class AutomaticCollector:
         return True
 
     def _is_due(self, store: Repository) -> bool:
-        """Whether enough was deleted for a collection, and it need not wait."""
+        """Whether enough was deleted for a collection, and the pause after the last is over."""
         if self._ready_at is None:
             self._ready_at = time.monotonic() + store.backend.costs.collection_start
         if time.monotonic() < self._ready_at:
@@ -320,7 +334,13 @@ def _main_thread_lives() -> bool:
 
 
 def _what_frees(uri: str, report: GcReport | None) -> str:
-    """Return how to free space, given the report of a collection without grace, if any."""
+    """Return advice on how to free space, for the message of an error.
+
+    Args:
+        uri: The URI of the store.
+        report: The report of a collection without a grace, which freed nothing; None if no
+            collection was made.
+    """
     if report is None:
         return f"`casnap gc {shell_word(uri)} --grace 0` frees what no snapshot needs any more"
     waiting = f", and {size(report.waiting_bytes)} wait for other takes" * bool(
@@ -334,11 +354,11 @@ def _what_frees(uri: str, report: GcReport | None) -> str:
 
 
 def _ending_with_process(patience: float) -> Progress:
-    """Return a progress function that ends a collection soon after the process begins to end.
+    """Return a progress callback that ends a collection when the process exits.
 
     Args:
-        patience: For how many seconds the collection may still go on. So a short process, such as
-            `casnap rm`, collects too if that takes no longer.
+        patience: How many seconds the collection may still go on once the process exits. So a short
+            process, such as `casnap rm`, still finishes a short collection.
     """
     until = math.inf
 
@@ -356,7 +376,7 @@ def _ending_with_process(patience: float) -> Progress:
 
 
 class Outlook:
-    """Who frees the bytes that no snapshot of a store needs, and when; as of its newest root.
+    """Whether and when the garbage of a store will be freed, as of the store's newest root.
 
     Args:
         store: The store.
@@ -368,14 +388,14 @@ class Outlook:
 
     @property
     def is_freed_unasked(self) -> bool:
-        """Whether processes such as this one collect the garbage by themselves."""
+        """Whether processes with this one's environment free the garbage without being asked."""
         return _collects_unasked(self._store, self._root)
 
     @property
     def grace(self) -> float | None:
         """For how many seconds collections keep condemned packs.
 
-        None if the next automatic collection frees them.
+        It is None if there is no grace: the next automatic collection frees them.
         """
         return _grace_at(self._store, self._root)
 
@@ -383,7 +403,7 @@ class Outlook:
     def freed_at(self) -> float | None:
         """When the grace of all condemned packs is over, in seconds since the epoch.
 
-        None if nothing is condemned, or if the next automatic collection frees it.
+        It is None if no pack is condemned, or if there is no grace.
         """
         condemned, grace = self._root.condemned, self.grace
         if not condemned or grace is None:

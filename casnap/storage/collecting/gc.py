@@ -1,11 +1,14 @@
-"""Collecting garbage while takes go on.
+"""Collections, which free garbage while takes go on.
 
 A root first *condemns* each pack that no snapshot needs. A take that began before and relies on
-such a pack *rescues* it when it commits; a later take stores its chunks anew. After the grace, the
-collector raises the *fence*: it puts a root that no longer names the pack, and no take that began
-before that root can commit any more. Then the pack is deleted (``_Collector._delete``). Nobody else
-deletes a pack that a root has named; a failed session deletes only its own, which none can name.
-``docs/commit-protocol.md`` has the protocol, and why it is safe even if clocks are wrong.
+such a pack *rescues* it when it commits; a later take stores the pack's chunks anew. After the
+grace, the collector raises the *fence*: it puts a root that no longer names the pack. No take that
+began before that root can commit any more. Then the collector deletes the pack
+(``_Collector._delete``).
+
+Only collectors delete packs that a root has named. A failed session deletes only its own new packs,
+which no root can name. ``docs/commit-protocol.md`` has the protocol, and says why it is safe even
+if clocks are wrong.
 """
 
 from __future__ import annotations
@@ -44,19 +47,19 @@ _log = logging.getLogger("casnap")
 
 @dataclass(frozen=True, kw_only=True)
 class GcOptions:
-    """How to collect; see :meth:`casnap.Store.gc`.
+    """The options of a collection; see :meth:`casnap.Store.gc`.
 
     Attributes:
-        grace: How many seconds to keep unreferenced data. By default the store's setting, else 24
-            hours.
-        repack: If less than this share of a pack is needed, copy the needed part to a new pack.
-        dry_run: Only report what would be done.
-        exclusive: No other process writes to the store.
-        deleted: For a dry run: full names of snapshots to treat as deleted.
-        condemned_until: Free the packs that were condemned up to the root of this number, instead
-            of packs whose grace is over.
-        recode_after: How many of the newest snapshots of each folder are not recoded. The others
-            are, if the store is set to that. None to recode none.
+        grace: How many seconds to keep garbage. None for the store's setting, or else 24 hours.
+        repack: The share of a pack. If less than this share of a pack is needed, the needed part is
+            copied to a new pack, so that the old one can be condemned.
+        dry_run: Whether to only report what a collection would do.
+        exclusive: Whether the user vouches that no other process writes to the store.
+        deleted: For a dry run: the full names of snapshots to treat as deleted.
+        condemned_until: The number of a root, if given. Packs that were condemned up to this root
+            are freed, whatever the grace is.
+        recode_after: How many of the newest snapshots of each folder to leave as they are. Older
+            ones are recoded, if the store's settings allow it. None recodes no snapshot.
     """
 
     grace: float | None = None
@@ -68,7 +71,7 @@ class GcOptions:
     recode_after: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the values of the options."""
         if not is_number(self.repack) or not 0 <= self.repack <= 1:
             raise ValueError(f"repack is a share from 0 (never) to 1; got {self.repack!r}")
         object.__setattr__(
@@ -78,10 +81,11 @@ class GcOptions:
             raise ValueError("only a dry run can treat snapshots as deleted")
 
     def check_allowed(self, store: Repository) -> None:
-        """Check that the garbage of a store may be collected.
+        """Check that this process may collect the garbage of a store.
 
         Raises:
-            StoreError: The store cannot be written to safely beside other writers.
+            StoreError: Other processes may write to the store, and its place does not keep writers
+                apart.
         """
         if not self.dry_run:
             with as_exclusive(store.backend, store.backend.exclusive or self.exclusive):
@@ -92,39 +96,40 @@ class GcOptions:
 class GcReport:
     """The outcome of a collection; with ``dry_run``, of its plan.
 
-    A dry run plans as any other run does, but knows less. It does not know which chunks recoding
-    would make smaller, nor which files in ``tmp/`` dead writers have left. If it would copy out of
-    packs, it counts all that is needed of them, also chunks that another pack has. It does not know
-    the roots that the copies would put, so ``fence`` may be a later one; nor what these add to the
-    index, so ``freed_bytes`` may be more.
+    A dry run plans as any other run does, but some figures are only estimates. It does not know
+    which chunks recoding would make smaller, nor which files in ``tmp/`` dead writers have left. If
+    it would copy out of packs, it counts all needed chunks of these packs, also those that another
+    pack has. It does not know the roots that the copies would put, so a real run may raise the
+    fence further. Nor does it know what the copies add to the index, so ``freed_bytes`` may be
+    more.
 
     Attributes:
-        dry_run: Whether nothing was changed.
+        dry_run: Whether the collection only planned, and changed nothing.
         snapshots: How many snapshots were marked.
-        live_chunks: How many different chunks and tree nodes they need.
+        live_chunks: How many different chunks and tree nodes these snapshots need.
         live_bytes: The stored bytes of these chunks and nodes.
-        condemned_packs: Packs that no snapshot needs, condemned now.
+        condemned_packs: How many packs were condemned, since no snapshot needs them.
         condemned_bytes: The bytes of these packs.
-        rescued_packs: Condemned packs that are needed, and are no longer condemned.
-        repacked_packs: Mostly dead packs whose needed part was copied.
+        rescued_packs: How many condemned packs are needed again, and are no longer condemned.
+        repacked_packs: How many mostly dead packs had their needed part copied to new packs.
         copied_bytes: The bytes that were copied.
-        recoded_snapshots: Older snapshots that were recoded.
-        recoded_chunks: Chunks of these snapshots that have a smaller form now.
-        saved_bytes: How many bytes less these chunks take up in that form.
-        merged_segments: How many segments fewer the index has.
-        fence: The root that the fence was raised to; None if it was not raised.
-        deleted_packs: Packs that were deleted.
-        deleted_segments: Segments of the index that were deleted.
-        freed_bytes: The bytes of everything that was deleted.
-        waiting_packs: Condemned packs whose grace is not over.
+        recoded_snapshots: How many older snapshots were recoded.
+        recoded_chunks: How many of their chunks have a smaller form now.
+        saved_bytes: How many bytes less these chunks take up now.
+        merged_segments: By how many segments the index became shorter.
+        fence: The number of the root that the fence was raised to; None if it was not raised.
+        deleted_packs: How many packs were deleted.
+        deleted_segments: How many segments of the index were deleted.
+        freed_bytes: The bytes of all files that were deleted.
+        waiting_packs: How many condemned packs wait for the end of their grace.
         waiting_bytes: The bytes of these packs.
         waiting_until: When the grace of the last waiting pack is over, in seconds since the epoch.
-        lost_chunks: Chunks that snapshots need and that are known to be lost.
-        refused: Unreferenced files that this user may not delete, and why: other users' files in
-            a sticky folder. Their owners' collections delete them.
+        lost_chunks: How many chunks snapshots need that a repair has found to be lost.
+        refused: Garbage files that this user may not delete → the reason. They belong to other
+            users, in a sticky folder. Their owners' collections delete them.
         warnings: Rules of the bucket that can hurt the store, or keep what was deleted.
-        seconds: How long it took.
-        processor_seconds: How much processor time it took, without the threads that copy and
+        seconds: How long the collection took.
+        processor_seconds: The processor time of the collection, without the threads that copy and
             delete.
     """
 
@@ -166,12 +171,12 @@ def collect(
 
     Args:
         store: The store.
-        options: How to collect.
+        options: The options.
         progress: Called with the current phase, how much of it is done, and the total.
-        counts: The counts of an earlier collection of this process. With these, only packs are
-            looked at that are new, or hold digests that went out of use since. If they are empty,
-            this collection fills them.
-        report: An empty report to fill in, for a caller that needs it if the collection fails.
+        counts: The counts of an earlier collection of this process. The collection then looks only
+            at packs that are new, or hold chunks that were needed until then. If the counts are
+            empty, the collection looks at all packs, and fills the counts.
+        report: An empty report to fill in, for a caller that needs it even if the collection fails.
 
     Raises:
         StoreError: The store cannot be written to, or not safely beside other writers.
@@ -217,12 +222,13 @@ def _advice(store: Repository, report: GcReport) -> str:
 
 
 class _Candidates:
-    """The packs that a collection wants to condemn, as long as no newer root needs them.
+    """The packs that a collection wants to condemn, unless newer roots need them.
 
     Args:
-        marks: Which chunks and nodes the collection has found to be needed.
-        needs: What follows from the marks for the packs of their root.
-        copied_to: Needed digests of the sparse packs, each with another pack that holds it.
+        marks: Which chunks and nodes are needed.
+        needs: What follows from the marks for the packs of the marked root.
+        copied_to: The digest of each needed chunk or node of the sparse packs → another pack that
+            holds it.
     """
 
     def __init__(self, marks: Marks, needs: Needs, copied_to: Mapping[bytes, PackId]) -> None:
@@ -235,7 +241,7 @@ class _Candidates:
         self._required: set[bytes] = set()
 
     def at(self, view: IndexView) -> Needs:
-        """Return the packs that the next root may condemn, and the packs that it has to rescue.
+        """Return which packs the next root may condemn, and which packs it has to rescue.
 
         Args:
             view: The index as the newest root sees it.
@@ -385,11 +391,13 @@ class _Collector:
         return root
 
     def _plan_and_carry_out(self, root: Root) -> tuple[Plan, Root]:
-        """Plan the collection, beginning with a root; carry it out, up to a durable root.
+        """Plan a collection for a root, and carry out the plan until its root is durable.
+
+        Deleting the freed files is left to the caller.
 
         Returns:
-            The last plan that was made; and the root that it put, or if it puts none, the root that
-            it was made for.
+            The last plan that was made, and the root that was put for it. If the plan puts no root,
+            the root for which it was made.
         """
         if self._rewriting is not None:
             # A try that was fenced has left segments, which would be taken for orphans.
@@ -470,7 +478,11 @@ class _Collector:
     # --- carrying out the plan ---
 
     def _copy_out(self, marks: Marks, plan: Plan) -> dict[bytes, PackId]:
-        """Copy the needed part of packs; return its digests, each with a pack that holds it."""
+        """Copy the needed part of some packs to new packs.
+
+        Returns:
+            The digest of each needed chunk or node → a pack that now holds it.
+        """
         copied_to: dict[bytes, PackId] = {}
         counter = ProgressCounter(self._progress, "copying", sum(plan.copied.values()))
         try:
@@ -487,17 +499,19 @@ class _Collector:
         return copied_to
 
     def _put_root_of(self, plan: Plan, candidates: _Candidates, is_old: bool) -> tuple[Plan, Root]:
-        """Put the root of a plan, or the root of a new plan if others have committed.
+        """Put the root of a plan.
+
+        If others have committed meanwhile, make a new plan and put its root.
 
         Args:
             plan: The plan.
             candidates: The packs that a new plan may condemn.
-            is_old: Whether to plan anew in any case, since takes may have announced themselves
-                since the plan was made.
+            is_old: Whether to make a new plan in any case, since takes may have announced
+                themselves since the plan was made.
 
         Returns:
-            The plan that was carried out, and the root that it put; if it puts none, the root that
-            it is for.
+            The plan that was carried out, and the root that was put for it. If the plan puts no
+            root, the root for which it was made.
         """
 
         def prepare(root: Root) -> Root | None:
@@ -511,7 +525,7 @@ class _Collector:
         return plan, root or plan.view.root
 
     def _next_root(self, plan: Plan) -> Root | None:
-        """Write the segments that a plan needs, and return its root; None if the plan puts none."""
+        """Write the segments that a plan needs, and return its root; None if it puts none."""
         root = plan.view.root
         self._files.add(plan.freed)
         # There may be a rewriting for a root whose number was taken.
@@ -535,7 +549,7 @@ class _Collector:
         )
 
     def _put(self, root: Root) -> bool:
-        """Put a root; return False if another commit has its number."""
+        """Put a root. Return False if another commit has taken its number."""
         # Forget the rewriting until it is certain that no root names the segments it wrote.
         rewriting, self._rewriting = self._rewriting, None
         assert rewriting is not None
@@ -549,7 +563,11 @@ class _Collector:
         return stands
 
     def _delete(self, files: Mapping[str, bytes], root: Root) -> bool:
-        """Delete files that no root can name any more: the fence of this root has passed them.
+        """Delete those files that no root can name any more, because the fence has passed them.
+
+        Args:
+            files: The key of each file → the id of the pack or segment.
+            root: The newest root, which has the fence.
 
         Returns:
             Whether there were any such files.

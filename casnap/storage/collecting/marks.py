@@ -1,4 +1,4 @@
-"""The contract of marks: they say which contents are needed, of all packs or of changed ones."""
+"""What a collection knows about needed chunks and nodes, of all packs or of changed ones."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class PackUse:
     """How much of a pack is needed.
 
     Attributes:
-        stored: Bytes of all its chunks and nodes.
-        needed: How many of its chunks and nodes some snapshot needs.
-        live: The bytes of needed chunks and nodes that no newer pack holds.
-        is_fixed: Whether a needed chunk has a codec that this version does not know. It cannot copy
-            such a chunk, so the pack stays.
+        stored: The stored bytes of all chunks and nodes in the pack.
+        needed: How many chunks and nodes in the pack some snapshot needs.
+        live: The stored bytes of the needed chunks and nodes that no newer pack holds.
+        is_fixed: Whether a needed chunk in the pack has a codec that this version does not know.
+            Such a chunk cannot be copied out, so the pack stays.
     """
 
     stored: int = 0
@@ -31,17 +31,18 @@ class PackUse:
 
 
 class Marks(Protocol):
-    """The chunks and nodes that the snapshots of a root need.
+    """Which chunks and nodes the snapshots of a root need.
 
     Attributes:
         root: The root.
-        snapshots: How many snapshots it has.
-        count: How many different chunks and nodes are needed; 0 if these were not counted.
-        uses: How much is needed of each pack that was looked at.
-        rescue: Condemned packs that hold a needed digest which no live pack holds.
-        missing: Needed digests that no pack holds.
-        finds_orphans: Whether the collection is also to look for files that no root names.
-        least_garbage: How many bytes must become free to make it worth copying out of packs.
+        snapshots: How many snapshots the root has.
+        count: How many different chunks and nodes are needed; 0 if they were not counted.
+        uses: For each pack that was looked at, how much of it is needed.
+        rescue: Condemned packs that hold a needed chunk or node which no live pack holds.
+        missing: The digests of needed chunks and nodes that no pack holds.
+        finds_orphans: Whether the collection also looks for files that no root names.
+        least_garbage: How many bytes of garbage the sparse packs must have together, to be worth
+            copying out of them.
     """
 
     root: Root
@@ -55,22 +56,26 @@ class Marks(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Stored bytes of everything needed in live packs; a digest counts in its newest pack."""
+        """The stored bytes of all needed chunks and nodes in live packs.
+
+        Of a chunk or node in several packs, only the newest pack counts.
+        """
 
     def contents_of(self, packs: Collection[PackId]) -> Iterator[Placed]:
-        """Yield the contents of some packs that were looked at."""
+        """Yield the chunks and nodes in some of the packs that were looked at."""
 
     def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
-        """Return which of some digests are needed, and whether each is a node."""
+        """Return which of some digests are needed, and for each whether it is that of a node."""
 
     def advance(self, root: Root) -> set[bytes]:
-        """Move on to a newer root; return the digests that it needs and the root before did not.
+        """Mark for a newer root too; return the digests that it needs and the root before did not.
 
-        Digests that are no longer needed stay marked. That is safe: the next collection finds them.
+        Chunks and nodes that the newer root no longer needs stay marked. This is safe: the next
+        collection finds them.
 
         Raises:
             DamagedError: A tree node is missing or damaged. These marks cannot be used any more.
         """
 
     def note_done(self) -> None:
-        """Note in the counts that these packs are done, so that the next collection skips them."""
+        """Tell the counts which packs were dealt with, so that the next collection skips them."""

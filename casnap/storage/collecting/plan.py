@@ -1,7 +1,7 @@
-"""The plan of a collection, as data: a dry run tells it, and any other run carries it out.
+"""The plan of a collection, as data. A dry run reports it; any other run carries it out.
 
-A plan is a function of facts: a root, the needed contents of its packs, the files of the store, and
-the takes that are under way. Making it writes nothing. ``docs/commit-protocol.md`` has the rules.
+A plan is computed from a root, the needed contents of the root's packs, the files in the store, and
+the takes under way. Making a plan writes nothing. ``docs/commit-protocol.md`` has the rules.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _SKEW = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """The result of marking, for the packs of a root.
+    """What marking has found out about the packs of a root.
 
     Attributes:
         dead: Live packs that hold nothing that is needed.
-        sparse: Live packs to condemn once their needed part was copied, each with the bytes of that
-            part.
+        sparse: Live packs of which little is needed, each with the bytes of its needed part. They
+            can be condemned once this part was copied.
         rescued: Condemned packs that are needed.
-        found: Digests that are no longer lost.
+        found: Digests in the root's list of lost ones that are not missing any more.
     """
 
     dead: frozenset[PackId] = frozenset()
@@ -41,16 +41,16 @@ class Needs:
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """How long a collection waits before it frees condemned packs.
+    """How long a collection keeps condemned packs before it frees them.
 
     Attributes:
-        grace: The seconds that they wait.
-        condemned_until: If given, packs that were condemned up to the root of this number are freed
-            instead.
-        age_of: Returns the age of the root of a number in seconds. If it is wrong, the collection
-            still frees only garbage.
-        announced_bases: Returns the bases of the takes under way. It is called if anything could be
-            freed or deleted.
+        grace: For how many seconds a condemned pack stays.
+        condemned_until: The number of a root, if given. Packs that were condemned up to this root
+            are freed, whatever the grace is.
+        age_of: Returns the age in seconds of the root with a number. If the age is wrong, the
+            collection still frees only garbage.
+        announced_bases: Returns the numbers of the roots that the takes under way are based on. It
+            is called only if something could be freed or deleted.
     """
 
     grace: float
@@ -64,22 +64,24 @@ class Plan:
     """The changes that a collection is to make.
 
     Attributes:
-        view: The index as the newest root sees it; the plan is for the root after that.
-        condemned: Packs that the next root condemns.
-        copied: Packs among these whose needed part is copied first, each with the bytes of that
+        view: The index as the newest root sees it. The plan is for the root after that, the next
+            root.
+        condemned: The packs that the next root newly condemns.
+        copied: Those of these packs whose needed part is copied first, each with the bytes of this
             part.
-        rescued: Condemned packs that are needed, so the next root no longer condemns them.
+        rescued: Condemned packs that are needed, so that the next root no longer condemns them.
         freed: Condemned packs that the next root no longer names.
-        waiting: Packs that the next root condemns and does not free, each with the number of the
-            root that condemned it.
+        waiting: The packs that stay condemned in the next root, each with the number of the root
+            that condemned it.
         fence: The fence of the next root.
-        spared_from: Files of this base or a later one are not deleted now: the fence has not passed
-            them, or takes that are under way may move them.
-        lost: Digests that the next root lists as lost.
-        rewritten: Segments that are written anew, without the freed packs.
-        orphans: Keys and ids of files that no root names, to be deleted.
-        resets_time: Whether the newest root has a time in the future. After it nothing would ever
-            seem old, so a root with the time of this host follows it.
+        spared_from: The least base of files that are not deleted now, since the fence has not
+            passed them, or takes under way may move them.
+        lost: The concatenated digests that the next root lists as lost.
+        rewritten: Groups of segments, each of which is merged into one new segment without the
+            freed packs.
+        orphans: The files to delete that no root names: key → id.
+        resets_time: Whether the time of the newest root lies in the future. Later packs would then
+            never seem old, so a root with this host's time is put.
     """
 
     view: IndexView
@@ -97,7 +99,7 @@ class Plan:
 
     @property
     def changes_root(self) -> bool:
-        """Whether the plan puts a root."""
+        """Whether the next root differs from the newest one, and so is put."""
         root = self.view.root
         fields = (self.fence, self.waiting, self.lost)
         return (
@@ -108,14 +110,14 @@ class Plan:
 
     @property
     def deleted(self) -> dict[str, bytes]:
-        """Keys and ids of the files to delete once the next root is durable."""
+        """The files to delete once the next root is durable: key → id."""
         old = {segment_key(ref.id): ref.id for group in self.rewritten for ref in group}
         unnamed = {**self.orphans, **{pack_key(pack): pack for pack in self.freed}, **old}
         return {key: i for key, i in unnamed.items() if base_of(i) < self.spared_from}
 
     @property
     def merged_segments(self) -> int:
-        """How many segments fewer the next root has."""
+        """By how many segments the next root has fewer."""
         packs = self.view.segments
         new = sum(
             any(not packs[SegmentId(ref.id)] <= self.freed for ref in group)
@@ -136,11 +138,12 @@ def plan_collection(
 
     Args:
         view: The index as the newest root sees it.
-        needs: Which of its packs are dead, sparse or needed.
-        unnamed: Keys and ids of the files that the root does not name.
-        waiting: How long condemned packs wait.
-        costs: The costs of requests where the store is.
-        rewriting: Segments that were written anew for a root whose number was taken.
+        needs: Which packs of this root are dead, sparse or needed.
+        unnamed: The files that this root does not name: key → id.
+        waiting: How long condemned packs stay.
+        costs: The costs of requests at the store's place.
+        rewriting: Segments that were already written for an earlier plan, whose root lost its
+            number to another commit. They are used again if they fit.
     """
     root, next_seq = view.root, view.root.seq + 1
     doomed = needs.dead.union(needs.sparse)
@@ -186,7 +189,13 @@ def plan_collection(
 
 
 def _fence_after(waiting: Waiting, view: IndexView, unnamed: Iterable[bytes]) -> int:
-    """Return the highest number that the grace lets the fence be raised to."""
+    """Return the greatest root number to which the fence may be raised, going by the grace alone.
+
+    Args:
+        waiting: How long condemned packs stay.
+        view: The index as the newest root sees it.
+        unnamed: The ids of the files that this root does not name.
+    """
     root = view.root
     if waiting.condemned_until is not None:
         return min(waiting.condemned_until, root.seq)
@@ -202,6 +211,12 @@ def _fence_after(waiting: Waiting, view: IndexView, unnamed: Iterable[bytes]) ->
 def _freed_by(
     fence: int, condemned: Mapping[bytes, int], unnamed: Mapping[str, bytes]
 ) -> tuple[frozenset[PackId], dict[str, bytes]]:
-    """Return the files that a fence at this number frees: condemned packs, and orphans by key."""
+    """Return what a fence frees: condemned packs, and files that no root names.
+
+    Args:
+        fence: The fence.
+        condemned: The condemned packs, each with the number of the root that condemned it.
+        unnamed: The files that no root names: key → id.
+    """
     freed = frozenset(PackId(pack) for pack, seq in condemned.items() if seq <= fence)
     return freed, {key: ident for key, ident in unnamed.items() if base_of(ident) < fence}

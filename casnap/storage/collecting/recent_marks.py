@@ -1,4 +1,4 @@
-"""Marking only what changed: packs that are new, and packs that hold digests out of use."""
+"""Mark only the packs that are new, or hold chunks and nodes that are no longer needed."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ _Contents = list[tuple[bytes, int, int]]
 
 
 class RecentMarks:
-    """The contents that the snapshots of a root need, of packs that are new or hold dead digests.
+    """Which chunks and nodes a root needs, of packs that are new or hold dead chunks or nodes.
 
-    A new pack may hold chunks that came and went since the collection before, and were never
-    counted. These are the :class:`~casnap.storage.collecting.marks.Marks` of these packs alone.
-    Orphans, and needed contents of condemned packs, are left to a collection of the whole store.
+    These are :class:`~casnap.storage.collecting.marks.Marks` of such packs alone. A new pack is
+    looked at in any case: it may hold chunks that were needed only between two collections, and
+    that the counts have never seen. A collection of the whole store must find orphans, and
+    condemned packs that are needed.
 
     Args:
         store: The store.
-        view: The view of its newest root.
-        counts: How often each digest is referred to. This brings them up to that root.
-        progress: Called now and then; an error that it raises ends the marking.
+        view: The index as the store's newest root sees it.
+        counts: How often each chunk and node is referred to, as of an earlier root. They are
+            brought up to the newest root.
+        progress: Called from time to time; an error that it raises ends the marking.
 
     Raises:
         DamagedError: A tree node is missing or damaged. The counts are cleared then.
@@ -75,7 +77,12 @@ class RecentMarks:
         self.uses = {pack: self._use_of(pack, view) for pack in self._contents}
 
     def _read_new(self, new: Collection[PackId], view: IndexView) -> dict[PackId, _Contents]:
-        """Return the contents of new packs, from segments that are new too, or from footers."""
+        """Return the contents of new packs.
+
+        Small new segments tell them, or else the packs' footers.
+
+        A pack whose contents cannot be read is left out.
+        """
         contents: dict[PackId, _Contents] = {}
         in_large: set[PackId] = set()
         for ref in view.root.segments:
@@ -123,22 +130,22 @@ class RecentMarks:
         return newest
 
     def note_done(self) -> None:
-        """Note in the counts that these packs are done, so that the next collection skips them."""
+        """Tell the counts which packs were dealt with, so that the next collection skips them."""
         self._counts.segments = self._segments
         self._counts.dead -= self._dead
 
     def contents_of(self, packs: Collection[PackId]) -> Iterator[Placed]:
-        """Yield the contents of some of these packs."""
+        """Yield the chunks and nodes in some of the packs that were looked at."""
         for pack in packs:
             for digest, stored_size, _ in self._contents[pack]:
                 yield digest, pack, stored_size
 
     def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
-        """Return which of some digests are needed, and whether each is a node."""
+        """Return which of some digests are needed, and for each whether it is that of a node."""
         return {d: self._counts.names_node(d) for d in self._counts.needed_of(digests)}
 
     def advance(self, root: Root) -> set[bytes]:
-        """Move on to a newer root; return the digests that it needs and the root before did not.
+        """Mark for a newer root too; return the digests that it needs and the root before did not.
 
         Raises:
             DamagedError: A tree node is missing or damaged. The counts are cleared then.

@@ -1,11 +1,12 @@
 """Recoding: chunks of older snapshots are stored as deltas against the snapshot before.
 
-The newest snapshots stay as they were taken, so that they are read at full speed. The chunks that
-only older snapshots need become chains. Each chunk becomes a delta against the chunk of the same
-cell in the snapshot before, until the chain is too long to be read quickly. Then a chunk is stored
-compressed, and begins the next chain. Recoding only adds places; the collection after it frees the
-old ones. A chunk that is the base of deltas does not become a delta itself, since all their chains
-would become longer.
+The newest snapshots stay as they were taken, so that they are read at full speed. A chunk that only
+older snapshots need becomes a delta: its base is the chunk of the same cell in the snapshot before,
+which may be a delta too. So chains of deltas arise. Once a chain is too long to be read quickly,
+the next chunk is stored compressed, and begins a new chain. A chunk that is already the base of
+deltas does not become a delta, since this would make all their chains longer.
+
+Recoding only adds smaller copies of chunks. The collection after it frees the old ones.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Recoding:
     Attributes:
         snapshots: How many snapshots were recoded.
         chunks: How many of their chunks have a smaller form now.
-        before_bytes: How many bytes these chunks took up before.
-        after_bytes: How many bytes they take up now.
+        before_bytes: The stored bytes of these chunks before.
+        after_bytes: Their stored bytes now.
     """
 
     snapshots: int = 0
@@ -64,9 +65,9 @@ class RecodingPlan:
     """Which snapshots to recode.
 
     Attributes:
-        snapshots: The snapshots to recode, each with the one before it in its folder.
-        all_rows: All snapshots of the store.
-        kept: The snapshots that stay as they are.
+        snapshots: The snapshots to recode, each with the snapshot before it in its folder, or None.
+        all_rows: The name and row of all snapshots of the store.
+        kept: The rows of the newest snapshots, whose chunks stay as they are.
     """
 
     snapshots: list[tuple[Contents, Contents | None]]
@@ -77,13 +78,13 @@ class RecodingPlan:
 def plan_recoding(
     store: Repository, root: Root, newest: int, deleted: Collection[str] = ()
 ) -> RecodingPlan:
-    """Return which snapshots to recode; only the table is read for that.
+    """Return which snapshots to recode. To decide this, only the table of snapshots is read.
 
     Args:
         store: The store.
-        root: Its newest root.
-        newest: How many snapshots of each folder stay as they are.
-        deleted: Names of snapshots to ignore, as if they were deleted.
+        root: The store's newest root.
+        newest: How many of the newest snapshots of each folder stay as they are.
+        deleted: Names of snapshots to treat as deleted.
     """
     todo: list[tuple[Contents, Contents | None]] = []
     kept: list[Row] = []
@@ -102,7 +103,7 @@ def plan_recoding(
 def recode(store: Repository, plan: RecodingPlan, progress: Progress) -> Recoding:
     """Recode older snapshots of a store.
 
-    If this is interrupted, the commits that it has made stay.
+    After an interrupt, the snapshots that were committed by then stay recoded.
 
     Args:
         store: The store.
@@ -131,8 +132,8 @@ class _Recoder:
 
     Args:
         store: The store.
-        spared: The chunks that stay as they are.
-        recoding: The outcome so far, which grows with each snapshot.
+        spared: The digests of the chunks that stay as they are.
+        recoding: The outcome so far. It is updated with each chunk.
     """
 
     def __init__(self, store: Repository, spared: set[bytes], recoding: Recoding) -> None:
@@ -146,7 +147,12 @@ class _Recoder:
         self._new_bases = NewBases()
 
     def recode(self, contents: Contents, before: Contents | None) -> None:
-        """Recode a snapshot, against the one before, if there is one."""
+        """Recode the chunks of a snapshot, and commit their new forms.
+
+        Args:
+            contents: The snapshot.
+            before: The snapshot before, whose chunks become the bases; None if there is none.
+        """
         pairs = cell_pairs(contents, before)
         groups = batches(pairs, lambda pair: pair.nbytes, _GROUP_BYTES)
         is_last = False
@@ -165,7 +171,7 @@ class _Recoder:
         session.commit(change)
 
     def _recode_some(self, session: Session, groups: Iterator[list[CellPair]]) -> bool:
-        """Recode some chunks, into new packs; return whether they were the last ones."""
+        """Recode groups of chunks into new packs, up to a bound; return whether none is left."""
         self._store.read_at_newest(self._learn_bases)
         nbytes = 0
         for group in groups:
@@ -178,7 +184,7 @@ class _Recoder:
         self._bases |= self._new_bases.of(root, self._store.index)
 
     def _recode_group(self, session: Session, group: list[CellPair]) -> int:
-        """Recode some chunks; return how many bytes were read."""
+        """Recode a group of chunks; return how many bytes of chunks and bases were read."""
         session.renew_announcement()
         sizes = {pair.digest: self._stored_bytes(session.base, pair.digest) for pair in group}
         todo = [pair for pair in group if sizes[pair.digest]]
@@ -206,7 +212,7 @@ class _Recoder:
         return sum(map(len, raws.values()))
 
     def _stored_bytes(self, view: IndexView, digest: Digest) -> int:
-        """Return how many bytes a chunk takes up; 0 if it must not be recoded."""
+        """Return the least stored bytes of a chunk; 0 if the chunk must stay as it is."""
         if digest in self._spared or self._forms.has_written(digest):
             return 0
         places = self._store.index.find_all(view, digest)

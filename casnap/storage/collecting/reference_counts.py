@@ -1,10 +1,10 @@
-"""How often each node and chunk is referred to, so that a collection need not count all anew.
+"""How often each node and chunk is referred to, so that a collection need not count all again.
 
 A process that collects again and again keeps these counts in memory. For a newer root it reads the
-nodes of the table and of trees that came, and counts their references; then it discounts the
-references of the nodes that went. So a collection costs as much as has changed, not as much as is
-kept. Nodes are named by their digests and never change, so the counts of a table do not depend on
-how they came about.
+nodes of the table and of the trees that are new, and counts their references. Then it subtracts the
+references of the nodes that are gone. So a collection costs as much as has changed, not as much as
+is kept. A node never changes, since its name is its digest. So the counts for a table are the same,
+however the table came about.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _PART = 4 << 20
 
 
 class ReferenceCounts:
-    """How many references lead to each node and chunk, from one root on.
+    """How many references there are to each node and chunk, as of one root.
 
     Attributes:
-        is_known: Whether a collector has counted; else there is nothing to go on from.
-        dead: Digests whose count went to zero; it may have risen again. A collection removes them
-            from this set.
-        segments: The packs of each segment that the last collection has looked at.
-        live_bytes: The stored bytes of all needed chunks and nodes when all was counted.
+        is_known: Whether a collection has counted. If not, the counts are empty.
+        dead: Digests whose count has become 0 since the last collection. A count may have risen
+            again. A collection that has dealt with a digest removes it from this set.
+        segments: The segments that the last collection has dealt with → their packs.
+        live_bytes: The stored bytes of all needed chunks and nodes, when all were last counted.
     """
 
     def __init__(self) -> None:
@@ -63,12 +63,23 @@ class ReferenceCounts:
         self._bases = NewBases()
 
     def note(self, node: bytes, children: Iterable[bytes]) -> None:
-        """Count the references of a node; called once for each node of a root."""
+        """Count the references of a node. It is called once for each node of a root.
+
+        Args:
+            node: The reference to the node.
+            children: The references in the node, to nodes and chunks.
+        """
         self._tally.note([digest_in(node), *(c for c in children if not is_node(c))])
         self._nodes.update(c for c in children if is_node(c))
 
     def complete(self, store: Repository, root: Root, live_bytes: int) -> None:
-        """Note that all nodes of a root were counted, and how many bytes the root needs."""
+        """Finish the first count: all nodes of a root were noted.
+
+        Args:
+            store: The store.
+            root: The root.
+            live_bytes: The stored bytes that the root needs.
+        """
         self._tally.sort()
         self.live_bytes = live_bytes
         self._tops = frozenset(tops_of(root))
@@ -77,12 +88,15 @@ class ReferenceCounts:
         self.is_known = True
 
     def advance(self, store: Repository, root: Root, progress: Progress) -> set[bytes]:
-        """Bring the counts up to a newer root; return the digests whose counts have grown.
+        """Bring the counts up to a newer root.
 
         Args:
             store: The store.
             root: The root.
-            progress: Called now and then; an error that it raises ends this.
+            progress: Called from time to time; an error that it raises ends this.
+
+        Returns:
+            The digests to which references were added.
 
         Raises:
             DamagedError: A node cannot be read. The counts are cleared then.
@@ -100,12 +114,15 @@ class ReferenceCounts:
         return new
 
     def needed_of(self, digests: Collection[bytes]) -> set[bytes]:
-        """Return the digests with a count above 0; two digests that begin alike share a count."""
+        """Return which of some digests have a count above 0.
+
+        Two digests that begin with the same eight bytes share a count.
+        """
         counts = self._tally.change(digests)
         return {digest for digest, count in zip(digests, counts, strict=True) if count}
 
     def names_node(self, digest: bytes) -> bool:
-        """Whether something refers to a digest as a node."""
+        """Whether there is a reference to a digest as that of a node."""
         return any(kind + digest in self._nodes for kind in _KINDS)
 
     def _count_what_came(
@@ -149,17 +166,22 @@ class ReferenceCounts:
             self.dead.update(d for d, count in zip(went, counts, strict=True) if not count)
 
     def _count_bases(self, store: Repository, root: Root) -> set[bytes]:
-        """Count the bases of deltas in segments that were not read yet; they stay counted."""
+        """Count the bases of the deltas in new segments; return these bases.
+
+        They are never subtracted.
+        """
         new = self._bases.of(root, store.index)
         self._tally.change(new, 1)
         return new
 
 
 class _Tally:
-    """A count for each of many digests, by its first eight bytes: 12 bytes each.
+    """A count for each of many digests, by the first eight bytes of the digest.
 
-    Two digests that begin alike share a count. So the collector may keep a chunk that nobody needs,
-    but never takes a needed chunk for garbage.
+    It takes 12 bytes each.
+
+    Two digests that begin with the same eight bytes share a count. So the collector may keep a
+    chunk that nobody needs, but never takes a needed chunk for garbage.
     """
 
     def __init__(self) -> None:
@@ -170,11 +192,14 @@ class _Tally:
         self._more: dict[int, int] = {}
 
     def note(self, digests: Iterable[bytes]) -> None:
-        """Count some digests; before :meth:`sort`."""
+        """Add one to the count of each digest. This is allowed only before :meth:`sort`."""
         self._unsorted.extend([int.from_bytes(digest[:8], "big") for digest in digests])
 
     def sort(self) -> None:
-        """Sort the noted digests, so that :meth:`change` finds them; in parts, to bound memory."""
+        """Sort the noted digests, so that :meth:`change` can find them.
+
+        It works in parts, to bound memory.
+        """
         parts = 1 + len(self._unsorted) // _PART
         bounds = [(part << 64) // parts for part in range(parts + 1)]
         for low, end in pairwise(bounds):
@@ -185,9 +210,13 @@ class _Tally:
         self._unsorted = array("Q")
 
     def change(self, digests: Collection[bytes], by: int = 0) -> list[int]:
-        """Change the counts of some digests; return the new ones.
+        """Add a number to the counts of some digests; return the new counts.
 
-        One call for many digests, since this takes most of the time of a collection.
+        It takes many digests at once, because this method takes most of the time of a collection.
+
+        Args:
+            digests: The digests.
+            by: The number to add, which may be negative.
         """
         beginnings, counts, more = self._beginnings, self._counts, self._more
         changed: list[int] = []

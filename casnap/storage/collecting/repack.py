@@ -1,4 +1,4 @@
-"""Repacking: copying needed chunks out of mostly dead packs, which can then be deleted."""
+"""Repacking: copy the needed chunks out of mostly dead packs, so that these can be deleted."""
 
 from __future__ import annotations
 
@@ -26,11 +26,16 @@ Report = Callable[[int], None]
 
 
 def sparse_packs(marks: Marks, view: IndexView, share: float) -> dict[PackId, int]:
-    """Return the live packs of which less than a share is needed, each with its needed bytes.
+    """Return the live packs that are worth repacking, each with the bytes of its needed part.
 
-    The pack that the root has a hint to is not among them, since readers begin there. Nor are packs
-    with needed chunks that this version cannot copy. If all these packs together have little
-    garbage, none is returned.
+    Less than a share of such a pack is needed. The pack that the root's hint names is left out,
+    since readers begin there. Packs with needed chunks that this version cannot copy are left out
+    too. If the packs together have little garbage, none is returned.
+
+    Args:
+        marks: How much of each pack is needed.
+        view: The index as the marked root sees it.
+        share: The share, from 0 to 1.
     """
     table = view.root.table
     table_pack = None if table is None or table.hint is None else table.hint.pack
@@ -52,21 +57,22 @@ def sparse_packs(marks: Marks, view: IndexView, share: float) -> dict[PackId, in
 def repack(
     store: Repository, marks: Marks, view: IndexView, packs: Mapping[PackId, int], report: Report
 ) -> Iterator[dict[bytes, PackId]]:
-    """Copy the needed part of some packs into new packs; commit a batch of packs at a time.
+    """Copy the needed part of some packs into new packs, and commit each batch of packs.
 
     Trees hold digests, so no tree changes. The old packs stay as they are: before condemning them,
-    the caller must check that the copies are still live. A chunk without a whole copy stays where
-    it is.
+    the caller must check that the copies are still live. A chunk that cannot be read whole stays in
+    its pack.
 
     Args:
         store: The store.
-        marks: The marks, which say which contents are needed.
-        view: The view that was marked.
-        packs: The packs to copy from, each with how many of its bytes are needed.
+        marks: Which chunks and nodes are needed.
+        view: The index as the marked root sees it.
+        packs: The packs to copy from, each with the bytes of its needed part.
         report: Called with the number of bytes copied.
 
     Yields:
-        The needed digests of a batch, each with another pack that holds it whole.
+        For each batch, the digests of the needed chunks and nodes, each with another pack that
+        holds it whole.
 
     Raises:
         StorageFullError: There is no space for the copies.
@@ -85,11 +91,21 @@ def repack(
 def _proven_elsewhere(
     store: Repository, view: IndexView, digests: Iterable[bytes], packs: Collection[PackId]
 ) -> dict[bytes, PackId]:
-    """Return the newest live pack of each digest, if it holds the digest whole.
+    """Return chunks and nodes that need not be copied, because a newer pack holds them whole.
 
-    Digests whose newest pack is one of ``packs`` are left out. If the newest pack holds a delta, it
-    must not depend on an older place of the same chunk. Each chunk is read after its base, so that
-    a chain of deltas is applied only once.
+    Each is read from its newest live pack, and verified. It counts only if it can be read there,
+    and this pack is not one of ``packs``. A delta must not depend on an older place of the same
+    chunk. The chunks are read in the order of their bases, so that a chain of deltas is applied
+    only once.
+
+    Args:
+        store: The store.
+        view: The index as the marked root sees it.
+        digests: The digests of the chunks and nodes.
+        packs: The packs that are to be emptied.
+
+    Returns:
+        The digests, each with the newest live pack that holds it.
     """
     find = partial(store.index.find_newest, view)
     chains = filter(None, chains_below(map(Digest, digests), find).values())
@@ -105,10 +121,15 @@ def _proven_elsewhere(
 
 
 def _can_stand_on(session: Session, digest: Digest, base: Digest) -> bool:
-    """Rely on the base of a delta, and return whether the delta can be kept with that base.
+    """Have a session rely on the base of a delta; return whether the delta can be copied as it is.
 
-    A chunk may be stored as several deltas. The delta that was read may be another than the one
-    whose chain another collector has followed to its end.
+    A chunk may be stored as several deltas. The delta that is to be copied may differ from the one
+    whose chain was followed before.
+
+    Args:
+        session: The session.
+        digest: The digest of the chunk.
+        base: The digest of the base.
     """
     find = partial(session.store.index.find_newest, session.base)
     if not can_carry(chains_below([base], find)[base], digest):

@@ -1,4 +1,4 @@
-"""The packs and segments in a store, whether or not its newest root names them."""
+"""The packs and segments in a store, whether or not the newest root names them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _DELETERS = 4
 
 
 def base_of(ident: bytes) -> int:
-    """Return the number of the root that a pack or segment was written under."""
+    """Return the base of a pack or segment: the number of the root that it was written under."""
     return int.from_bytes(ident[:6], "big")
 
 
 class StoredFiles:
-    """The packs and segments that the store had when this object was created.
+    """The packs and segments that were in the store when this object was created.
 
     Args:
         store: The store.
-        root: A root of the store, which says how large the store is.
-        lists_packs: Whether to list the packs, which takes long where there are many. If not, only
+        root: A root of the store. It tells how large the store is, and so how to list it.
+        lists_packs: Whether to list the packs, which takes long if there are many. Otherwise only
             packs that are added later are known.
 
     Attributes:
@@ -58,16 +58,16 @@ class StoredFiles:
         self.time_of = cache(self._time_of)
 
     def __contains__(self, ident: object) -> bool:
-        """Whether a pack or segment of this id is known, and was not deleted."""
+        """Whether the id is that of a known pack or segment that was not deleted since."""
         return ident in self.packs or ident in self.segments
 
     def unnamed(self, view: IndexView) -> dict[str, bytes]:
-        """Return the keys and ids of the files that the root of a view does not name."""
+        """Return the files that the root of a view does not name: key → id."""
         packs = {pack_key(ident): ident for ident in view.packs.lacking(map(PackId, self.packs))}
         return packs | {segment_key(i): i for i in self.segments - view.segments.keys()}
 
     def size_of(self, keys: Iterable[str]) -> int:
-        """Return the bytes of some files; a file that is gone counts as 0."""
+        """Return the bytes of some files together; a file that is gone counts as 0."""
         return sum(map(self._size, keys))
 
     def _size(self, key: str) -> int:
@@ -77,7 +77,10 @@ class StoredFiles:
         return self._sizes.get(ident, 0)
 
     def add(self, packs: Iterable[PackId]) -> None:
-        """Add packs that were not listed. Call this before a root that no longer names them."""
+        """Add packs that were not listed.
+
+        It must be called before a root drops them from its segments.
+        """
         if self._knows_all:
             return
         new = set(packs) - self.packs
@@ -88,6 +91,10 @@ class StoredFiles:
         self, files: dict[str, bytes], progress: Progress
     ) -> tuple[dict[str, int], dict[str, str]]:
         """Delete some files, several at a time.
+
+        Args:
+            files: The key of each file → the id of the pack or segment.
+            progress: Called with the current phase, how many files are done, and the total.
 
         Returns:
             The bytes of each deleted file; and the reason for each file that this user may not
@@ -108,7 +115,7 @@ class StoredFiles:
         return sizes, refused
 
     def _time_of(self, seq: int) -> float | None:
-        """Return the time in a root; None if it cannot be read."""
+        """Return the time that a root has; None if the root cannot be read."""
         try:
             return read_root(self._backend, seq).time
         except (FileNotFoundError, DamagedError, BackendError):
@@ -118,8 +125,8 @@ class StoredFiles:
         """Return the age of a root in seconds: this host's time less the time in the root.
 
         Args:
-            seq: The number of the root. If that root cannot be read, the next root counts instead.
-                The age is then too low, so the collector only waits longer.
+            seq: The number of the root. If the root cannot be read, the age of the next one is
+                returned. This is too low, so the collector only waits longer.
             newest: The newest root.
         """
         for number in range(seq, newest.seq):

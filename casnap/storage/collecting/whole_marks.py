@@ -1,4 +1,4 @@
-"""Marking the whole store: which digests a root's snapshots need, and how much of each pack."""
+"""Mark the whole store: which digests the snapshots of a root need, and how much of each pack."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _PART = 2 << 20
 
 
 class WholeMarks:
-    """The contents that the snapshots of a root need, of all packs that the root names.
+    """Which chunks and nodes the snapshots of a root need, for all packs that the root names.
 
     These are :class:`~casnap.storage.collecting.marks.Marks`.
 
     Args:
         store: The store.
-        root: Its newest root.
+        root: The store's newest root.
         progress: Called with the current phase, how much of it is done, and the total.
-        deleted: Names of snapshots to ignore, as if they were deleted.
-        counts: Where to count all references, for later collections.
+        deleted: Names of snapshots to treat as deleted.
+        counts: Empty counts to fill with all references, for later collections; None for none.
 
     Raises:
         DamagedError: A tree node or a segment is missing or damaged.
@@ -83,19 +83,25 @@ class WholeMarks:
 
     @property
     def nbytes(self) -> int:
-        """Stored bytes of everything needed in live packs; a digest counts in its newest pack."""
+        """The stored bytes of all needed chunks and nodes in live packs.
+
+        Of a chunk or node in several packs, only the newest pack counts.
+        """
         condemned = self.root.condemned
         return sum(use.live for pack, use in self.uses.items() if pack not in condemned)
 
     def _needed_below(self, references: Iterable[bytes]) -> set[bytes]:
-        """Return the bases of the needed chunks that are stored as deltas.
+        """Return the bases that needed chunks stand on, because they are stored as deltas.
 
-        A chunk may be stored as a delta in one pack, and whole in another. Its base is needed in
-        any case, so that a take may rely on the delta without asking which place the collector
-        counts.
+        A chunk may be stored as a delta in one pack, and whole in another. Its base is needed even
+        then: a take may rely on the delta, whichever of the two places the collector counts.
 
-        A delta whose chain has no end is no place of its chunk. Its base was deleted when nothing
-        needed the base or the chunk. If the chunk was taken again later, it was stored anew.
+        A delta whose chain lacks a base is no longer a place of its chunk, and its base does not
+        count. The base was deleted when neither base nor chunk was needed. A take that needed the
+        chunk later has stored it anew.
+
+        Args:
+            references: The references to the needed chunks.
         """
         return self._bases.below(references) - self._bases.nowhere
 
@@ -117,7 +123,7 @@ class WholeMarks:
         self._sweep(use_counts, part)
 
     def _of_forgotten(self) -> set[bytes]:
-        """Return the references that only the snapshots have which count as deleted."""
+        """Return the references that only the snapshots treated as deleted have."""
         rows: dict[bool, set[bytes]] = {True: set(), False: set()}
         if self._deleted:
             rows[False].update(tops_of(self.root))
@@ -130,7 +136,7 @@ class WholeMarks:
         return chunks if self._parts == 1 else (d for d in chunks if d[0] % self._parts == part)
 
     def _walk_below(self) -> Iterator[tuple[bytes, list[bytes]]]:
-        """Yield each node that was not seen yet, and its references."""
+        """Yield each node that was not visited yet, with the references in it."""
         self.snapshots = len(self._store.table(self.root)) - len(self._deleted)
         manifests = 0
         for node, children in walk(self._store, tops_of(self.root), self._seen):
@@ -139,7 +145,13 @@ class WholeMarks:
             yield node, children
 
     def _sweep(self, use_counts: dict[bytes, int], part: int) -> None:
-        """Go through all places of the index, and count the places of needed digests by pack."""
+        """Go through all records of the index, and add up how much of each pack is needed.
+
+        Args:
+            use_counts: The needed digests of this part → 0. The values are set to a number for a
+                live pack that holds the digest.
+            part: The number of the part of the digests that is marked now.
+        """
         condemned = self.root.condemned
         in_several: set[bytes] = set()
         known_packs: dict[PackId, int] = {}
@@ -170,7 +182,7 @@ class WholeMarks:
         self._look_in_condemned({d for d, number in use_counts.items() if number == 0})
 
     def _count_newest_only(self, several: Collection[bytes]) -> None:
-        """Count a digest that several packs hold as live only in the newest of them."""
+        """Correct ``PackUse.live`` for digests in several live packs: only the newest counts."""
         places = [p for p in self.places_of(several) if p[1] not in self.root.condemned]
         newest: dict[bytes, PackId] = {}
         for digest, pack, _ in places:
@@ -180,21 +192,28 @@ class WholeMarks:
                 self.uses[pack].live -= stored_bytes
 
     def _look_in_condemned(self, nowhere: set[bytes]) -> None:
-        """Look in condemned packs for the digests that no live pack holds."""
+        """Find which condemned packs hold digests that no live pack holds; note these packs.
+
+        Args:
+            nowhere: The digests. Those that no condemned pack holds either are noted as missing.
+        """
         for digest, pack, _ in self.places_of(frozenset(nowhere)):
             self.rescue.add(pack)
             nowhere.discard(digest)
         self.missing |= nowhere
 
     def _segments(self, *, with_deltas: bool = False) -> Iterator[SealedSegment]:
-        """Yield the segments of the root: all, or those with deltas."""
+        """Yield the segments of the root; with ``with_deltas``, only those that have deltas."""
         segments = [ref for ref in self.root.segments if ref.deltas or not with_deltas]
         for number, ref in enumerate(segments):
             self._progress("reading the index", number, len(segments))
             yield SealedSegment(*self._store.index.sealed(ref))
 
     def places_of(self, digests: Collection[bytes]) -> Iterator[Placed]:
-        """Yield all places of some digests that the root lists, except deltas of endless chains."""
+        """Yield all places of some digests in the packs of the root.
+
+        Deltas whose chains lack a base are left out.
+        """
         if not digests:
             return
         for segment in self._segments():
@@ -206,12 +225,12 @@ class WholeMarks:
                     yield digest, packs[n], stored_bytes
 
     def note_done(self) -> None:
-        """Note in the counts that these packs are done, so that the next collection skips them."""
+        """Tell the counts which packs were dealt with, so that the next collection skips them."""
         if self._counts is not None:
             self._counts.segments = self._counted
 
     def contents_of(self, packs: Collection[PackId]) -> Iterator[Placed]:
-        """Yield the contents of some packs."""
+        """Yield the chunks and nodes in some packs."""
         for segment in self._segments():
             listed = segment.packs
             if any(pack in packs for pack in listed):
@@ -220,7 +239,7 @@ class WholeMarks:
                         yield digest, listed[n], stored_bytes
 
     def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
-        """Return which of some digests are needed, and whether each is a node."""
+        """Return which of some digests are needed, and for each whether it is that of a node."""
         nodes = {digest_in(node) for node in self._seen}
         if self._parts == 1:
             return {d: d in nodes for d in digests if d in self._needed}
@@ -229,10 +248,11 @@ class WholeMarks:
         return {d: d in nodes for d in chunks | ((nodes | self._needed_bases) & digests)}
 
     def advance(self, root: Root) -> set[bytes]:
-        """Move on to a newer root; return the digests that it needs and the root before did not.
+        """Mark for a newer root too; return the digests that it needs and the root before did not.
 
-        Digests that are no longer needed stay marked. That is safe: the next collection finds them.
-        The bases of all new deltas count as needed, whether or not a snapshot needs the deltas.
+        Chunks and nodes that the newer root no longer needs stay marked. This is safe: the next
+        collection finds them. The bases of all new deltas count as needed, even if no snapshot
+        needs the deltas.
 
         Raises:
             DamagedError: A tree node is missing or damaged. These marks cannot be used any more.
@@ -245,7 +265,7 @@ class WholeMarks:
         return digests | self._bases.below(digests)
 
     def _new_bases(self) -> set[bytes]:
-        """Return the bases of the deltas in packs that were not marked."""
+        """Return the bases of the deltas in packs that were not marked yet."""
         return {
             base
             for segment in self._segments(with_deltas=True)

@@ -1,4 +1,4 @@
-"""Reading ``casnap.json``, the record of a store: its format, its id, its chunk size."""
+"""Read ``casnap.json``, the record of a store: its format, its id, its chunk size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MADE_ANEW = "`casnap repair` makes it anew (--yes in a script)"
 
 
 def no_config_error(uri: str) -> DamagedError:
-    """Return the error for a store that has roots, but no ``casnap.json``."""
+    """Return the error to raise for a store that has roots, but no readable ``casnap.json``."""
     return DamagedError(
         f"{uri} is a damaged store: it has roots, but {CONFIG_KEY} is missing or unreadable. "
         f"`casnap repair {shell_word(uri)}` makes it anew (--yes in a script), or restore it from "
@@ -43,12 +43,12 @@ def no_config_error(uri: str) -> DamagedError:
 
 
 def object_error(uri: str) -> NotAStoreError:
-    """Return the error for a URI of an object, where a folder should be."""
+    """Return the error to raise when a URI that should be a store's is that of an object."""
     return NotAStoreError(f"{uri} is an object; a store is a folder of them. Choose another")
 
 
 def not_a_store_error(backend: Backend) -> NotAStoreError:
-    """Return the error for a place that holds no store."""
+    """Return the error to raise for a place that holds no store."""
     uri = backend.uri
     advice = (
         ". No store is looked for above a remote place; to name one, end it with two slashes, like "
@@ -85,12 +85,12 @@ def _config_bytes(backend: Backend) -> bytes:
 
 
 def read_config(backend: Backend) -> StoreConfig:
-    """Read the record of a store.
+    """Read ``casnap.json`` of a store.
 
     Raises:
         NotAStoreError: There is no store.
         UnsupportedFormatError: A newer version of casnap made the store, or one before 1.0.
-        DamagedError: ``casnap.json`` is not such a record, or is missing though there are roots.
+        DamagedError: The content is malformed, or the file is missing though there are roots.
     """
     place = backend.where(CONFIG_KEY)
     raw = _config_bytes(backend)
@@ -122,14 +122,15 @@ def read_config(backend: Backend) -> StoreConfig:
 
 
 def config_content(config: StoreConfig) -> bytes:
-    """Return the bytes of ``casnap.json``."""
+    """Return the content of ``casnap.json``."""
     return msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
 
 
 def config_in(root: Root) -> StoreConfig | None:
     """Return the copy of ``casnap.json`` in a root; None if this version cannot use it.
 
-    The copy spares a request on a remote store, and a repair makes a lost record anew from it.
+    On a remote store, the copy spares a request. If ``casnap.json`` is lost, a repair takes the
+    copy.
     """
     try:
         config = decode(encode(root.store), StoreConfig, CONFIG_KEY)

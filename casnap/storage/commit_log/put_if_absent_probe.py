@@ -1,6 +1,6 @@
-"""Tests, by racing puts, whether a place honours put-if-absent, which keeps writers apart.
+"""Test, by racing puts, whether a place honours put-if-absent, which keeps writers apart.
 
-Some servers say that they know ``If-None-Match``, and ignore it. If two writers then put the same
+Some servers accept the header ``If-None-Match``, but ignore it. If two writers then put the same
 root, the second put overwrites the first, and a committed snapshot is lost.
 """
 
@@ -33,17 +33,17 @@ _proven_places: set[str] = set()
 
 
 class PutIfAbsent:
-    """What a place does if several writers put one object.
+    """Tests what a place does when several writers put the same key.
 
     Args:
-        backend: The place.
+        backend: The backend of the place.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
     def error(self) -> StoreError:
-        """Return the error for a writer at a place without put-if-absent."""
+        """Return the error to raise when a writer uses a place without put-if-absent."""
         uri = self._backend.uri
         if not self._backend.can_put_if_absent:
             scheme = uri.partition("://")[0]
@@ -67,15 +67,15 @@ class PutIfAbsent:
         )
 
     def has_one_winner(self, puts: int, threads: int) -> bool:
-        """Put one fresh key several times; return whether exactly one put won, and is stored.
+        """Put one new key several times; return whether one put won, and its bytes are stored.
 
-        Use several threads only on a server that refuses the second of two puts made one after the
-        other. Where all puts win, a race can confuse the listing of a folder: `rclone serve s3`
-        then lists deleted objects.
+        Try one thread first. Use several threads only if the server then refuses the second put: on
+        a server where all puts win, a race can confuse later listings of the folder. `rclone serve
+        s3` then lists deleted objects.
 
         Args:
-            puts: How many times to put the key.
-            threads: How many threads put it at once.
+            puts: How many times to put the key, each time with other bytes.
+            threads: How many threads put at once.
         """
         backend, key = self._backend, f"tmp/{os.urandom(12).hex()}"
         won: list[bytes] = []
@@ -103,16 +103,17 @@ class PutIfAbsent:
 
 
 def check_put_if_absent(backend: Backend, config: StoreConfig) -> None:
-    """Check that this writer and others cannot harm each other.
+    """Check that the place of a store keeps this writer and others apart.
 
     Args:
         backend: The backend of the store.
-        config: The record of the store. It has the verdict of the probe when the store was made.
-            The endpoint may be another one now, so this host probes before it first writes.
+        config: The store's ``casnap.json``. It has the verdict of the probe that was made when the
+            store was created. The server may be another one now, so this host probes again before
+            it first writes.
 
     Raises:
-        StoreError: The place does not honour put-if-absent, and the user does not vouch that there
-            is no other writer.
+        StoreError: The place does not honour put-if-absent, and the user does not vouch that no
+            other process writes.
     """
     if backend.exclusive:
         return
@@ -121,10 +122,10 @@ def check_put_if_absent(backend: Backend, config: StoreConfig) -> None:
 
 
 def recheck_put_if_absent(backend: Backend) -> None:
-    """Check again, right before a root is put, as :func:`check_put_if_absent` does.
+    """Check as :func:`check_put_if_absent` does, right before a root is put.
 
-    This costs nothing unless the last put showed that the bucket has begun, or ceased, to keep
-    versions.
+    This takes no request, unless the last put has shown that the bucket's versioning was switched
+    on or off.
 
     Raises:
         StoreError: The place does not honour put-if-absent as it is now.
@@ -134,9 +135,9 @@ def recheck_put_if_absent(backend: Backend) -> None:
 
 
 def put_if_absent_warnings(backend: Backend) -> list[str]:
-    """Return warnings that writers may not be kept apart, as far as this host knows.
+    """Return warnings that the place may not keep writers apart, as far as this host knows.
 
-    This puts nothing, so readers may call it.
+    The function puts nothing, so readers may call it.
     """
     if not backend.can_put_if_absent or not backend.versioning:
         return []
@@ -153,7 +154,7 @@ def put_if_absent_warnings(backend: Backend) -> list[str]:
 def honours_put_if_absent(backend: Backend) -> bool:
     """Whether a place honours put-if-absent. A host probes each endpoint once a month.
 
-    A verdict holds until the bucket begins, or ceases, to keep versions.
+    If the bucket's versioning is switched on or off, the place is probed again.
 
     Raises:
         PlaceError: The place cannot be written to.
@@ -173,7 +174,7 @@ def honours_put_if_absent(backend: Backend) -> bool:
 
 
 def _place(backend: Backend) -> str:
-    """Return the endpoint and state that a verdict is about; "" if no verdict is needed."""
+    """Return a text for the endpoint and its versioning, which a probe is about; "" for none."""
     endpoint = backend.endpoint
     versioning = backend.versioning if endpoint else ""
     return f"{endpoint} versioning {versioning}" if versioning else endpoint
@@ -193,7 +194,10 @@ def _note(endpoint: str) -> Path | None:
 
 
 def _is_fresh(note: Path | None) -> bool:
-    """Whether a note of a probe is recent: the server at an address may be replaced."""
+    """Whether the note file of a probe is recent.
+
+    An old one does not count: servers are replaced.
+    """
     try:
         return note is not None and abs(time.time() - note.stat().st_mtime) < _BELIEVED
     except OSError:

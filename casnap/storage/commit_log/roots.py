@@ -1,4 +1,4 @@
-"""The commit log: small numbered objects. The newest one says what the store holds."""
+"""The commit log: small numbered objects, the roots. The newest root says what the store holds."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ COPIES = "roots/copies"
 def newest_root(backend: Backend, cached: Root | None = None, *, stands: bool = False) -> Root:
     """Return the newest root.
 
-    A listing of a bucket may be stale, so this probes the numbers after the greatest listed one.
-    Roots are never removed, so a gap means damage. If the newest root is damaged or lost, this
-    reads its copy.
+    A listing of a bucket may be out of date, so the function also looks for roots after the last
+    listed one. Roots are never removed, so a missing number means damage. If the newest root is
+    damaged or lost, its copy is read.
 
     Args:
         backend: The backend of the store.
-        cached: A root that was the newest before. If it is still there, nothing is listed. It is
-            there unless the store was rolled back.
-        stands: Whether the caller has just seen that ``cached`` is still there.
+        cached: A root that was the newest before. If it still exists, no listing is made. It exists
+            unless the store was rolled back.
+        stands: Whether the caller has just seen that ``cached`` still exists.
 
     Raises:
         NotAStoreError: There is no root.
         DamagedError: Neither the newest root nor its copy can be read. An older root is no
             substitute.
-        UnsupportedFormatError: The root has a read feature that this version lacks.
+        UnsupportedFormatError: The root has a read feature that this version does not know.
     """
     root, newer = _first_look(backend, cached, stands=stands)
     first_seq = root.seq
@@ -87,7 +87,12 @@ def newest_root(backend: Backend, cached: Root | None = None, *, stands: bool = 
 def _first_look(backend: Backend, cached: Root | None, *, stands: bool) -> tuple[Root, Root | None]:
     """Return a root that may be the newest, and the root after it, or None.
 
-    On a remote store both are read at the same time.
+    On a remote store, both are read at the same time.
+
+    Args:
+        backend: The backend of the store.
+        cached: A root that was the newest before, if one is known.
+        stands: Whether the caller has just seen that ``cached`` still exists.
     """
     if cached is not None and stands:
         return cached, _after(backend, cached)
@@ -103,7 +108,9 @@ def _first_look(backend: Backend, cached: Root | None, *, stands: bool) -> tuple
 
 
 def root_and_next(backend: Backend, seq: int) -> tuple[Root, Root | None]:
-    """Return a root that must be there, and the root after it, or None. Both are read at once.
+    """Return the root of a number, which must exist, and the root after it, or None.
+
+    Both are read at the same time.
 
     Raises:
         DamagedError: A root is damaged, or the first one is missing.
@@ -133,7 +140,7 @@ def _lacks(doing: str, features: Collection[str]) -> str:
 
 
 def check_writable(uri: str, features: Collection[str], doing: str = "write to") -> None:
-    """Check that this version may write to a store.
+    """Check that this version of casnap may write to a store.
 
     Args:
         uri: The URI of the store, for the message.
@@ -141,7 +148,7 @@ def check_writable(uri: str, features: Collection[str], doing: str = "write to")
         doing: What the caller wants to do, for the message.
 
     Raises:
-        UnsupportedFormatError: This version lacks a feature.
+        UnsupportedFormatError: This version does not know a feature.
     """
     if unknown := set(features) - FEATURES:
         raise UnsupportedFormatError(_lacks(f"to {doing} {uri}", unknown))
@@ -156,10 +163,14 @@ def _stands(backend: Backend, root: Root) -> bool:
 
 
 def _rolled_back(backend: Backend, root: Root) -> Root | None:
-    """Return the copy of a lost root after ``root``, which is the last there; None if none is lost.
+    """Return a newer root that was lost, from its copy; None if no root was lost.
 
-    If a store was copied while others wrote to it, the result may have a copy of a root, but not
-    the files that the root names. Such a copy does not count.
+    If a store was copied while others wrote to it, the result may have the copy of a root, but not
+    the files that this root names. Such a copy does not count.
+
+    Args:
+        backend: The backend of the store.
+        root: The last root that exists.
 
     Raises:
         DamagedError: A root was lost, and its copy is damaged.
@@ -186,7 +197,7 @@ def _rolled_back(backend: Backend, root: Root) -> Root | None:
 
 
 def last_listed(backend: Backend) -> Root:
-    """Return the newest listed root. If listings are stale, there may be newer roots.
+    """Return the last root in a listing. If listings are out of date, there may be newer roots.
 
     Raises:
         NotAStoreError: There is no root.
@@ -211,7 +222,7 @@ def _last_seq(backend: Backend) -> int:
 
 
 def roots_before(backend: Backend, seq: int) -> Iterator[Root]:
-    """Yield the readable roots with smaller numbers, the newest first."""
+    """Yield the readable roots whose numbers are less than ``seq``, the newest first."""
     for folder in sorted(_numbers(backend, "roots"), reverse=True):
         for number in sorted(_numbers(backend, f"roots/{folder}"), reverse=True):
             root: Root | None = None
@@ -223,7 +234,7 @@ def roots_before(backend: Backend, seq: int) -> Iterator[Root]:
 
 
 def named_root(backend: Backend, seq: int) -> Root:
-    """Return a root that must be there: it is listed, or a put has found its number taken.
+    """Return a root that must exist: a listing has it, or a put has found its number taken.
 
     Raises:
         DamagedError: The root is damaged or missing.
@@ -238,22 +249,22 @@ def named_root(backend: Backend, seq: int) -> Root:
 
 
 def _read_named(backend: Backend, seq: int) -> Root | None:
-    """Return a root that must be there, or its copy if it is damaged; None if it is missing."""
+    """Return a root that must exist, or its copy if it is damaged; None if it is missing."""
     root = _read_if_there(backend, seq)
     return _read_if_there(backend, seq) if root is None and _appears(backend, seq) else root
 
 
 def _appears(backend: Backend, seq: int) -> bool:
-    """Wait for a root that must be there; return False if the store has no roots any more."""
+    """Wait for a root that must exist, but is not seen yet; return whether it has appeared."""
     return backend.appears(root_key(seq), partial(backend.names, "roots"))
 
 
 def _read_if_there(backend: Backend, seq: int) -> Root | None:
-    """Return a root, or its copy if the root is damaged; None if there is no such root.
+    """Return a root, or its copy if the root is damaged; None if no root has this number.
 
     Raises:
-        DamagedError: Root and copy are damaged.
-        BackendError: The root cannot be read, nor its copy.
+        DamagedError: The root is damaged, and has no readable copy.
+        BackendError: The root cannot be read, and has no readable copy.
     """
     try:
         return read_root(backend, seq)
@@ -267,7 +278,7 @@ def _read_if_there(backend: Backend, seq: int) -> Root | None:
 
 
 def _copy_of(backend: Backend, seq: int) -> Root | DamagedError | BackendError | None:
-    """Return the copy of a root, or the error of reading it; None if there is no copy."""
+    """Return the copy of a root, or the error of reading the copy; None if there is no copy."""
     if not backend.keeps_copies:
         return None
     try:
@@ -283,7 +294,13 @@ def _copy_key(seq: int) -> str:
 
 
 def _keep_copy(backend: Backend, seq: int, content: bytes) -> None:
-    """Put a copy of a root that was put, and remove older copies. Failures are ignored."""
+    """Put a copy of a root, and remove the copies of older roots. A failure is only logged.
+
+    Args:
+        backend: The backend of the store.
+        seq: The number of the root.
+        content: The bytes of the root.
+    """
     if not backend.keeps_copies:
         return
     try:
@@ -301,7 +318,7 @@ def _keep_copy(backend: Backend, seq: int, content: bytes) -> None:
 
 
 def release_reserve(backend: Backend) -> None:
-    """Free the space of the copy of the newest root, which is a reserve for a full disk.
+    """Remove the copies of roots, whose disk space is a reserve for a full disk.
 
     Only a commit that deletes snapshots may use the reserve. The next root gets a copy again.
     """
@@ -311,7 +328,12 @@ def release_reserve(backend: Backend) -> None:
 
 
 def with_advice(error: StorageFullError, root: Root) -> StorageFullError:
-    """Add advice to the error of a disk so full that even a commit that deletes has no room."""
+    """Add advice to an error of a full disk, when even a commit that deletes snapshots has no room.
+
+    Args:
+        error: The error.
+        root: The newest root of the store.
+    """
     # The index may have to be written anew, with some 50 bytes for each chunk.
     nbytes = (1 << 20) + 64 * sum(ref.weight for ref in root.segments)
     return StorageFullError(
@@ -325,10 +347,10 @@ def _numbers(backend: Backend, folder: str) -> list[int]:
 
 
 def read_root(backend: Backend, seq: int) -> Root:
-    """Read one root.
+    """Read the root of a number.
 
     Raises:
-        FileNotFoundError: There is no root of this number.
+        FileNotFoundError: No root has this number.
         DamagedError: The root is damaged.
     """
     return _read_either(backend, root_key(seq), seq)
@@ -351,12 +373,17 @@ def _read_either(backend: Backend, key: str, seq: int) -> Root:
 
 
 def sealed_root(root: Root) -> bytes:
-    """Return the bytes of a root."""
+    """Return the sealed bytes of a root."""
     return seal(b"r", encode(root))
 
 
 def _problem(root: Root, seq: int) -> str | None:
-    """Return why a root is impossible, in words that follow its name; None if it is not."""
+    """Return why a decoded root cannot be right, as words that follow its name; None if it may be.
+
+    Args:
+        root: The root.
+        seq: The number by which it was read.
+    """
     if root.seq != seq or seq >= MOST_ROOTS:
         return f"says that it is root {root.seq}"
     if any(
@@ -379,16 +406,16 @@ def _problem(root: Root, seq: int) -> str | None:
 
 
 def next_root(uri: str, root: Root, commit: bytes, **changes: Any) -> Root:
-    """Return the root after ``root``, with some fields changed.
+    """Return the root after a root, with some fields changed.
 
     Args:
         uri: The URI of the store, for messages.
         root: The root before.
         commit: The id of the new commit.
-        **changes: The changed fields.
+        **changes: The fields to change.
 
     Raises:
-        UnsupportedFormatError: The store has a write feature that this version lacks.
+        UnsupportedFormatError: The store has a write feature that this version does not know.
         StoreError: ``root`` has the last number that a root can have.
     """
     check_writable(uri, root.write_features)
@@ -403,13 +430,13 @@ def next_root(uri: str, root: Root, commit: bytes, **changes: Any) -> Root:
 
 
 def put_root(backend: Backend, root: Root) -> bool:
-    """Put a root durably, if its number is free; return whether this very root is there now.
+    """Put a root durably, if its number is free; return whether the root stands now.
 
-    If the number is taken, or the backend fails, this reads the root of that number: after a lost
-    answer it may be this one.
+    If the number is taken, or the backend fails, the root of that number is read. It may be this
+    very root, if the answer to the put was lost.
 
     Raises:
-        UnclearCommitError: It is not known whether the root is there and lasts.
+        UnclearCommitError: It is not known whether the root stands, or is durable.
         StoreError: The place does not honour put-if-absent now, or the root is too large.
     """
     from casnap.storage.commit_log.put_if_absent_probe import recheck_put_if_absent
@@ -464,7 +491,11 @@ def _now_stands(backend: Backend, root: Root, key: str, content: bytes) -> bool:
 
 
 def _make_durable(backend: Backend, key: str) -> None:
-    """Make a new root durable with one try: a success after a failure would prove nothing."""
+    """Make a new root durable. It is tried once: after a failure, a success would prove nothing.
+
+    Raises:
+        UnclearCommitError: The root may be lost if the machine crashes.
+    """
     try:
         backend.sync()
     except (CasnapError, OSError) as e:

@@ -1,7 +1,7 @@
-"""Whether a place still holds the store that was opened there.
+"""Check that a place still holds the store that was opened there.
 
-A folder can be moved away, and another store moved to its path. An operation that began with the
-first store must then change nothing in the second.
+A folder can be moved away, and another store can be moved to its path. An operation that began with
+the first store must then change nothing in the second.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ from casnap.storage.commit_log.roots import last_listed
 
 
 def id_in(root: Root) -> str | None:
-    """Return the id of the store, as a root has it; None if the root has none."""
+    """Return the store's id according to a root; None if the root does not have it."""
     store_id = root.store.get("store_id")
     return store_id if isinstance(store_id, str) else None
 
 
 def check_same_store(backend: Backend, store_id: str) -> None:
-    """Check that a place holds the store of this id.
+    """Check that a place holds the store of an id.
 
-    It does if its record or its newest root has the id. If only one of them has it, the other is
-    damaged or belongs to another store; a repair can mend that.
+    It does if ``casnap.json`` or the newest root has the id. If only one of them has it, the other
+    is damaged or belongs to another store, which a repair can mend. If neither can be read, the
+    check passes.
+
+    Args:
+        backend: The backend of the place.
+        store_id: The id.
 
     Raises:
         StoreError: The place holds another store.

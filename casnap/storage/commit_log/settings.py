@@ -1,4 +1,4 @@
-"""The settings of a store. The root holds them, and each commit keeps them."""
+"""The settings of a store. Each root holds them, and each commit takes them over."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ need.
 
 
 def new_settings(codec: str | None = None, gc: Duration | None = None) -> dict[str, Any]:
-    """Return checked settings, in the form in which a root has them.
+    """Check settings that a user gave, and return them in the form in which a root has them.
 
     Args:
-        codec: The word for how chunks are stored; None leaves the setting as it is.
-        gc: "auto" or "off": whether processes collect garbage unasked. Or a time: the grace of such
-            collections. None leaves the setting as it is.
+        codec: The user's word for how to store chunks; None leaves the setting as it is.
+        gc: "auto" or "off": whether processes collect garbage without being asked. Or a time: the
+            grace of such collections. None leaves the setting as it is.
 
     Raises:
         TypeError: ``gc`` is neither a word nor a time.
-        ValueError: There is no such codec, no such word for ``gc``, or the time is impossible.
+        ValueError: ``codec`` or ``gc`` is an unknown word, or the time is negative or too large.
     """
     settings: dict[str, Any] = {}
     if codec is not None:
@@ -46,14 +46,14 @@ def new_settings(codec: str | None = None, gc: Duration | None = None) -> dict[s
 
 
 class Settings:
-    """The settings of a store, with their meaning.
+    """The settings of a store, and what follows from them.
 
     Args:
         root: A root of the store.
         backend: The backend of the store.
 
     Attributes:
-        values: The settings. A setting that was never set has its default.
+        values: The name of each setting → its value, or its default if it was never set.
     """
 
     def __init__(self, root: Root, backend: Backend) -> None:
@@ -62,21 +62,22 @@ class Settings:
 
     @property
     def collects_unasked(self) -> bool:
-        """Whether a process that deletes snapshots collects the store's garbage unasked."""
+        """Whether processes that delete snapshots collect the store's garbage unasked."""
         return bool(self.values[_GC] != "off")
 
     @property
     def grace(self) -> float | None:
-        """How many seconds the store keeps garbage by its settings; None if they do not say."""
+        """The grace that the store's settings give, in seconds; None if they give none."""
         value = self.values[_GC]
         return float(value) if _is_time(value) else None
 
     @property
     def codec(self) -> Codec:
-        """The codec of new chunks.
+        """The codec by which takes store new chunks.
 
         Raises:
-            UnsupportedFormatError: A newer casnap has set a codec that this one lacks.
+            UnsupportedFormatError: A newer version of casnap has set a codec that this one does not
+                know.
         """
         name = self.values[_CODEC]
         codec = _codec_by(name)
@@ -91,25 +92,25 @@ class Settings:
 
     @property
     def is_auto(self) -> bool:
-        """Whether casnap chooses the codecs of the store's chunks."""
+        """Whether the user leaves the choice of codecs to casnap."""
         return bool(self.values[_CODEC] == "auto")
 
     @property
     def of_new_store(self) -> dict[str, Any]:
-        """The settings for a new store that is to hold the same snapshots."""
+        """The settings that a new store gets if it is made to hold the same snapshots."""
         codec = self.values[_CODEC]
         return new_settings(None if _codec_by(codec) is None else codec)
 
     @property
     def recodes(self) -> bool:
-        """Whether `gc` makes chunks smaller that only older snapshots need."""
+        """Whether `gc` recodes the chunks that only older snapshots need, to make them smaller."""
         if self.is_auto:
             return self._backend.costs.recodes
         return _codec_by(self.values[_CODEC]) not in (None, Codec.RAW)
 
 
 def _codec_by(word: object) -> Codec | None:
-    """Return the codec that a word means; None for an unknown word, or no word at all."""
+    """Return the codec that a user's word stands for; None for any other value."""
     return CODECS.get(word) if isinstance(word, str) else None
 
 
