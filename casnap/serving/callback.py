@@ -1,4 +1,4 @@
-"""Calling ``on_version``: it must be a plain function, since nobody would await a coroutine."""
+"""Call ``on_version``, which must be a plain function: nobody would await a coroutine."""
 
 from __future__ import annotations
 

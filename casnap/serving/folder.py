@@ -1,7 +1,7 @@
-"""The folder that readers are given: a link to one version of several.
+"""The folder of a pull: a link to one of several versions.
 
-``DIR`` is a link to ``DIR.versions/<name>@<commit>``. A version appears whole under its name, and
-a rename replaces the link. So a reader that resolves the link once has one whole version.
+``DIR`` is a link to ``DIR.versions/<name>@<commit>``. A version appears whole under its name, and a
+rename replaces the link. So a reader that resolves the link once has one whole version.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _PARTIAL, VERSION = re.compile(r"\..*\.partial"), re.compile(r".*@[0-9a-f]{32}(\
 
 
 class ServedFolder:
-    """A folder that is kept at one version.
+    """A folder at which engines find the current version.
 
     Args:
         out: The folder. Its parent must be there.
@@ -109,7 +109,7 @@ class ServedFolder:
 
     @property
     def _has_files(self) -> bool:
-        """Whether the folder itself has the files that a pull puts into a version."""
+        """Whether the folder itself has a file that only pulls make, such as a record."""
         return any(is_taken(self.link / name) for name in (RECORD, CHUNKS, CHANGING))
 
     def _check_kind(self, is_other: bool, option: str) -> None:
@@ -135,7 +135,7 @@ class ServedFolder:
             self._free()
 
     def hold(self) -> None:
-        """Lock the folder of the versions, unless this holds the lock; make the folder if need be.
+        """Lock the folder of the versions, unless this object holds the lock; make it if need be.
 
         Raises:
             CasnapError: Another process has locked it.
@@ -170,7 +170,10 @@ class ServedFolder:
         self._opened.close()
 
     def translated(self) -> AbstractContextManager[None]:
-        """Turn the system's errors into casnap's, except ``FileNotFoundError``."""
+        """Return a context manager that turns the system's errors into casnap's.
+
+        ``FileNotFoundError`` stays as it is.
+        """
 
         def path_of(error: OSError) -> str:
             # A bare name lies in the folder of the versions. An error of a write has no name.
@@ -218,12 +221,12 @@ class ServedFolder:
 
     @property
     def _folder(self) -> HeldFolder:
-        """The folder of the versions, while it is locked."""
+        """The folder of the versions, as an open handle, while it is locked."""
         assert self._held is not None
         return self._held
 
     def close_to_others(self) -> None:
-        """Take the right to write to the versions from other users; a mount may have given it."""
+        """Make sure that no other user may write to the versions, whatever the mount allows."""
         self._owners.close_to_others(self._folder.fd)
         for name in self._names(VERSION.fullmatch):
             path = f"{self._folder.path}/{name}"
@@ -246,7 +249,7 @@ class ServedFolder:
         return self._version(self.versions / self._target.name) if is_link(self.link) else None
 
     def _version(self, folder: Path) -> Version | None:
-        """Return the version in a folder; None if it is absent, damaged, or another user's."""
+        """Return the version in a folder; None if it is absent or damaged, or another user's."""
         info, about = status(folder / RECORD, follow=False), status(folder, follow=False)
         if info is None or about is None:
             return None
@@ -262,7 +265,7 @@ class ServedFolder:
         return None if self._record is None else Version(folder, self._record, self._owners)
 
     def is_whole(self) -> bool:
-        """Whether there is a current version none of whose files has changed."""
+        """Whether there is a current version, and each of its files is as a pull wrote it."""
         version = self.current()
         return version is not None and version.is_whole()
 
@@ -271,7 +274,7 @@ class ServedFolder:
         return self.versions / self.link.readlink().name
 
     def of(self, store_id: str, commit: str, mapping: object) -> Version | None:
-        """Return a whole version of a snapshot and a mapping, current or not, or None.
+        """Return a whole version of a snapshot, current or not; None if there is none.
 
         Args:
             store_id: The id of the store.
@@ -285,7 +288,7 @@ class ServedFolder:
         return None
 
     def new_name(self, snapshot: str, commit: str) -> Path:
-        """Return the path of a folder for a new version, at which nothing lies yet."""
+        """Return the path for the folder of a new version. Nothing lies there yet."""
         name = folder_name(snapshot, commit)
         number, path = 1, self.versions / name
         while is_taken(path):
@@ -294,9 +297,10 @@ class ServedFolder:
         return path
 
     def next_turn(self) -> int:
-        """Return which part of the kept bytes this pull has to read: the one after the last pull's.
+        """Return the number of this pull, by which it verifies another part of the kept bytes.
 
-        See :data:`~casnap.serving.version.PARTS`.
+        Each number is one more than that of the pull before. See
+        :data:`~casnap.serving.version.PARTS`.
         """
         turn = 0
         with suppress(FileNotFoundError, ValueError, DamagedError, *PLACE_ERRORS):
@@ -331,9 +335,11 @@ class ServedFolder:
         return version
 
     def _note_current(self, name: str) -> None:
-        """Give a version the latest time of all, also if the clock of this host was set back.
+        """Set the time of a version's folder to later than all others'.
 
-        :meth:`clean_up` keeps the versions of the latest times: an engine has one of them loaded.
+        :meth:`clean_up` keeps the versions with the latest times, since an engine has one of them
+        loaded. The clock of this host may have been set back, so the current time alone would not
+        do.
         """
         before = [self._folder.status(each).st_mtime_ns for each in self._names(VERSION.fullmatch)]
         # 1000: not all file systems tell nanoseconds apart.
@@ -341,12 +347,14 @@ class ServedFolder:
         os.utime(name, ns=(now, now), dir_fd=self._folder.fd, follow_symlinks=False)
 
     def clean_up(self, keep: int, *, is_announced: bool = False) -> None:
-        """Delete all versions but those that were current last; warn of each that has to stay.
+        """Delete old versions, except the last ones that were current.
+
+        Each one that cannot be deleted causes a warning.
 
         Args:
             keep: How many versions stay.
-            is_announced: Whether a callback is called for each version. The last one for which it
-                has succeeded then stays before all others: an engine may have it loaded.
+            is_announced: Whether a callback is called for each version. Then the last version for
+                which it succeeded stays in any case: an engine may have it loaded.
         """
         if self._may_return:
             return
@@ -368,7 +376,10 @@ class ServedFolder:
         self._remove([*before, *others[: max(0, len(others) - (keep - 1))]])
 
     def _remove(self, names: Iterable[str]) -> None:
-        """Delete folders of versions; warn once of each that it cannot delete. Pulls try again."""
+        """Delete folders of versions; warn once of each that cannot be deleted now.
+
+        The next pull tries these again.
+        """
         for name in names:
             left = name
             try:
@@ -388,7 +399,7 @@ class ServedFolder:
                     )
 
     def _delete(self, name: str) -> None:
-        """Delete a file, or a folder; delete as much of a folder as possible.
+        """Delete a file or folder. If a part of a folder cannot be deleted, delete the rest.
 
         Raises:
             OSError: Something could not be deleted.
@@ -411,9 +422,9 @@ class ServedFolder:
     def called(self) -> VersionRecord | None:
         """Return the record of the version that the callback has loaded; None if it is unknown.
 
-        After a call that failed or has not returned, this is the record of the last call that
-        succeeded, with an empty ``snapshot``, and without the tensors that a later call may have
-        loaded.
+        If the last call failed or has not returned, the engine may hold tensors of two versions.
+        Then this is the record of the last call that succeeded, with an empty ``snapshot``, and
+        without the tensors that a later call may have loaded.
         """
         path = self.versions / _CALLED
         info = status(path, follow=False)
@@ -423,8 +434,8 @@ class ServedFolder:
     def note_calling(self, version: Version) -> None:
         """Note that the callback is about to be called for a version.
 
-        The callback may load the version and then fail. So it has to be called again for whichever
-        version comes next, also for the one before.
+        The callback may load the version and then fail. Because of the note, it is called again for
+        whichever version comes next, even for the one loaded before.
 
         Raises:
             PlaceError: The note cannot be written.
@@ -434,7 +445,7 @@ class ServedFolder:
             self.note_doubtful(version.record.changed_since(last))
 
     def note_doubtful(self, names: Iterable[str]) -> None:
-        """Note tensors that the next call has to name, since the engine may hold other bytes.
+        """Note tensors of which the engine may hold wrong bytes: the next call has to name them.
 
         Raises:
             PlaceError: The note cannot be written.
@@ -461,5 +472,5 @@ class ServedFolder:
             self._put(_CALLED, record.encode())
 
     def _put(self, name: str, content: bytes) -> None:
-        """Put a note into the folder of the versions, durably."""
+        """Write a note into the folder of the versions, durably."""
         self._folder.put(name, content, FILE_MODE)

@@ -1,4 +1,4 @@
-"""Following a store in the process that serves: live tensors are patched between two forwards.
+"""Follow a store in the process that serves: live tensors are patched between two forwards.
 
 A thread reads, verifies and stages a version in the background. The version is copied into the
 tensors while no forward runs. Ranks that hold slices of one model agree on each version before they
@@ -54,13 +54,13 @@ def _stop_all() -> None:
 
 
 class AppliedVersion(NamedTuple):
-    """A version that live tensors hold.
+    """The version that live tensors hold, and what it took to bring them there.
 
     Attributes:
         name: The full name of the snapshot.
         commit: Its commit id.
         copied_bytes: How many bytes were copied into the tensors.
-        copy_seconds: How long that copy took. No forward could begin meanwhile.
+        copy_seconds: How long the copy took. No forward could begin meanwhile.
         received_bytes: How many bytes this rank received from the store, as stored: deltas are
             smaller than what they change.
     """
@@ -183,7 +183,7 @@ class Follower:
                     self._handshake.wake()
 
     def _begin_anew(self) -> None:
-        """Begin anew in a forked child: no forward runs there; the next one starts the thread."""
+        """In a forked child, begin with a new gate and no thread; the next forward starts one."""
         is_stopped = self._gate.is_stopped
         self._gate, self._looker = Gate(), None
         self._thread = self._new_thread()
@@ -211,7 +211,7 @@ class Follower:
 
     @asynccontextmanager
     async def async_applied(self) -> AsyncIterator[AppliedVersion]:
-        """Do as :meth:`applied`, in a coroutine of asyncio: other coroutines run while it waits.
+        """Do as :meth:`applied`, but in a coroutine of asyncio: others run while this one waits.
 
         Raises:
             CasnapError: As for :meth:`applied`.
@@ -243,7 +243,7 @@ class Follower:
         All ranks call this together.
 
         Raises:
-            CasnapError: The update failed, and the tensors hold the version before; or the caller
+            CasnapError: The update failed, and the tensors hold the version before. Or the caller
                 is within :meth:`applied`, ``on_version`` or another call of this method.
         """
         if self._gate.is_inside or self._looker == threading.get_ident():
@@ -273,8 +273,8 @@ class Follower:
     def stop(self) -> None:
         """Stop looking for versions. The tensors stay as they are.
 
-        A signal handler may call this at any time. If it has interrupted another call of casnap,
-        this method tells the thread that looks to end, and does not wait for it.
+        A signal handler may call this at any time. If the signal has interrupted another call of
+        casnap, this method tells the thread that looks to end, and does not wait until it has.
         """
         self._stop(None, waits=not is_within_call())
 
@@ -335,7 +335,7 @@ class Follower:
         return min(seconds, self._calls.delay) if calls_again else seconds
 
     def _look(self, patience: float = _PATIENCE) -> None:
-        """Look for another version; apply it, or have all ranks stage it.
+        """Look for another version. A process alone applies it; of several ranks each stages it.
 
         Args:
             patience: For how many seconds the ranks may go on staging one version although a newer
@@ -369,7 +369,7 @@ class Follower:
         self._seen_root = root
 
     def _newest(self) -> Contents:
-        """Return the newest snapshot that is meant, and remember its number."""
+        """Return the newest snapshot that the options mean, and remember its number."""
         try:
             wanted = self._source.newest(self._options)
         except SnapshotNotFoundError:
@@ -382,7 +382,12 @@ class Follower:
         return wanted.contents
 
     def _note(self, phase: Callable[[Handshake, int], None], commit: bytes) -> None:
-        """Note in the store that a version has reached a phase."""
+        """Note in the store that the version of a commit has reached a phase.
+
+        Args:
+            phase: The method that notes the phase.
+            commit: The commit id.
+        """
         wanted = self._numbered.get(commit)
         if self._handshake is not None and wanted is not None:
             name = wanted.contents.name
@@ -407,7 +412,7 @@ class Follower:
         """Copy a staged patch into the tensors once no forward runs, then call ``on_version``.
 
         Returns:
-            Whether the patch still fits the tensors. If not, nothing was copied.
+            Whether the patch fitted the tensors. If not, nothing was copied.
         """
         with self._between_forwards():
             if not self._weights.fits(patch):
@@ -463,7 +468,11 @@ class Follower:
     # --- several ranks ---
 
     def _is_withdrawn(self, newest: Contents) -> bool:
-        """Whether the version that all ranks are to stage is gone, or the newest one is older."""
+        """Whether the version that all ranks are to stage was deleted, or is newer than the newest.
+
+        Args:
+            newest: The newest snapshot that the options mean.
+        """
         wanted = self._numbered.get(self._wanted)
         if wanted is None or newest.row.seq < wanted.contents.row.seq:
             return True
@@ -474,7 +483,11 @@ class Follower:
         return False
 
     def _contents_of(self, commit: bytes) -> Contents:
-        """Return the snapshot of a commit that rank 0 has chosen."""
+        """Return the snapshot with a commit id that rank 0 has chosen.
+
+        Raises:
+            SnapshotNotFoundError: The store has no such snapshot, where this rank looks.
+        """
         store = self._source.store
         rows = store.read_at_newest(
             lambda root: list(store.table(root).items_in(self._source.name))
@@ -488,7 +501,7 @@ class Follower:
         )
 
     def _hear(self, wanted: bytes) -> None:
-        """Remember which commit rank 0 wants all ranks to stage."""
+        """On ranks other than 0, remember which commit rank 0 wants all ranks to stage."""
         if not self._leads:
             self._wanted = wanted
 
@@ -498,7 +511,7 @@ class Follower:
             self._stage(self._contents_of(wanted))
 
     def _agree(self) -> None:
-        """Apply the staged version if all ranks have staged it; hear what rank 0 wants next."""
+        """Apply the staged version if all ranks have staged it; learn what rank 0 wants next."""
         staged = self._staged
         is_mine = staged is not None and self._weights.fits(staged)
         mine = staged.contents.row.commit if staged is not None and is_mine else _NONE

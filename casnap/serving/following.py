@@ -1,4 +1,4 @@
-"""Following a store: each new version is pulled, and a callback is called for it."""
+"""Follow a store: pull each new version, and call a callback for it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Following:
         options: Which snapshots are pulled, and how.
         interval: The seconds between two looks.
         on_version: Called after each switch, and again until it succeeds.
-        progress: As for a pull.
+        progress: Called with the phase of a pull, the bytes done, and the total.
         notes: Whether to note in the store which version is served here.
     """
 
@@ -68,7 +68,7 @@ class Following:
         self._calls = Backoff(f"the callback for {self._served.link}")
 
     def events(self) -> Iterator[FollowEvent]:
-        """Follow for ever, and yield what happens.
+        """Follow for ever, and yield an event for each pull and call that succeeds or fails.
 
         Raises:
             CasnapError: Following cannot begin, or another process follows into this folder.
@@ -88,7 +88,7 @@ class Following:
             self._handshake.close()
 
     def _note_staged(self, source: Source, report: PullReport) -> None:
-        """Note in the store that a version is in the folder."""
+        """Note in the store that the version of a pull is in the folder."""
         if self._handshake is None and self._notes:
             self._handshake = Handshake(source.store, self._options.tag, source.name)
         if self._handshake is not None:
@@ -142,10 +142,10 @@ class Following:
             self._pulls.note_success()
 
     def _call(self, on_version: OnVersion) -> Iterator[FollowEvent]:
-        """Call the callback unless it was called for the current version; then delete old versions.
+        """Call the callback, unless it was called for the version; then delete old versions.
 
-        Versions are deleted after the call, so that an engine does not wait for it. It takes long
-        if a version lies in memory.
+        Versions are deleted after the call, so that an engine does not wait for the deletion.
+        Deleting takes long if a version lies in memory.
         """
         event = self._event_of_call(on_version)
         self._served.clean_up(self._options.keep, is_announced=True)
@@ -153,7 +153,7 @@ class Following:
             yield event
 
     def _is_pulled(self, version: Version) -> bool:
-        """Whether a version is the last pull's; a later pull in place may have failed."""
+        """Whether a version is the one of the last pull. A later pull in place may have failed."""
         return self._report is None or version.record.commit == self._report.commit
 
     def _event_of_call(self, on_version: OnVersion) -> FollowEvent | None:

@@ -1,12 +1,12 @@
 """A gate that lets many forwards in together, or one copy alone.
 
-A visitor is neither a thread nor a task: one thread of a pool may begin a generator and another one
-end it, and coroutines of one thread overlap. So the gate counts each entrance as a visit of its
-own. The thread and the context of a visit only tell who would wait for itself.
+The gate counts each entrance as a *visit* of its own, rather than threads or tasks: one thread of a
+pool may begin a generator and another one end it, and coroutines of one thread overlap. The gate
+uses the thread and the context of a visit only to find a caller who would wait for itself.
 
-An interrupt may come before the first and after the last line of each call. It could make ``with``
-over the ``Condition`` leave the lock taken, so methods take the lock itself. A visit is counted as
-ended before anything else is called. Who waits looks again from time to time.
+A KeyboardInterrupt may come before the first and after the last line of each call. It could make
+``with`` over the ``Condition`` leave the lock taken, so methods take the lock itself. A visit is
+counted as ended before anything else is called. A waiting call looks again from time to time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOOK = 1.0
 
 
 class Stopped(Exception):  # noqa: N818 - no failure
-    """The gate was stopped, so :meth:`Gate.alone` has given up."""
+    """The gate was stopped while :meth:`Gate.alone` waited."""
 
 
 class _Visit:
@@ -47,7 +47,9 @@ _visits: ContextVar[frozenset[_Visit]] = ContextVar("casnap_visits", default=fro
 
 
 class Gate:
-    """Lets many in at once, or one alone. Who waits to be alone gets in before all who come later.
+    """Lets many visits in at once, or one alone.
+
+    A visit that waits to be alone gets in before all that come later.
 
     Attributes:
         is_stopped: Whether :meth:`stop` was called.
@@ -64,7 +66,7 @@ class Gate:
 
     @property
     def is_inside(self) -> bool:
-        """Whether this code is inside, so that it would wait for itself if it waited for all."""
+        """Whether the caller is inside, and so would wait for itself if it waited for all."""
         if self._has_context:
             return True
         with self._lock:
@@ -85,7 +87,7 @@ class Gate:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Be inside, with others. Code that is inside already does not wait for a copy."""
+        """Be inside, perhaps with others. Code that is inside already does not wait for a copy."""
         visit = _Visit(self)
         try:
             with self._lock:
@@ -173,19 +175,26 @@ class Gate:
     # --- the end ---
 
     def stop(self) -> None:
-        """Stop the gate: wake :meth:`sleep`, and calls of :meth:`alone` that give up then."""
+        """Stop the gate: end :meth:`sleep`, and each :meth:`alone` with ``unless_stopped``."""
         self.is_stopped = True
         self._wake()
 
     def sleep(self, seconds: float) -> bool:
-        """Wait until the time is over or the gate is stopped; return whether it is stopped."""
+        """Sleep until the time is over or the gate is stopped; return whether it is stopped."""
         with self._lock:
             return self._wait_for(lambda: self.is_stopped, seconds)
 
     # --- waiting, and waking ---
 
     def _wait_for(self, is_so: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until ``is_so()`` or the time is over; return which. The caller holds the lock."""
+        """Wait until ``is_so()`` is true; return False if the time is over first.
+
+        The caller holds the lock.
+
+        Args:
+            is_so: Called from time to time, and whenever a visit begins or ends.
+            timeout: How many seconds to wait; None: as long as it takes.
+        """
         until = None if timeout is None else time.monotonic() + timeout
         while not is_so():
             seconds = _LOOK if until is None else min(_LOOK, until - time.monotonic())

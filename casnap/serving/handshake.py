@@ -1,12 +1,12 @@
 """Followers note in the store which version they serve, and a trainer waits for these notes.
 
-A follower notes which version it has staged and which one it serves, and puts its note anew as long
-as it lives (``backends/announcement.py``). So a trainer can wait until engines serve its new
-weights. The number of the root that published a version tells it from others.
+A follower notes which version it has staged and which one it serves. It repeats the note as long as
+it lives (``backends/announcement.py``). So a trainer can wait until engines serve its new weights.
+The number of the root that published a version identifies the version.
 
 The clocks of hosts need not be equal. The waiting process watches each note: if a note does not
-change for three beats, its follower is dead. A time in a note can only cast doubt: a note whose
-time looks old, or lies in the future, counts only once it has changed (decision 89).
+change for three beats, its follower counts as dead. A time in a note can only cast doubt: a note
+whose time looks old, or lies in the future, counts only once it has changed (decision 89).
 """
 
 from __future__ import annotations
@@ -91,9 +91,10 @@ class FollowedVersion(Struct, frozen=True):
 
 
 class _NoteContent(Struct, frozen=True):
-    """The content of a note; see :class:`FollowerState`.
+    """The content of a note. :class:`FollowerState` describes most fields.
 
-    It names the store: a follower of a deleted store may still write where a new one is now.
+    The note names the store: a follower of a deleted store may still write where a new store is
+    now.
     """
 
     store_id: str
@@ -114,7 +115,7 @@ class FollowerState:
 
     Attributes:
         host: Its host.
-        pid: Its process.
+        pid: Its process id.
         tag: The tag that it follows; empty for the newest snapshot.
         folder: The folder of the store that it follows; empty for all.
         began_time: When it began to follow, in seconds since the epoch, by the clock of its host.
@@ -139,16 +140,21 @@ class FollowerState:
 
     @property
     def label(self) -> str:
-        """Its host and process, for messages."""
+        """The follower's host and process, for messages."""
         return f"{self.host}:{self.pid}"
 
     def follows(self, tag: str, name: str) -> bool:
-        """Whether this follower is to serve the snapshot ``name``, which has the tag."""
+        """Whether this follower is to serve a snapshot.
+
+        Args:
+            tag: The tag that the snapshot has.
+            name: Its full name.
+        """
         below = name == self.folder or name.startswith(f"{self.folder}/")
         return self.tag == tag and (not self.folder or below)
 
     def serves(self, number: int) -> bool:
-        """Whether this follower serves the version of this number, or a later one."""
+        """Whether this follower serves the version with this number, or a later one."""
         return self.serving is not None and self.serving.number >= number
 
 
@@ -159,8 +165,8 @@ class Handshake:
     """The notes of one follower: which version it has staged, and which one it serves.
 
     A thread writes the notes, so each method returns at once, and none fails because of the store.
-    ``paused`` writes no note: the next one tells of the pause. If this user may not write to the
-    store, one warning says so and the thread ends. Any other failure is tried again.
+    ``paused`` causes no note of its own; the next note includes the pause. If this user may not
+    write to the store, one warning says so and the thread ends. Any other failure is tried again.
 
     Args:
         store: The store.
@@ -182,7 +188,7 @@ class Handshake:
         in_child(self._begin)
 
     def _begin(self) -> None:
-        """Begin as a follower of this process; a forked child is another follower."""
+        """Begin with a new identity; a forked child does so too, as a follower of its own."""
         self._ident = os.urandom(6).hex()
         self._millis = 0
         # Wakes the thread. A signal handler may put into this kind of queue.
@@ -205,11 +211,11 @@ class Handshake:
             self._versions.setdefault(number, FollowedVersion(number, name, commit, phases))
 
     def staged(self, number: int) -> None:
-        """Note that a version can be applied without another request to the store."""
+        """Note that a version can now be applied without another request to the store."""
         self._tell(number, "staged")
 
     def paused(self, number: int) -> None:
-        """Note that the engine has paused for a version; the next note tells of it."""
+        """Note that the engine has paused for a version. The next note to the store includes it."""
         with self._lock:
             self._in_phase(number, "paused")
 
@@ -232,7 +238,7 @@ class Handshake:
         return version
 
     def wake(self) -> None:
-        """Go on in a forked child, which serves the versions that its parent served."""
+        """Start the thread again in a forked child, which serves the versions of its parent."""
         if self._last:
             self._wake()
 
@@ -253,10 +259,10 @@ class Handshake:
         self._wakes.put(None)
 
     def close(self, patience: float | None = _GOODBYE) -> None:
-        """Stop noting, and delete the note.
+        """Stop the notes, and delete the last one.
 
         Args:
-            patience: How many seconds to wait at most for that; None: as long as it takes.
+            patience: How many seconds to wait at most for the deletion; None: as long as it takes.
         """
         with self._lock:
             self._is_closed = True
@@ -305,11 +311,11 @@ class _Keeper:
 
     @property
     def delay(self) -> float:
-        """After how many seconds to put the note again."""
+        """After how many seconds to write the note again."""
         return _BEAT if self._backoff.error is None else max(0.01, self._backoff.delay)
 
     def put(self, name: str, content: bytes) -> bool:
-        """Put the note; return whether to go on. False means that this user may not write there."""
+        """Write the note; return False if this user may not, so that no try will succeed."""
         store = self._store
         try:
             store.check_writable("note who follows it", dry_run=True)
@@ -340,7 +346,7 @@ class _Keeper:
 
 
 def _is_refused(error: CasnapError) -> bool:
-    """Whether each further try fails too, until this user gets a right or another casnap."""
+    """Whether an error will last until this user gets a right or another version of casnap."""
     if isinstance(error, UnavailableError):
         return error.reason == "denied"
     if isinstance(error, BackendError):
@@ -351,7 +357,13 @@ def _is_refused(error: CasnapError) -> bool:
 
 
 def _keep(handshake_ref: ref[Handshake], keeper: _Keeper, wakes: SimpleQueue[None]) -> None:
-    """Put the note of a follower again and again, until the follower is closed or collected."""
+    """Write the notes of a follower until the follower is closed or freed. The thread runs this.
+
+    Args:
+        handshake_ref: The follower's notes; the thread does not keep them alive.
+        keeper: Writes the notes.
+        wakes: Gets an item whenever there is news to note at once.
+    """
     while True:
         while not wakes.empty():
             wakes.get()
@@ -376,7 +388,7 @@ class _Seen(NamedTuple):
     Attributes:
         name: Its name.
         content: Its content.
-        since: When it was first seen, by the monotonic clock.
+        since: When this process saw it first, by the monotonic clock.
         was_other: Whether this process has seen an earlier note of the same follower.
     """
 
@@ -387,9 +399,9 @@ class _Seen(NamedTuple):
 
 
 class FollowerWatch:
-    """The followers of a store, as this process has seen their notes.
+    """The followers of a store, as far as this process has seen their notes.
 
-    A look is one request, and one more for each note that has changed.
+    Each look is one request, and one more for each note that has changed.
 
     Args:
         store: The store.
@@ -423,7 +435,7 @@ class FollowerWatch:
         return sorted(states, key=lambda state: (state.host, state.pid, state.began_time))
 
     def _look(self) -> bool:
-        """Look at all notes; return whether each was still there."""
+        """Read the notes that are new; return False if one was gone before it was read."""
         newest: dict[str, str] = {}
         for name in self._backend.names("tmp"):
             match = _NOTE.fullmatch(name)
@@ -457,9 +469,9 @@ class FollowerWatch:
         return not gone
 
     def _read(self, name: str) -> _NoteContent | None:
-        """Return the content of a note; None if the note does not count.
+        """Return the content of a note; None if the note does not count, and is not read again.
 
-        Such a note belongs to another store, is malformed or unreadable, and is not read again.
+        It belongs to another store then, or is malformed or unreadable.
 
         Raises:
             FileNotFoundError: The note was replaced or deleted.
@@ -499,7 +511,7 @@ class FollowerWatch:
 
 
 def _lasts(content: _NoteContent) -> float:
-    """Return after how many seconds without another note a follower counts as dead."""
+    """Return for how many seconds a note counts; then the follower counts as dead."""
     beat = content.beat_seconds
     # NaN fails the comparison too, and counts as the least.
     return _BEATS * (min(beat, _MOST_BEAT) if beat >= _LEAST_BEAT else _LEAST_BEAT)
@@ -561,13 +573,13 @@ def wait_served(
 
 
 class _Published(NamedTuple):
-    """A tag, as a root has it.
+    """The last publish of a tag, by one root.
 
     Attributes:
         name: The snapshot that the tag is published on.
         number: The number of the root that published it.
-        root: The number of the root that was looked at.
-        since: When it was looked at, by the monotonic clock.
+        root: The number of the root that was read.
+        since: When that root was read, by the monotonic clock.
     """
 
     name: str
@@ -577,7 +589,12 @@ class _Published(NamedTuple):
 
 
 def _published(store: Repository, tag: str, number: int | None) -> _Published:
-    """Return the snapshot that a tag is published on.
+    """Return the last publish of a tag, by the newest root.
+
+    Args:
+        store: The store.
+        tag: The tag.
+        number: The number of a publish that must have been made; None for any.
 
     Raises:
         SnapshotNotFoundError: The tag was never published, or not with this number; or the snapshot

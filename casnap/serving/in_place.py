@@ -1,10 +1,10 @@
-"""Pulling in place: into one real folder, whose files get only the chunks that differ.
+"""Pull in place: into one real folder, whose files get only the chunks that differ.
 
 The pull first reads and verifies chunks, and keeps them in memory: deltas in their stored form.
-Then ``casnap-changing.json`` durably takes the place of the record: it says that the folder is
-being changed. From then on a chunk may be the one of an old version or of the new one; its digest
-tells which. The pull writes the new record last. Files whose layout changes are written anew, and
-renamed into the folder.
+Then it durably replaces the record by ``casnap-changing.json``, which says that the folder is being
+changed. From then on a chunk may be the one of an old version or of the new one; its digest tells
+which. The pull writes the new record last. Files whose layout changes are written anew, and renamed
+into the folder.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _OPENED = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def _memory() -> int:
-    """Return how much memory this host, or its container, has."""
+    """Return how many bytes of memory this host, or its container, has."""
     found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):
@@ -74,13 +74,13 @@ _MOST_KEPT = min(16 << 30, _memory() // 8)
 
 
 class WithdrawnError(Exception):
-    """The snapshot was withdrawn before its version was written; the folder is unchanged."""
+    """The snapshot was withdrawn before the folder was changed."""
 
 
 class FolderInPlace(ServedFolder):
-    """A real folder that is changed in place.
+    """A real folder with one version, whose files are changed in place.
 
-    ``DIR.versions`` beside it has the lock, and files that are not whole yet.
+    ``DIR.versions`` beside it has the lock, and new files until they are whole.
     """
 
     @override
@@ -108,11 +108,11 @@ class FolderInPlace(ServedFolder):
 
     @override
     def current(self) -> Version | None:
-        """Return the version in the folder; None if there is none, or it is not whole."""
+        """Return the version in the folder; None if there is none, or it is being changed."""
         return self._version(self.link)
 
     def held(self) -> Version | None:
-        """Return the version, whole or mixed, in the folder; None if no record tells which."""
+        """Return the version in the folder, whole or mixed; None if no record describes it."""
         version = self.current()
         if version is None:
             path = self.link / CHANGING
@@ -124,15 +124,15 @@ class FolderInPlace(ServedFolder):
 
     @property
     def is_there(self) -> bool:
-        """Whether something lies at the folder's path."""
+        """Whether the folder's path exists."""
         return is_taken(self.link)
 
     @override
     def of(self, store_id: str, commit: str, mapping: object) -> Version | None:
-        """Return the first version, written whole but not renamed yet, if it is the wanted one.
+        """Return the wanted version if an earlier pull wrote it whole, and only has to rename it.
 
-        All other versions that were not renamed are deleted. None: there is none, or the folder
-        exists already.
+        Only a first version is written and renamed so. If the folder exists already, the result is
+        None. Other versions that were not renamed are deleted.
         """
         if self.is_there:
             return None
@@ -170,7 +170,12 @@ class FolderInPlace(ServedFolder):
         return translated(lambda e: str(self.link / os.fsdecode(e.filename or "")), kept)
 
     def can_change(self, fd: int, file: PlannedFile) -> bool:
-        """Whether a file has this layout, and no other name or user shares it."""
+        """Whether a file has the new layout, and no other name or user shares it.
+
+        Args:
+            fd: The open file.
+            file: The new layout.
+        """
         info, header = os.fstat(fd), bytearray(len(file.header))
         return (
             stat.S_ISREG(info.st_mode)
@@ -192,6 +197,14 @@ def change(
     is_withdrawn: Callable[[], bool],
 ) -> Version:
     """Bring an existing folder to a snapshot; return the version once it is durable.
+
+    Args:
+        served: The folder.
+        contents: The snapshot.
+        options: The options of the pull.
+        report: Gets what was written, and how.
+        progress: Called with the phase, the bytes done, and the total.
+        is_withdrawn: Returns whether the snapshot was withdrawn meanwhile.
 
     Raises:
         WithdrawnError: The snapshot was withdrawn; the folder is unchanged.
@@ -237,7 +250,7 @@ class _ChangedFolder(ExportOutput):
     Args:
         link: The path of the folder. A plain pull would have its link there.
         folder: The same folder, open.
-        files: The name of each file that is changed where it is → its handle.
+        files: The name of each file that is changed in place → its descriptor.
         old: The version that the folder holds; None if it is unknown.
         out: Where new files are written before they are renamed.
         nbytes: About how many bytes the new files will have.
@@ -270,11 +283,11 @@ class _ChangedFolder(ExportOutput):
 
     @override
     def link(self, name: str, file: Path) -> None:
-        """Keep a file as it is.
+        """Keep a file of the folder under its name.
 
         Raises:
-            OSError: The new version gives the file another name. A hard link would not do: later
-                pulls would change both names.
+            OSError: ``file`` has another name than ``name``. A hard link would not do, since later
+                pulls would change the content under both names.
         """
         if file != self._link / name:
             raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(file))
@@ -287,7 +300,7 @@ class _ChangedFolder(ExportOutput):
         return self._folder.status(name)
 
     def mark(self, record: VersionRecord, chunks: bytes) -> None:
-        """Write durably that the folder is being changed to a version, unless that is written.
+        """Write durably, once, that the folder is being changed to a version.
 
         Args:
             record: The record of the new version.
@@ -308,10 +321,10 @@ class _ChangedFolder(ExportOutput):
         self._folder.sync()
 
     def sync(self, name: str) -> None:
-        """Sync a file that is changed where it is; delete it if the sync fails.
+        """Sync a file that was changed in place; delete it if the sync fails.
 
         After a failed sync the system may go on showing bytes that the disk did not take. The next
-        pull would find them, and its sync would report no error.
+        pull would find them right, and its sync would report no error.
         """
         try:
             os.fsync(self.files[name])
@@ -342,7 +355,14 @@ class _ChangedFolder(ExportOutput):
 
 
 class _KeptChunk(NamedTuple):
-    """A chunk to be written: its file, its place there, and its bytes or the delta for them."""
+    """A chunk that is kept in memory until it is written.
+
+    Attributes:
+        fd: The file.
+        cell: Its place in the file.
+        content: Its bytes, or a delta.
+        is_delta: Whether ``content`` is a delta on the chunk that lies there.
+    """
 
     fd: int
     cell: PlacedChunk
@@ -351,10 +371,18 @@ class _KeptChunk(NamedTuple):
 
 
 class _WriterInPlace(Writer):
-    """Writes the chunks that differ into the files of a folder, once it has read all of them."""
+    """Writes the chunks that differ into the files of a folder.
+
+    It keeps them in memory until all are read, so that the folder is changed only for a short time.
+    """
 
     def begin(self, output: _ChangedFolder, is_withdrawn: Callable[[], bool]) -> None:
-        """Set the output, and the function that tells whether the snapshot was withdrawn."""
+        """Set the output. Call this before :meth:`write`.
+
+        Args:
+            output: The output.
+            is_withdrawn: Returns whether the snapshot was withdrawn meanwhile.
+        """
         self._output = output
         self._is_withdrawn = is_withdrawn
         self._takes_deltas = True
@@ -368,7 +396,7 @@ class _WriterInPlace(Writer):
 
     @cached_property
     def _places(self) -> dict[tuple[str, int], list[tuple[Digest, str, StoredCell]]]:
-        """By file and offset, the chunks that may lie there: digest in the store, cast, cell."""
+        """File and offset → the chunks that may lie there: digest in the store, cast, and cell."""
         found: dict[tuple[str, int], list[tuple[Digest, str, StoredCell]]] = {}
         for _, source, cast, cell in () if self._old is None else self._old.each_cell():
             found.setdefault((cell.file, cell.start), []).append((source, cast, cell))
@@ -424,14 +452,20 @@ class _WriterInPlace(Writer):
                 self._flush()
 
     def _holds(self, fd: int, cell: PlacedChunk, base: Digest) -> bool:
-        """Whether a chunk of the store certainly lies at a place: a delta can be applied there."""
+        """Whether a chunk certainly lies at a place, so that a delta on it can be applied.
+
+        Args:
+            fd: The file.
+            cell: The place.
+            base: The digest of the chunk in the store.
+        """
         name = self._names[fd]
         # In files that are not intact, several chunks may lie at one place.
         places = self._places.get((name, cell.start), []) if name in self._intact else []
         return any((source, cast) == (base, "") for source, cast, _ in places)
 
     def _flush(self) -> None:
-        """Write the kept chunks and deltas."""
+        """Mark the folder as being changed, then write the kept chunks and deltas."""
         kept, self._kept, self._kept_bytes = self._kept, [], 0
         self._output.mark(*self._described())
         for _ in mapped(self._put_kept, kept, cores()):

@@ -156,16 +156,19 @@ class PullReport:
         tensors: How many tensors the version has.
         total_bytes: The bytes of all files.
         linked_bytes: The bytes of files that are links to the version before, or stay in place.
-        copied_bytes: The bytes of tensors that were copied from that version, or stay in place.
-        fetched_bytes: The bytes of tensors that the store had to give, as the tensors have them.
-        received_bytes: The bytes that came from the store meanwhile: chunks in their stored form,
-            which is smaller for deltas, nodes of trees, and parts of the index. Reads of other
-            threads in this store count too.
+        copied_bytes: The bytes of tensors that were copied from the version before, or stay in
+            place.
+        fetched_bytes: The bytes of tensors that the pull read from the store, as the tensors have
+            them.
+        received_bytes: The bytes that the store sent for that: chunks in their stored form, which
+            is smaller for deltas, nodes of trees, and parts of the index. Reads of other threads in
+            this store count too.
         left_out: The paths of values that safetensors cannot hold.
         equal: The name of each tensor that has the bytes of an earlier one → the name of the
             earliest one: perhaps tied weights.
         seconds: How long the pull took.
-        written_bytes: The bytes of tensors that were written: copied or fetched, and not in place.
+        written_bytes: The bytes of tensors that were written. Bytes that stay in place do not
+            count.
     """
 
     folder: str
@@ -196,7 +199,7 @@ class FollowEvent:
             ``failed``: a pull has failed, and is tried again; ``call_failed``: ``on_version`` has
             failed, and is called again.
         report: The report of the last pull; None if there was none.
-        error: The error's text, if something has failed.
+        error: The text of the error, after ``failed`` and ``call_failed``.
     """
 
     event: Literal["switched", "called", "failed", "call_failed"]

@@ -1,8 +1,8 @@
-"""Patches: the elements in which a version differs from another one of this host.
+"""Patches: the elements in which a version differs from another version on this host.
 
-An engine that holds one version needs only the patches to come to the other. A pull knows what it
+An engine that holds one version needs only the patches to get the other. A pull knows what it
 changes: from the deltas of the store, or by comparing the bytes that it replaces. If no pull has
-noted the patches, both folders are compared. Each chunk is verified on the way.
+written the patches, both folders are compared. Each chunk is verified on the way.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class StagedPatches(NamedTuple):
 
     @staticmethod
     def between(base: Path, folder: Path) -> StagedPatches | None:
-        """Return the patches from one version to another: from a pull, or else by comparing both.
+        """Return the patches from one version to another: a pull's, or else made by comparing both.
 
         A comparison writes its patches beside the newer version; the next pull deletes them.
 
@@ -74,9 +74,8 @@ class StagedPatches(NamedTuple):
             base: The folder of the older version.
             folder: The folder of the newer version.
 
-        Returns:
-            The patches; None if there can be none: one of the two folders is no version, or the
-            tensors of the two differ in names, shapes or dtypes.
+        Returns: The patches; None if one of the two folders is no version, or if the tensors of the
+        two differ in names, shapes or dtypes.
 
         Raises:
             DamagedError: A file of ``folder`` does not hold what was pulled.
@@ -118,7 +117,7 @@ class Patch(NamedTuple):
         dtype: The dtype of the tensor, by torch's name.
         indices: The flat positions of the elements in the tensor, ascending.
         before: The old elements, as unsigned integers of the same size. Shape as ``indices``.
-        values: The new elements, in the same way.
+        values: The new elements, as ``before``.
     """
 
     dtype: str
@@ -167,7 +166,12 @@ class Patch(NamedTuple):
 
 
 def _made_by_pull(new: Version, base: str) -> StagedPatches | None:
-    """Return the patches for a base that a pull has put into a version; None if none are whole."""
+    """Return the patches that a pull has put into a version; None if none apply, or are damaged.
+
+    Args:
+        new: The version.
+        base: The content that the patches have to apply to.
+    """
     with translated(str(new.folder)):
         paths = list(new.folder.iterdir())
     for path in paths:
@@ -231,7 +235,7 @@ class Differences:
             name: The tensor.
             number: The number of the chunk in the tensor.
             raw: The bytes of the chunk.
-            stored_form: The delta that has made the bytes, if there was one.
+            stored_form: The delta from which the bytes were made; None if there was none.
 
         Raises:
             DamagedError: The delta cannot have made these bytes.
@@ -257,7 +261,15 @@ class Differences:
     def _part(
         self, name: str, number: int, raw: memoryview, size: int, stored_form: memoryview | None
     ) -> _ChunkPatch | None:
-        """Return the elements of a chunk that differ; None if the old chunk cannot be verified."""
+        """Return the elements of a chunk that differ; None if the old chunk cannot be verified.
+
+        Args:
+            name: The tensor.
+            number: The number of the chunk in the tensor.
+            raw: The bytes of the new chunk.
+            size: The bytes of an element.
+            stored_form: The delta from which the bytes were made; None if there was none.
+        """
         if name not in self._cells:
             return None
         source, cell = self._cells[name][number]
@@ -293,7 +305,7 @@ class Differences:
 
 
 class _ChunkPatch(NamedTuple):
-    """The elements of a chunk that differ, as in :class:`Patch`."""
+    """The elements of a chunk that differ: as in :class:`Patch`, but without the dtype."""
 
     indices: np.ndarray
     before: np.ndarray

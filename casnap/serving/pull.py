@@ -1,4 +1,4 @@
-"""Pulling: choose the snapshot, write its version, and make the link lead to it."""
+"""Pull: choose the snapshot, write its version, and make the link lead to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger("casnap")
 
 
 class Wanted(NamedTuple):
-    """A snapshot that is to be served.
+    """The snapshot to serve now.
 
     Attributes:
         contents: The snapshot.
@@ -51,10 +51,10 @@ class Source:
     name: str = ""
 
     def newest(self, options: PullOptions) -> Wanted:
-        """Return the newest snapshot that the options mean.
+        """Return the newest snapshot among those that the options select.
 
         Raises:
-            SnapshotNotFoundError: They mean no snapshot that is there.
+            SnapshotNotFoundError: The options select no snapshot.
         """
 
         def look(root: Root) -> Wanted | None:
@@ -83,7 +83,12 @@ class Source:
         return wanted
 
     def has_withdrawn(self, contents: Contents, options: PullOptions) -> bool:
-        """Whether a snapshot that was the newest is gone: the newest one is older, or none is."""
+        """Whether a snapshot must not be served: the newest one now is older, or none is there.
+
+        Args:
+            contents: The snapshot, which was the newest.
+            options: Which snapshots count.
+        """
         try:
             return self.newest(options).contents.row.seq < contents.row.seq
         except SnapshotNotFoundError:
@@ -115,7 +120,16 @@ def pull(
 def update(
     served: ServedFolder, source: Source, options: PullOptions, progress: Progress | None
 ) -> PullReport:
-    """Bring a folder to the newest snapshot; old versions stay. The caller holds its lock."""
+    """Bring a folder to the newest snapshot; do not delete old versions.
+
+    The caller holds the lock of the folder.
+
+    Args:
+        served: The folder.
+        source: The store.
+        options: The options of the pull.
+        progress: Called with the phase, the bytes done, and the total.
+    """
     start = time.monotonic()
     received = source.store.backend.received_bytes
     version = None
@@ -182,7 +196,15 @@ def _switched(
 
 
 def _holds(version: Version, turn: int) -> bool:
-    """Whether one part of a pulled version still has its bytes; see :data:`PARTS` for ``turn``."""
+    """Verify one part of a version's bytes; mark the files that have changed.
+
+    Args:
+        version: The version.
+        turn: The number of this pull, which selects the part; see :data:`PARTS`.
+
+    Returns:
+        Whether the part has the bytes that were pulled.
+    """
     try:
         damaged = version.damaged(turn)
     finally:

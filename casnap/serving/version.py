@@ -1,7 +1,7 @@
-"""A version: one folder with the tensors of one snapshot, and a record that says which.
+"""A version: one folder with the tensors of one snapshot, and a record of which snapshot it is.
 
-Next to the files for readers it holds the digests of all chunks. So the next version can take
-unchanged chunks from it, and the bases of deltas, even if its snapshot was deleted.
+Next to the files for readers, the folder holds the digests of all chunks. So the next version can
+take unchanged chunks from it, and the bases of deltas, even if its snapshot was deleted.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class VersionTensor(Struct, omit_defaults=True):
         file: The file that holds it.
         start: Where it begins in the file, in bytes.
         cast_from: The dtype that the tensor has in the snapshot, if it was cast.
-        cast_digest: As ``digest``, for the bytes in the file, if it was cast.
+        cast_digest: If it was cast: the same kind of digest, of the chunks in the file.
     """
 
     path: str
@@ -76,7 +76,7 @@ class VersionTensor(Struct, omit_defaults=True):
 
     @property
     def nbytes(self) -> int:
-        """Its length in the file."""
+        """The bytes of the tensor in the file."""
         return itemsize_of(self.dtype) * prod(self.shape)
 
     @staticmethod
@@ -188,12 +188,12 @@ class VersionRecord(Struct):
 
     @property
     def content(self) -> str:
-        """A digest of the content: equal on other hosts, and in other folders."""
+        """A digest of the content, the same on each host and in each folder."""
         described = [self.store_id, self.commit, self.mapping]
         return digest_of(msgspec.json.encode(described, order="deterministic")).hex()
 
     def own_digest(self) -> str:
-        """Return the digest that ``digest`` must be equal to."""
+        """Return the right value of ``digest`` for the other fields."""
         return digest_of(msgspec.json.encode(msgspec.structs.replace(self, digest=""))).hex()
 
     def encode(self) -> bytes:
@@ -202,7 +202,11 @@ class VersionRecord(Struct):
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
     def changed_since(self, other: VersionRecord | None) -> list[str]:
-        """Return the names of tensors that another version lacks, or has with other bytes."""
+        """Return the names of tensors that another version lacks, or holds with other bytes.
+
+        Args:
+            other: The record of the other version; None: it lacks all of them.
+        """
         before = {} if other is None else other.tensors
         return [
             name
@@ -212,7 +216,7 @@ class VersionRecord(Struct):
 
 
 class Trace(Struct):
-    """A version from which chunks of a folder may come that a pull has begun to change in place.
+    """A version of which a folder that is being changed in place may hold chunks.
 
     Attributes:
         record: The record of the version.
@@ -245,7 +249,7 @@ class Version:
     Args:
         folder: Its folder.
         record: The record that the folder has.
-        owners: Whose files count as written by a pull.
+        owners: The users whose files count as written by a pull; by default, this user.
         chunks: The digests of its chunks; by default, its file :data:`CHUNKS` has them.
     """
 
@@ -276,12 +280,20 @@ class Version:
 
     @staticmethod
     def is_in_place(folder: Path) -> bool:
-        """Whether pulls change this folder, whose path has no links, in place."""
+        """Whether pulls change this folder in place.
+
+        Args:
+            folder: The folder, by a path without links.
+        """
         return is_taken(folder.with_name(f"{folder.name}.versions") / LOCK)
 
     @staticmethod
     def name_of(folder: Path) -> str:
-        """Return the name of a version: that of its folder, or for one in place, of its record."""
+        """Return the name of the version in a folder.
+
+        It is the folder's own name, or for a folder that is changed in place, the name by its
+        record.
+        """
         record = read_record(folder / RECORD) if Version.is_in_place(folder) else None
         return folder.name if record is None else folder_name(record.snapshot, record.commit)
 
@@ -291,7 +303,7 @@ class Version:
         return self.record.content
 
     def is_intact(self, file: str) -> bool:
-        """Whether a file has the length, time and owner that it was written with; reads nothing."""
+        """Whether a file has the length, time and owner as written; reads none of its bytes."""
         about = self.record.files.get(file)
         with suppress(OSError):
             info = (self.folder / file).stat(follow_symlinks=False)
@@ -308,12 +320,12 @@ class Version:
         return all(self.is_intact(file) for file in self.record.files)
 
     def doubtful(self) -> set[str]:
-        """Return the tensors in files that are not intact: an engine may have read other bytes."""
+        """Return the tensors in files that are not intact: an engine may have read wrong bytes."""
         files = {file for file in self.record.files if not self.is_intact(file)}
         return {name for name, tensor in self.record.tensors.items() if tensor.file in files}
 
     def is_of(self, store_id: str, commit: str, mapping: object) -> bool:
-        """Whether this is the version of a snapshot and a mapping, and whole.
+        """Whether this version is whole, and was made of a snapshot by the given options.
 
         Args:
             store_id: The id of the store of the snapshot.
@@ -328,7 +340,7 @@ class Version:
 
     @property
     def traces(self) -> list[Trace]:
-        """The versions from which the chunks may come: here only this one."""
+        """The versions that chunks in the folder may belong to; here this version alone."""
         return [Trace(self.record, self._chunk_digests())]
 
     def _chunk_digests(self) -> bytes:
@@ -340,7 +352,10 @@ class Version:
         return b""
 
     def each_cell(self) -> Iterator[tuple[str, Digest, str, StoredCell]]:
-        """Yield for each chunk: its tensor, digest in the store, cast ("" for none), and cell."""
+        """Yield the tensor's name, the digest in the store, the cast and the cell of each chunk.
+
+        The cast is ``from>to``; empty if there is none.
+        """
         digests = split_digests(self._chunk_digests())
         at = 0
         for name, tensor in self.record.tensors.items():
@@ -363,12 +378,12 @@ class Version:
 
     @cached_property
     def cells(self) -> dict[tuple[Digest, str], StoredCell]:
-        """The cell of each chunk, by the digest in the store and the cast."""
+        """Digest in the store and cast of each chunk → its cell in a file."""
         return {(source, cast): cell for _, source, cast, cell in self.each_cell()}
 
     @cached_property
     def cells_of(self) -> dict[str, list[tuple[Digest, StoredCell]]]:
-        """By tensor, its cells in order, each with the chunk's digest in the store."""
+        """Name of each tensor → its chunks in order: digest in the store, and cell in a file."""
         found: dict[str, list[tuple[Digest, StoredCell]]] = {}
         for name, source, _, cell in self.each_cell():
             found.setdefault(name, []).append((source, cell))
@@ -393,7 +408,11 @@ class Version:
             return False
 
     def base(self, digest: Digest) -> Fill | None:
-        """Return a function that reads a chunk of the store, unverified; None if it is not here."""
+        """Return a function that reads a chunk, unverified; None if this version does not hold it.
+
+        Args:
+            digest: The digest of the chunk in the store.
+        """
         cell = self.cells.get((digest, ""))
         return None if cell is None else partial(self._fill, cell)
 
@@ -445,14 +464,14 @@ class Version:
         return [*bad, *(file for file in self.record.files if not self._begins_rightly(file))]
 
     def _begins_rightly(self, file: str) -> bool:
-        """Whether a file has its length, and the right bytes before its tensors."""
+        """Whether a file has its length, and the right header before its tensors."""
         about = self.record.files[file]
         raw = self.read(StoredCell(file, 0, about.head_bytes, Digest(b"")))
         is_as_written = raw is not None and digest_of(raw).hex() == about.digest
         return is_as_written and os.fstat(self.open(file)).st_size == about.file_bytes
 
     def doubt(self, damaged: Iterable[str]) -> list[str]:
-        """Give damaged files another time, so that the next pull makes them anew.
+        """Set the time of damaged files to 0, so that the next pull makes these files anew.
 
         Args:
             damaged: The names of damaged tensors and files.
@@ -472,12 +491,12 @@ class Version:
 
 
 class MixedVersion(Version):
-    """A folder whose change in place did not end: each chunk comes from one of several versions.
+    """A folder in which a change in place did not end: it holds chunks of several versions.
 
     Args:
         folder: The folder.
-        traces: These versions, the newest last.
-        owners: Whose files count as written by a pull.
+        traces: The versions, the newest last.
+        owners: The users whose files count as written by a pull.
     """
 
     def __init__(self, folder: Path, traces: list[Trace], owners: Owners) -> None:
@@ -517,7 +536,7 @@ def read_record(path: Path) -> VersionRecord | None:
     """Return the record of a version from its file; None if the file is absent or damaged.
 
     Raises:
-        PlaceError: The file cannot be read. This must not count as "no version": the caller would
+        PlaceError: The file cannot be read now. The result is not None then, since the caller would
             make the whole version anew.
     """
     record = _decoded(path, VersionRecord)
@@ -525,7 +544,7 @@ def read_record(path: Path) -> VersionRecord | None:
 
 
 def read_traces(path: Path) -> list[Trace]:
-    """Return the versions from which a folder's chunks may come, by its :data:`CHANGING` file.
+    """Return the versions of which a folder may hold chunks, as its :data:`CHANGING` file lists.
 
     Raises:
         PlaceError: The file cannot be read.
@@ -559,7 +578,8 @@ def _is_plain(name: str) -> bool:
 def verify(folder: str | os.PathLike[str]) -> list[str]:
     """Read and verify the current version of a folder that :meth:`casnap.Store.pull` made.
 
-    Damaged files keep their bytes, but get another time, so that the next pull makes them anew.
+    Damaged files keep their bytes, but their time is set to 0, so that the next pull makes them
+    anew.
 
     Args:
         folder: The folder.

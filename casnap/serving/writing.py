@@ -1,4 +1,4 @@
-"""Writing a version: from the bytes of the version before, and from new chunks of the store.
+"""Write a version: from the bytes of the version before, and from new chunks of the store.
 
 A file that has not changed becomes a hard link. For any other file, each chunk is copied from the
 old version or read from the store; if the store has a delta on a chunk of the old version, only
@@ -55,10 +55,10 @@ def write_version(
     Args:
         folder: Its folder, which is not there yet.
         contents: The snapshot.
-        options: How the version looks.
-        old: A version whose files and chunks are taken over where they are equal.
-        report: Notes how much was written, and how.
-        progress: Called with the bytes that are written.
+        options: The options of the pull.
+        old: A version whose equal files and chunks are reused.
+        report: Gets how much was written, and how.
+        progress: Called with the phase, the bytes written, and the total.
 
     Raises:
         OSError: The version cannot be written; nothing of it is left.
@@ -96,7 +96,14 @@ def layout_of(contents: Contents, options: PullOptions) -> FileLayout:
 
 
 class ChunkToWrite(NamedTuple):
-    """A chunk to write: the name of its tensor, that tensor, its number there, and its place."""
+    """A chunk to write into a file.
+
+    Attributes:
+        name: The name of its tensor.
+        tensor: The tensor.
+        number: The number of the chunk in the tensor.
+        cell: Its place in the file.
+    """
 
     name: str
     tensor: PlacedTensor
@@ -133,7 +140,7 @@ class Writer:
         self.counter = ProgressCounter(progress, "writing", new_bytes)
 
     def _same_file(self, file: PlannedFile) -> str:
-        """Return the name of an equal file of the old version; "" if there is none."""
+        """Return the name of the old version's file that equals a planned one; "" for none."""
         if self._old is None:
             return ""
         record = self._old.record
@@ -174,7 +181,7 @@ class Writer:
         return record
 
     def _described(self) -> tuple[VersionRecord, bytes]:
-        """Return the record of the version, without its digest, and the digests of its chunks."""
+        """Return the version's record, without its digest, and its chunks' joined digests."""
         contents, layout = self._contents, self._layout
         files, tensors = dict[str, VersionFile](), dict[str, VersionTensor]()
         chunks = list[Digest]()
@@ -200,10 +207,13 @@ class Writer:
         return record, listed
 
     def _settle(self) -> None:
-        """Write the chunks that were kept back; there are none if the folder is new."""
+        """Write the chunks that were kept in memory. Here there are none; a subclass keeps some."""
 
     def _differences_from(self, old: Version) -> Differences | None:
-        """Return an empty collection of differences; None if the versions have other tensors."""
+        """Return a collector of the differences from an old version.
+
+        None if the versions have different tensors, since there are no patches between such.
+        """
         placed = {
             name: (tensor, VersionTensor.of(tensor, file.name))
             for file in self._layout.files
@@ -220,7 +230,7 @@ class Writer:
         return Differences(old, new, sizes)
 
     def _link(self, output: ExportOutput, file: PlannedFile) -> bool:
-        """Link an equal file of the old version; return whether there is one."""
+        """Link the old version's file that equals a planned one; return whether it did."""
         name, cast_digests = self.same[file.name], list[tuple[ChunkToWrite, Digest]]()
         if self._old is None or not name:
             return False
@@ -242,7 +252,7 @@ class Writer:
         return True
 
     def _fill(self, fd: int, file: PlannedFile) -> None:
-        """Write a file from the old version and the store."""
+        """Write a file: copy chunks from the old version, and read the others from the store."""
         cloned = self._clone(fd, file)
         if not cloned:
             os.posix_fallocate(fd, 0, file.nbytes)
@@ -253,10 +263,10 @@ class Writer:
         self._contents.store.fetch(self._wants(fd, elsewhere), options)
 
     def _clone(self, fd: int, file: PlannedFile) -> str:
-        """Begin a file as a clone of the old file of its name, if the file system can share blocks.
+        """Make a file a clone of the old version's file of the same name and layout.
 
         Returns:
-            The name of the old file; "" if it has another layout, or cannot be cloned.
+            The name of the old file; "" if there is none, or the file system cannot share blocks.
         """
         old = self._old
         about = None if old is None else old.record.files.get(file.name)
@@ -269,7 +279,13 @@ class Writer:
         return ""
 
     def _copy(self, fd: int, cloned: str, chunk: ChunkToWrite) -> bool:
-        """Copy a chunk from the old version; return False if it is not there or damaged."""
+        """Copy a chunk from the old version; return False if it is not there or damaged.
+
+        Args:
+            fd: The file to write.
+            cloned: The name of the old file that the new one is a clone of; "" for none.
+            chunk: The chunk.
+        """
         _, tensor, number, cell = chunk
         if self._old is None:
             return False
@@ -293,13 +309,25 @@ class Writer:
     def _write(
         self, fd: int, chunk: ChunkToWrite, raw: memoryview, stored_form: memoryview | None = None
     ) -> None:
-        """Write a verified chunk, as bytes or by the delta that has made it."""
+        """Write the verified bytes of a chunk to its place in a file.
+
+        Args:
+            fd: The file.
+            chunk: The chunk.
+            raw: Its bytes, cast if need be.
+            stored_form: The delta from which they were made, for subclasses that write deltas.
+        """
         write_cached(fd, raw, chunk.cell.start)
         with self._lock:
             self._report.written_bytes += len(raw)
 
     def _is_in_place(self, chunk: ChunkToWrite, before: StoredCell) -> bool:
-        """Whether a chunk of the old version lies in the same tensor, at the same place there."""
+        """Whether a chunk lies at the same place of the same tensor as in the old version.
+
+        Args:
+            chunk: The chunk.
+            before: Where the old version has its bytes.
+        """
         assert self._old is not None
         tensor = self._old.record.tensors.get(chunk.name)
         place = None if tensor is None else (tensor.file, before.start - tensor.start)
@@ -318,20 +346,40 @@ class Writer:
     def _note(
         self, chunk: ChunkToWrite, raw: memoryview, stored_form: memoryview | None = None
     ) -> None:
-        """Note how a chunk differs from that of the old version, if patches are wanted."""
+        """If patches are wanted, note how a chunk differs from the one in its place before.
+
+        Args:
+            chunk: The chunk.
+            raw: Its bytes.
+            stored_form: The delta from which they were made; None if there was none.
+        """
         if self._differences is not None:
             self._differences.note(chunk.name, chunk.number, raw, stored_form)
 
     def _put_delta(
         self, fd: int, chunk: ChunkToWrite, stored_form: memoryview, raw: memoryview
     ) -> None:
-        """Write a verified chunk, which a delta has made, to its place in a file."""
+        """Take a chunk that the store has as a delta, and write its verified bytes to their place.
+
+        Args:
+            fd: The file.
+            chunk: The chunk.
+            stored_form: The delta.
+            raw: The bytes made from it.
+        """
         self._put(fd, chunk, raw, stored_form)
 
     def _put(
         self, fd: int, chunk: ChunkToWrite, raw: memoryview, stored_form: memoryview | None = None
     ) -> None:
-        """Write a verified chunk to its place in a file; cast it first, if need be."""
+        """Write a verified chunk of the store to its place in a file; cast it first, if need be.
+
+        Args:
+            fd: The file.
+            chunk: The chunk.
+            raw: Its bytes.
+            stored_form: The delta from which they were made; None if there was none.
+        """
         _, tensor, number, cell = chunk
         if tensor.cast:
             raw = _cast(raw, tensor.entry.dtype, tensor.dtype)
@@ -351,7 +399,13 @@ def _chunks_of(file: PlannedFile) -> Iterator[ChunkToWrite]:
 
 
 def _cast(raw: memoryview, dtype: str, wanted: str) -> memoryview:
-    """Return the elements of a chunk in another dtype."""
+    """Return the elements of a chunk in another dtype.
+
+    Args:
+        raw: The bytes of the chunk.
+        dtype: The dtype of its elements, by torch's name.
+        wanted: The dtype to cast to.
+    """
     import torch
 
     from casnap.runtime.torch_modes import without_torch_modes
