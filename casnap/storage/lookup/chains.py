@@ -1,11 +1,13 @@
-"""Chains of deltas: a chunk that is stored as a delta, its base, the base of that, and so on.
+"""Chains of deltas: a chunk that is stored as a delta, its base, the base of that base, and so on.
 
-A chain begins with the wanted chunk, and ends with a chunk that is no delta. It has no end if a
-base is nowhere, if it comes back to itself, or if it has more deltas than readers apply.
+A chain begins with the wanted chunk, and ends with a chunk that is not stored as a delta. It has no
+end if a base has no place, if the chain comes back to a chunk in it, or if it has more deltas than
+readers apply.
 
-Readers and writers ask :func:`chains_below`, with one place for each chunk. A check asks
-:class:`ShortestChains`, since a chunk is whole if it is whole at any of its places. A collector,
-which scans the index, asks :func:`closure` for all needed bases.
+There are three ways to follow chains. Readers and writers ask :func:`chains_below`, with one place
+for each chunk. A check asks :class:`ShortestChains`, since a chunk is whole if it can be read at
+any of its places. A collector, which reads all of the index, asks :func:`closure` for all needed
+bases.
 """
 
 from __future__ import annotations
@@ -35,20 +37,21 @@ Find = Callable[[list[Digest]], Sequence[Place | None]]
 
 
 def bases_at(places: Iterable[Place | None]) -> list[Digest]:
-    """Return the bases of the deltas among some places, each base once."""
+    """Return the digests of the bases of the deltas among some places, each base once."""
     return list(dict.fromkeys([Digest(p.base) for p in places if isinstance(p, DeltaPlace)]))
 
 
 def chains_below(digests: Iterable[Digest], find: Find) -> dict[Digest, list[Record]]:
-    """Return the chains of chunks.
+    """Return the chains of some chunks.
 
     Args:
-        digests: The chunks.
-        find: Finds places. It is called level by level, and gets each digest once.
+        digests: The digests of the chunks.
+        find: Finds places. It is called once for each level of the chains; each digest is asked
+            once.
 
     Returns:
-        The chain of each chunk: the chunk and all bases below it, with their places. Empty if the
-        chunk is nowhere, or its chain has no end.
+        For each chunk its chain: the digest and place of the chunk, of its base, and so on. The
+        chain is empty if the chunk has no place, or its chain has no end.
     """
     tops = level = list(dict.fromkeys(digests))
     places: dict[Digest, Place | None] = {}
@@ -75,11 +78,11 @@ def _chain(digest: Digest, places: Mapping[Digest, Place | None]) -> list[Record
 
 
 def exceeds(deltas: int, place: Place) -> bool:
-    """Whether a chain would be too long with the chunk at a place.
+    """Whether a chain becomes too long for readers when it goes on at a place.
 
     Args:
         deltas: How many deltas the chain has so far.
-        place: The place of the next chunk.
+        place: The place of the next chunk of the chain.
     """
     return deltas >= MOST_LINKS and place.codec == _DELTA
 
@@ -87,19 +90,23 @@ def exceeds(deltas: int, place: Place) -> bool:
 def can_carry(chain: Sequence[Record], digest: Digest) -> bool:
     """Whether a chunk can be stored as a delta of the first chunk of a chain.
 
-    It cannot if that chain has no end, has no room for one more delta, or contains the chunk.
+    It cannot if the chain has no end, already has the most deltas, or contains the chunk.
+
+    Args:
+        chain: The chain; empty if it has no end.
+        digest: The digest of the chunk.
     """
     return 0 < len(chain) <= MOST_LINKS and digest not in dict(chain)
 
 
 class ShortestChains:
-    """Measures chains if each chunk is read at the place that makes them shortest.
+    """Measures the shortest chain of each chunk: each base may be read at any of its places.
 
-    A check asks for each chunk of a store alone, and for many chunks again, while it finds places
-    that do not count. So a length is remembered if it can answer later questions.
+    A check asks this for many chunks of a store, and for some repeatedly, since it finds out
+    meanwhile which places are whole. So lengths are remembered.
 
     Args:
-        places: Returns all places of a chunk that count.
+        places: Returns the places of a chunk that may be used, given its digest.
     """
 
     def __init__(self, places: Callable[[Digest], Iterable[Place]]) -> None:
@@ -107,24 +114,25 @@ class ShortestChains:
         self._lengths: dict[Digest, float] = {}
 
     def forget(self) -> None:
-        """Forget all lengths, since other places count now."""
+        """Forget all lengths, since other places may be used now."""
         self._lengths.clear()
 
     def ends(self, place: Place) -> bool:
-        """Whether the chunk at a place is no delta, or its chain ends and is short enough."""
+        """Whether a chunk can be read at a place: it is no delta, or its chain ends in time."""
         return not isinstance(place, DeltaPlace) or self._below(Digest(place.base)) < MOST_LINKS
 
     def is_too_long(self, place: Place) -> bool:
-        """Whether the chain of the chunk at a place ends, but is too long for readers."""
+        """Whether a place has a chain that ends, but has more deltas than readers apply."""
         if not isinstance(place, DeltaPlace):
             return False
         return MOST_LINKS <= self._below(Digest(place.base)) < math.inf
 
     def _below(self, digest: Digest) -> float:
-        """Return how many deltas the shortest chain of a chunk has.
+        """Return the number of deltas in the shortest chain of a chunk.
 
-        Infinity if no chain ends. If every chain that ends is too long for readers, the number is
-        too large for them, but need not be exact.
+        Returns:
+            The number; infinity if no chain ends. If it is too large for readers, it need not be
+            exact.
         """
         level, seen, deltas, best = [digest], {digest}, 0, math.inf
         line: list[Digest] = []
@@ -151,14 +159,16 @@ class ShortestChains:
 
 
 class DeltaBases:
-    """The bases of all deltas in some segments, whichever place a chunk is read at.
+    """The bases of all deltas in some segments.
 
-    The length of a chain does not count here: a collector must not delete a base because readers
+    A chunk may have several, one for each of its deltas.
+
+    Long chains count here like short ones: a collector must not delete a base because readers
     refuse its chain.
 
     Attributes:
-        endless: The places of deltas whose chains have no end, each as a pack and an offset.
-        nowhere: The bases of such deltas.
+        endless: The places of deltas whose chains have no end, as pairs of a pack and an offset.
+        nowhere: The digests of the bases of such deltas.
     """
 
     def __init__(self) -> None:
@@ -167,11 +177,16 @@ class DeltaBases:
         self.nowhere: set[bytes] = set()
 
     def note(self, digest: bytes, base: bytes) -> None:
-        """Note that a chunk is stored as a delta of a base."""
+        """Note that a chunk is stored as a delta of a base.
+
+        Args:
+            digest: The digest of the chunk.
+            base: The digest of the base.
+        """
         self._bases[digest].add(base)
 
     def below(self, digests: Iterable[bytes]) -> set[bytes]:
-        """Return the bases of chunks, the bases of these bases, and so on."""
+        """Return the bases of some chunks, the bases of these bases, and so on."""
         bases: set[bytes] = set()
         pending = [digest for digest in digests if digest in self._bases]
         while pending:
@@ -182,11 +197,11 @@ class DeltaBases:
 
 
 def closure(with_deltas: Iterable[SealedSegment], segments: Iterable[SealedSegment]) -> DeltaBases:
-    """Find the bases of all deltas in some segments, and the chains that have no end.
+    """Read which bases the deltas in some segments have, and find the chains that have no end.
 
     Args:
         with_deltas: The segments that have deltas.
-        segments: All segments; they are not read if there are no deltas.
+        segments: All segments. They are read only if there are deltas.
     """
     bases = DeltaBases()
     deltas: dict[tuple[PackId, int], bytes] = {}
@@ -219,13 +234,13 @@ def closure(with_deltas: Iterable[SealedSegment], segments: Iterable[SealedSegme
 
 
 class NewBases:
-    """Finds the bases of deltas in a root, then in newer and newer roots; reads a segment once."""
+    """Finds the bases of deltas in the segments of successive roots. It reads each segment once."""
 
     def __init__(self) -> None:
         self._read: frozenset[SegmentRef] = frozenset()
 
     def of(self, root: Root, index: Index) -> set[bytes]:
-        """Return the bases of all deltas in the segments of a root that were not read before.
+        """Return the bases of all deltas in those segments of a root that were not read before.
 
         Raises:
             DamagedError: A segment is missing or damaged.

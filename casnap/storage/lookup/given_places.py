@@ -1,4 +1,4 @@
-"""A lookup by places that its caller knows: a check of a store cannot trust the index."""
+"""Read chunks at places that the caller names: a check of a store cannot trust the index."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from casnap.storage.lookup.lookup_order import Bases, Left, LocalLookup, Lookup,
 
 
 class GivenPlaces(LocalLookup):
-    """A lookup by given places, whatever root they are of. Its ladder has one rung.
+    """A lookup that tries only the places that its caller gives.
 
     Args:
-        lookup: Another lookup of the store, which shares its root and index.
-        places_of: Returns the places of a digest.
+        lookup: Another lookup of the store. This one shares its newest root and its index.
+        places_of: Returns the places of a chunk, given its digest.
     """
 
     def __init__(self, lookup: Lookup, places_of: Callable[[Digest], list[Place]]) -> None:

@@ -1,7 +1,7 @@
-"""The index: where every chunk and node lies, by the segments of one root.
+"""The index of a store: the places of every chunk and node, according to the segments of a root.
 
-A cache (``index_cache.py``) keeps the records of the segments, which stay true. Whether a record
-*counts* depends on the root: a segment of the root must list the record's pack.
+A cache on this host (``index_cache.py``) keeps the records of segments. A cached record stays true,
+but it *counts* only if a segment of the root at hand lists the record's pack.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _LAST_SMALL = b"last small segment"
 
 
 def packs_in(cache: IndexCache, ref: SegmentRef) -> frozenset[PackId] | None:
-    """Return the packs of a segment; None if the segment is not cached."""
+    """Return the packs that a segment lists, from a cache; None if the cache lacks the segment."""
     ident = SegmentId(ref.id)
     listed = cache.listed.get(ident)
     if listed is None and (packs := cache.packs_of(ident)) is not None:
@@ -73,14 +73,14 @@ _damaged: defaultdict[str, set[Record]] = defaultdict(set)
 
 
 class PackSet:
-    """The union of sets of packs, except for a few packs.
+    """The union of some sets of packs, without a few packs.
 
-    A store may have very many packs, and each commit adds few. So the views of an index share these
-    sets, and making a view or asking for a pack takes no time in proportion to their size.
+    A store may have very many packs, and each commit adds few. So all views of an index share these
+    sets. To make a view, or to look up a pack, does not take longer with more packs.
 
     Args:
         parts: The sets.
-        without: The packs that the union lacks.
+        without: The packs to leave out.
     """
 
     __slots__ = ("_parts", "_without")
@@ -103,19 +103,19 @@ class PackSet:
 
     @property
     def at_most(self) -> int:
-        """An upper bound on the number of packs: a pack counts once for each set that has it."""
+        """An upper bound on the number of packs. A pack counts once for each set that has it."""
         return sum(map(len, self._parts))
 
     def issuperset(self, packs: Iterable[PackId]) -> bool:
-        """Whether all these packs are in the set."""
+        """Whether all of some packs are in this set."""
         return all(pack in self for pack in packs)
 
     def lacking(self, packs: Iterable[PackId]) -> set[PackId]:
-        """Return the packs that are not in the set."""
+        """Return those of some packs that are not in this set."""
         return {pack for pack in packs if pack not in self}
 
     def without(self, packs: Collection[PackId | bytes]) -> PackSet:
-        """Return this set without some more packs."""
+        """Return this set without some packs."""
         return PackSet(self._parts, self._without.union(packs))
 
 
@@ -125,10 +125,10 @@ class IndexView:
 
     Attributes:
         root: The root.
-        segments: The packs that each segment of the root lists.
-        packs: All packs of these segments. They can be read.
-        live: The packs that a take may rely on: all but the condemned packs.
-        cache: A cache that holds all segments of the root.
+        segments: For each segment of the root, the packs that it lists.
+        packs: All packs of these segments, which readers may use.
+        live: The packs of ``packs`` that are not condemned, which takes may rely on.
+        cache: A cache that has all segments of the root.
     """
 
     root: Root
@@ -139,14 +139,14 @@ class IndexView:
 
 
 class Index:
-    """The index of a store: finds the places of digests, by the segments of a root.
+    """The index of a store, which finds the places of chunks and nodes by their digests.
 
     Args:
         backend: The backend of the store.
         store_id: The id of the store.
 
     Attributes:
-        pack_lengths: The lengths of the packs as they lie in the store.
+        pack_lengths: The actual lengths of the store's packs.
     """
 
     def __init__(self, backend: Backend, store_id: str) -> None:
@@ -161,7 +161,7 @@ class Index:
 
     @property
     def cache(self) -> IndexCache:
-        """The cache of this host, opened at the first use."""
+        """This host's cache of the store. It is opened at first use."""
         cache = self._cache
         if cache is None or (isinstance(cache, LmdbCache) and not cache.usable()):
             if not self._name:
@@ -170,14 +170,14 @@ class Index:
         return cache
 
     def _look_where_it_is(self) -> None:
-        """Drop the cache if the URI leads to another place now."""
+        """Close the cache if another place is at the URI now than when the cache was opened."""
         place = digest_of(os.fsencode(self._backend.identity)).hex()[:32]
         name = f"{self._store_id}-{place}"
         if name != self._name:
             self._name, self._cache, self._looked_at_size = name, None, False
 
     def view(self, root: Root) -> IndexView:
-        """Return the index as ``root`` sees it. Segments that are not cached are read.
+        """Return the index as a root sees it. The segments that are not cached are read and cached.
 
         Raises:
             DamagedError: A segment is missing or damaged.
@@ -195,7 +195,7 @@ class Index:
         return IndexView(root, segments, packs, packs.without(root.condemned.keys()), cache)
 
     def refresh(self, root: Root) -> IndexView:
-        """Make the cache anew, since it may be wrong; return the view of ``root``."""
+        """Delete the cache, which may be wrong, and make a new one; return the view of a root."""
         with self._replacing:
             if isinstance(self._cache, LmdbCache):
                 self._cache.delete()
@@ -203,10 +203,10 @@ class Index:
         return self.view(root)
 
     def _shed(self, cache: IndexCache, root: Root) -> None:
-        """Delete a cache that is mostly about collected packs.
+        """Delete a cache that is too large, because most of its records are of collected packs.
 
-        A cache never loses single records. Views that have it open go on with it; the next view
-        makes a new one.
+        Single records cannot be deleted from a cache. Views that have the deleted cache open can go
+        on using it; the next view makes a new cache.
         """
         if not isinstance(cache, LmdbCache):
             return
@@ -224,14 +224,15 @@ class Index:
                     self._cache = None
 
     def _learn_once(self, cache: IndexCache, root: Root) -> dict[SegmentId, frozenset[PackId]]:
-        """Cache all segments of a root; return their packs.
+        """Cache all segments of a root; return the packs that each lists.
 
-        If the store is remote, only one process of this host reads them.
+        On a remote store, the other processes of this host wait meanwhile, and then find the
+        segments in the cache.
         """
         return self._learn_all(cache, root)
 
     def _learn_all(self, cache: IndexCache, root: Root) -> dict[SegmentId, frozenset[PackId]]:
-        """Cache all segments of a root; return their packs."""
+        """Cache all segments of a root; return the packs that each lists."""
         packs = self.learn(cache, root.segments)
         # The next view uses this list, since it differs in few segments.
         cache.listed = packs
@@ -240,7 +241,11 @@ class Index:
     def learn(
         self, cache: IndexCache, segments: Collection[SegmentRef]
     ) -> dict[SegmentId, frozenset[PackId]]:
-        """Cache segments; return the packs of each."""
+        """Read the segments that a cache lacks, and cache them.
+
+        Returns:
+            For each segment, the packs that it lists.
+        """
         packs = {SegmentId(ref.id): packs_in(cache, ref) for ref in segments}
         uncached = [ref for ref in segments if packs[SegmentId(ref.id)] is None]
         while uncached:
@@ -257,7 +262,11 @@ class Index:
         return all(packs_in(cache, ref) is not None for ref in root.segments)
 
     def _read_some(self, segments: list[SegmentRef]) -> list[tuple[SegmentRef, tuple[bytes, str]]]:
-        """Take segments off a list and read them; on a remote store, several at a time."""
+        """Take the first segments off a list, and read them; on a remote store, several at a time.
+
+        Returns:
+            For each segment, its reference, its sealed bytes, and its name for messages.
+        """
         refs = [segments.pop(0)]
         while segments and len(refs) < self._backend.in_flight:
             if sum(ref.weight for ref in refs) + segments[0].weight > _TOGETHER_RECORDS:
@@ -268,7 +277,16 @@ class Index:
     def _ask(
         self, cache: IndexCache, root: Root, ask: Callable[[IndexCache], T]
     ) -> tuple[IndexCache, T]:
-        """Ask a cache, or a new one if it fails; return the cache that answered, and the answer."""
+        """Call a function with a cache; if the cache fails, with a new one.
+
+        Args:
+            cache: The cache.
+            root: The root whose segments the cache must have.
+            ask: The function.
+
+        Returns:
+            The cache that worked, and the result of the function.
+        """
         try:
             return cache, ask(cache)
         except (lmdb.Error, OSError) as e:
@@ -289,14 +307,14 @@ class Index:
         return ask(cache)
 
     def _reopen(self, deleted: IndexCache) -> IndexCache:
-        """Return a new cache for a deleted one. It may hold nothing yet."""
+        """Return a new cache in place of a deleted one. It may still be empty."""
         with self._replacing:
             if self._cache is deleted:
                 self._cache = None
         return self.cache
 
     def _replace(self, failed: IndexCache, root: Root) -> IndexCache:
-        """Return a cache in memory that holds all segments of a root."""
+        """Return a cache in memory, in place of a failed one. It has all segments of a root."""
         with self._replacing:
             if self._cache is failed or self._cache is None:
                 fresh: IndexCache = MemoryCache()
@@ -308,7 +326,7 @@ class Index:
             return fresh
 
     def segment(self, ref: SegmentRef) -> Segment:
-        """Read a segment from the store.
+        """Read and decode a segment from the store.
 
         Raises:
             DamagedError: The segment is missing or damaged.
@@ -316,7 +334,10 @@ class Index:
         return decode_segment(*self.sealed(ref))
 
     def sealed(self, ref: SegmentRef) -> tuple[bytes, str]:
-        """Read the bytes of a segment from the store; return them, and its name for messages.
+        """Read a segment from the store, without decoding it.
+
+        Returns:
+            The sealed bytes of the segment, and its name for messages.
 
         Raises:
             DamagedError: The segment is missing, or has other counts of records and deltas than the
@@ -336,9 +357,10 @@ class Index:
         return data, name
 
     def _read_named(self, key: str, ref: SegmentRef) -> bytes | None:
-        """Read the bytes of a segment; return None if it is missing.
+        """Read the bytes of a segment that a root names; return None if it is missing.
 
-        The segment is waited for as long as the newest root names it.
+        If this host may not see the segment yet, the call waits for it, as long as the newest root
+        names it.
         """
         try:
             return self._backend.read(key, max_segment_bytes(ref))
@@ -355,11 +377,13 @@ class Index:
         return self._backend.appears(key, lambda: ref in newest_root(self._backend).segments)
 
     def pack_appears(self, pack: bytes, still: Callable[[], object]) -> bool:
-        """Wait for a pack that must be there, as :meth:`casnap.backends.Backend.appears` does."""
+        """Wait for a pack that must exist but seems absent, as the backend's ``appears`` does."""
         return self._backend.appears(pack_key(pack), still)
 
     def check_there(self, root: Root) -> None:
-        """Check that all segments of a root exist, except the ones that this host has cached.
+        """Check that all segments of a root exist.
+
+        Segments in this host's cache are not looked for.
 
         Raises:
             DamagedError: A segment is missing.
@@ -375,7 +399,9 @@ class Index:
                 raise _missing_error(self._backend.where(key))
 
     def bases_in(self, ref: SegmentRef) -> Iterator[bytes]:
-        """Yield the base of each delta in a segment. A segment without deltas is not read.
+        """Yield the digest of the base of each delta in a segment.
+
+        A segment without deltas is not read.
 
         Raises:
             DamagedError: The segment is missing or damaged.
@@ -383,9 +409,10 @@ class Index:
         return SealedSegment(*self.sealed(ref)).bases() if ref.deltas else iter(())
 
     def keep_small(self, ident: SegmentId, sealed: bytes) -> None:
-        """Keep the bytes of a small segment of a remote store, so that a commit need not read it.
+        """Cache the sealed bytes of a small segment of a remote store, for the next commit.
 
-        Only the last one is kept, since each commit replaces the small segment before.
+        So the commit need not read the segment. Each commit merges the last small segment into its
+        own, so only one is kept. On a disk, nothing is done.
         """
 
     def sealed_or_kept(self, ref: SegmentRef) -> tuple[bytes, str]:
@@ -400,9 +427,10 @@ class Index:
         Args:
             view: The index as a root sees it.
             digests: The digests to find.
-            only_live: Return only places that a take may rely on. This leaves out condemned packs,
-                which will be deleted; places that are known to be damaged; and unknown codecs,
-                since the row of a snapshot that needs one must say so.
+            only_live: Whether to return only places that a take may rely on. These exclude three
+                sorts: places in condemned packs, which will be deleted; places that are known to be
+                damaged; and places with unknown codecs, since a snapshot that needs one must say so
+                in its row.
         """
         packs = view.live if only_live else view.packs
         if not packs:
@@ -423,16 +451,16 @@ class Index:
         return [place for place in places if place.pack in view.packs]
 
     def find_newest(self, view: IndexView, digests: list[Digest]) -> list[Place | None]:
-        """Return, for each digest, its newest live place, or None.
+        """Return, for each digest, its place in the newest live pack, or None.
 
-        A collector may be about to empty the packs of older places.
+        A collector may be about to condemn older packs.
         """
         all_places = [self.find_all(view, digest) for digest in digests]
         live = [[p for p in places if p.pack in view.live] for places in all_places]
         return [max(places, key=lambda p: p.pack, default=None) for places in live]
 
     def note_damaged(self, records: Iterable[Record]) -> None:
-        """Note damaged places: from now on, takes of this process store their chunks anew."""
+        """Note damaged places. From now on, takes of this process do not rely on them."""
         _damaged[self._name].update(records)
 
 
@@ -441,7 +469,7 @@ def _missing_error(name: str) -> DamagedError:
 
 
 class RemoteIndex(Index):
-    """The index of a remote store: this host reads each segment once."""
+    """The index of a remote store. Each host reads each segment once."""
 
     def __init__(self, backend: Backend, store_id: str) -> None:
         super().__init__(backend, store_id)

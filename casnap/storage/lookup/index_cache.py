@@ -1,9 +1,9 @@
-"""This host's cache of a store, in LMDB: places of digests, tree nodes, and notes.
+"""This host's cache of a store, in LMDB: places of chunks and nodes, tree nodes, and notes.
 
-A cached record (this digest lies at this place of this pack) stays true: packs never change, and
-ids are never used again. So a cache may be stale, deleted, or shared between processes and between
-the branches of a store after a roll-back: all that costs only time. Each place of a store has a
-cache of its own, since a copy of a store may hold other bytes under the same ids.
+A cached record says that a digest lies at a place in a pack. It stays true: packs never change, and
+their ids are never used again. So a cache may be out of date, deleted, or shared between processes,
+even if the store was rolled back and went on in two ways: each of these costs only time. Each place
+of a store has a cache of its own, since a copy of a store may hold other bytes under the same ids.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _NODES_BYTES = 64 << 20
 
 
 def _if_possible(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R | None]:
-    """Make a method that only saves time return None if the cache fails."""
+    """Decorate a method that only saves time: if the cache fails, it returns None."""
 
     @wraps(method)
     def try_it(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -91,10 +91,10 @@ def _if_possible(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate
 
 
 class IndexCache(ABC):
-    """Cached records and tree nodes.
+    """A cache of index records, tree nodes and notes.
 
     Attributes:
-        listed: The packs of each segment of the root that was viewed last.
+        listed: For each segment of the root that was viewed last, the packs that it lists.
         identity: Bytes that no other cache has, on this host or another one.
     """
 
@@ -106,26 +106,27 @@ class IndexCache(ABC):
 
     @abstractmethod
     def packs_of(self, segment: SegmentId) -> tuple[PackId, ...] | None:
-        """Return the packs of a segment; None if the segment is not cached."""
+        """Return the packs that a segment lists; None if the segment is not cached."""
 
     @abstractmethod
     def learn(self, segment: SegmentId, packs: Iterable[PackId], records: list[Record]) -> None:
-        """Cache a segment."""
+        """Cache a segment: the packs that it lists, and its records."""
 
     def learning(self) -> AbstractContextManager[object]:
-        """Wait while another process of this host caches segments; then make others wait.
+        """Return a block in which only one process of this host caches segments.
 
-        So the caller finds the segments of that process in the cache. This only saves time.
+        A process that enters the block waits for the one that is in it, and then finds the segments
+        in the cache. This only saves time.
         """
         return contextlib.nullcontext()
 
     @abstractmethod
     def place(self, digests: Iterable[Digest], live: Container[PackId]) -> list[Place | None]:
-        """Return the preferred place in a live pack, or None, for each digest."""
+        """Return, for each digest, the preferred place in a live pack, or None."""
 
     @abstractmethod
     def places(self, digest: Digest) -> list[Place]:
-        """Return all known places of a digest."""
+        """Return all cached places of a digest."""
 
     # --- methods that only save time: none raises if the cache fails ---
 
@@ -133,24 +134,24 @@ class IndexCache(ABC):
     def keep_segment(
         self, segment: SegmentId, packs: Iterable[PackId], records: list[Record]
     ) -> None:
-        """Cache a segment that this process wrote, so that nobody on this host need read it."""
+        """Cache a segment that this process has written, so that this host need not read it."""
         self.learn(segment, packs, records)
 
     @abstractmethod
     def node(self, digest: Digest) -> bytes | None:
-        """Return a verified tree node, or None."""
+        """Return the bytes of a tree node, verified; None if the cache lacks it."""
 
     @abstractmethod
     def keep_nodes(self, nodes: Iterable[tuple[Digest, bytes]]) -> None:
-        """Cache tree nodes."""
+        """Cache tree nodes, given their digests and bytes."""
 
     @abstractmethod
     def note(self, key: bytes) -> bytes | None:
-        """Return a note, or None."""
+        """Return the text of a note; None if the cache lacks it."""
 
     @abstractmethod
     def keep_notes(self, notes: Mapping[bytes, bytes]) -> None:
-        """Cache notes. A note must do no harm if it is lost or out of date."""
+        """Cache notes, by key. A note must do no harm if it is lost or out of date."""
 
 
 class MemoryCache(IndexCache):
@@ -209,10 +210,10 @@ class MemoryCache(IndexCache):
 class LmdbCache(IndexCache):
     """A cache in an LMDB environment.
 
-    Every record has a checksum and every node is verified, since a take trusts the cache. LMDB's
-    commits are not synced, so after a reboot, which the boot id shows, the cache is made anew. It
-    is also made anew if a process died while it wrote: LMDB aborts a process that finds the pages
-    in disorder.
+    A take trusts the cache, so every record has a checksum, and every node is verified. The files
+    of the cache are not synced, so after a reboot the cache is made anew; the boot id shows a
+    reboot. The cache is also made anew if a process died while it wrote: LMDB aborts a process that
+    finds inconsistent pages.
 
     Args:
         folder: The folder of the cache.
@@ -234,22 +235,22 @@ class LmdbCache(IndexCache):
             self._notes = self._env.open_db(b"notes")
 
     def usable(self) -> bool:
-        """Whether this process opened the cache: LMDB does not survive a fork."""
+        """Whether this process may use the cache. A forked child must open it anew."""
         return self._pid == os.getpid()
 
     def nbytes(self) -> int:
-        """Return how many bytes the cache takes up."""
+        """Return how many bytes of its file the cache uses."""
         return nbytes(self._env)
 
     def count(self) -> int:
-        """Return how many records the cache has."""
+        """Return the number of cached records."""
         with self._env.begin(db=self._places) as txn:
             return int(txn.stat(self._places)["entries"])
 
     def delete(self) -> None:
-        """Delete the files of the cache. Processes that have them open can go on.
+        """Delete the files of the cache. Processes that have it open can go on using it.
 
-        If another process has made a new cache in the folder since, that cache stays.
+        If another process has made a new cache in the folder since, the new cache stays.
         """
         with contextlib.suppress(ValueError):
             _recent.remove(self)
@@ -257,7 +258,7 @@ class LmdbCache(IndexCache):
             remove(self.folder)
 
     def is_deleted(self) -> bool:
-        """Whether the files of this cache are gone, or a later cache has its folder."""
+        """Whether this cache's files are gone, or a newer cache is in the same folder."""
         return inode(self.folder) != self._inode
 
     @override
@@ -347,7 +348,7 @@ class LmdbCache(IndexCache):
 
     @contextlib.contextmanager
     def _write_mark(self) -> Iterator[None]:
-        """Leave a mark while LMDB writes. If this process dies, the next one finds the mark."""
+        """Keep a mark file while LMDB writes. If this process dies, the next one sees the mark."""
         mark = self.folder / f"{WRITING}{os.getpid()}"
         try:
             mark.touch()
@@ -357,13 +358,13 @@ class LmdbCache(IndexCache):
 
     @contextlib.contextmanager
     def _turn(self, patience: float) -> Iterator[None]:
-        """Hold the write lock for a block of code. LMDB's own lock has no timeout.
+        """Hold the cache's write lock for a block. LMDB's own lock would wait without a limit.
 
         Args:
-            patience: How many seconds to wait for it.
+            patience: How many seconds to wait for the lock.
 
         Raises:
-            BusyError: Another process holds the lock, and did not free it in that time.
+            BusyError: Another process has held the lock for that long.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -376,10 +377,10 @@ class LmdbCache(IndexCache):
 
 
 def preferred(places: Iterable[Place]) -> Place | None:
-    """Return the preferred place of a chunk; None if there is no place.
+    """Return the place at which to read a chunk; None if there is no place.
 
-    It is the first place where the chunk is stored raw or in planes, else the first place of a
-    delta, else the first place of a codec that this version does not know.
+    The order is: the first place where the chunk is raw or in planes, the first where it is a
+    delta, the first with a codec that this version does not know.
     """
     return min(places, key=_rank, default=None)
 
@@ -437,12 +438,12 @@ def _forget_inherited() -> None:
 
 
 class CachedIndex(NamedTuple):
-    """A cache in the cache folder of this host, whether or not a process uses it.
+    """A cache in this host's cache folder, whether or not a process uses it.
 
     Attributes:
-        last_use: When a process opened it last, in seconds since the epoch.
+        last_use: When a process last opened the cache, in seconds since the epoch.
         folder: The folder of the cache.
-        uri: The URI of the store, now or once; "" if it is not known.
+        uri: The URI that the store had; "" if it is not known.
         boot: The id of the boot in which the cache was made.
     """
 
@@ -465,7 +466,10 @@ class CachedIndex(NamedTuple):
         return 0
 
     def is_needless(self, boot: str) -> bool:
-        """Whether the cache's boot is over, its local store is gone, or a month passed without use.
+        """Whether the cache can be deleted.
+
+        It can if it was made before this boot, if its local store is gone, or if it was not used
+        for a month.
 
         Args:
             boot: The id of this boot.
@@ -474,12 +478,12 @@ class CachedIndex(NamedTuple):
         return is_unused or self.boot != boot or _is_gone(self.uri)
 
     def delete(self) -> None:
-        """Delete the files of the cache. Processes that have them open can go on."""
+        """Delete the files of the cache. Processes that have it open can go on using it."""
         remove(self.folder)
 
 
 def _is_gone(uri: str) -> bool:
-    """Whether a URI is a local path where no store is any more."""
+    """Whether a URI is a local path where there is no store any more."""
     if not uri.startswith("/") or is_on_shared(uri):
         return False
     try:
@@ -492,7 +496,7 @@ def _is_gone(uri: str) -> bool:
 
 
 def cached_indexes(base: Path) -> Iterator[CachedIndex]:
-    """Yield the caches in a folder. A cache that another process deletes meanwhile is skipped."""
+    """Yield the caches in a folder. A cache that another process is deleting is skipped."""
     # Each new cache looks at all others, and `Path` would take longer than the system calls.
     for name in filter(_FOLDER.fullmatch, os.listdir(base)):  # noqa: PTH208
         folder = f"{base}/{name}"
@@ -506,16 +510,16 @@ def cached_indexes(base: Path) -> Iterator[CachedIndex]:
 
 
 def _read(path: str) -> tuple[str, float]:
-    """Return the text of a small file, and the time of its last change."""
+    """Return the text of a small file, and when it last changed, in seconds since the epoch."""
     with opened(path, os.O_RDONLY | os.O_CLOEXEC) as fd:
         info = os.fstat(fd)
         return os.read(fd, info.st_size).decode("utf-8", "surrogateescape"), info.st_mtime
 
 
 def _make_room(base: Path) -> None:
-    """Delete needless caches and, if too many are left, the least recently used ones.
+    """Delete needless caches; if too many are left, also those that were not used for longest.
 
-    Processes that have such a cache open can go on.
+    Processes that have such a cache open can go on using it.
     """
     caches: list[CachedIndex] = []
     boot = boot_id()
@@ -530,10 +534,14 @@ def _make_room(base: Path) -> None:
 
 
 def _folder_of(base: Path, name: str) -> Path:
-    """Return the folder of a cache.
+    """Return the folder for a cache.
 
-    If this process is a fork of one that has the cache open, it gets another folder: LMDB takes the
-    inherited file for open, and would not open it again.
+    A forked child gets another folder than its parent, if the parent has the cache open: LMDB
+    refuses to open a file that it takes for open already.
+
+    Args:
+        base: The folder of all caches.
+        name: The name of the cache.
     """
     inherited = {cache.folder for cache in _inherited}
     while base / name in inherited:
@@ -542,10 +550,10 @@ def _folder_of(base: Path, name: str) -> Path:
 
 
 def open_cache(name: str, uri: str) -> IndexCache:
-    """Return the cache of a name. If LMDB fails, it is a new one in memory.
+    """Return the cache with a name. If LMDB cannot be used, return a new cache in memory.
 
     Args:
-        name: The name of the cache. All callers of this process with the same name share it.
+        name: The name of the cache. All callers of this process with the same name share one cache.
         uri: The URI of the store.
     """
     base = cache_folder()

@@ -1,4 +1,4 @@
-"""The files of an LMDB environment. They are opened if they can be used, and else made anew."""
+"""The files of an LMDB environment. If they cannot be used, they are made anew."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LOCK_BYTES = 8192
 
 
 def open_environment(folder: Path) -> lmdb.Environment:
-    """Open the cache in a folder; make it anew if it cannot be used.
+    """Open the LMDB environment of a cache; make it anew if it cannot be used.
 
-    It cannot be used if it is from another boot, if a process died while it wrote, or if its file
-    is cut short or no LMDB file.
+    It cannot be used if it was made before this boot, if a process died while it wrote, or if its
+    file is too short or not an LMDB file.
 
     Raises:
-        lmdb.Error: No cache can be made there.
+        lmdb.Error: No cache can be made in the folder.
     """
     boot = folder / "boot"
     with contextlib.suppress(OSError):
@@ -51,14 +51,17 @@ def open_environment(folder: Path) -> lmdb.Environment:
 
 
 def put_text(path: Path, text: str) -> None:
-    """Put a small file as a whole: a process that reads a part of it would delete the cache."""
+    """Write a small file. Other processes see all of it or nothing.
+
+    A process that read only a part of the text would delete the cache.
+    """
     partial = path.with_name(f"{path.name}-{os.urandom(6).hex()}")
     partial.write_text(text, "utf-8", "surrogateescape")
     partial.rename(path)
 
 
 def _cut_off(folder: Path) -> bool:
-    """Whether a process died while it wrote to the cache."""
+    """Whether a process died while it wrote to the cache. Its mark file shows this."""
     return any(
         not is_running(int(mark.name.removeprefix(WRITING)))
         for mark in folder.glob(f"{WRITING}[0-9]*")
@@ -66,7 +69,7 @@ def _cut_off(folder: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Delete the files of a cache, as far as possible."""
+    """Delete the files of a cache. Files that cannot be deleted stay."""
     import shutil  # slow to import, and needed only for a cache that failed
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -88,7 +91,13 @@ def _map_environment(folder: Path) -> lmdb.Environment:
 
 
 def _reserve(lock: Path) -> None:
-    """Allocate the table of readers. LMDB writes it by mmap, which is fatal on a full disk."""
+    """Allocate the disk space of LMDB's table of readers.
+
+    LMDB writes this table through mmap; on a full disk that would kill the process.
+
+    Raises:
+        OSError: The disk is full.
+    """
     with opened(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600) as fd:
         try:
             os.posix_fallocate(fd, 0, _LOCK_BYTES)
@@ -99,7 +108,10 @@ def _reserve(lock: Path) -> None:
 
 
 def inode(folder: Path) -> int | None:
-    """Return the inode of the data file, which a later cache changes; None if it is gone."""
+    """Return the inode of the data file; None if there is no file.
+
+    A new cache has another inode.
+    """
     try:
         return (folder / "data.mdb").stat().st_ino
     except OSError:
@@ -107,13 +119,16 @@ def inode(folder: Path) -> int | None:
 
 
 def _cut_short(env: lmdb.Environment, folder: Path) -> bool:
-    """Whether the data file ends before its last page. Touching the missing part would be fatal."""
+    """Whether the data file ends before its last page.
+
+    To touch a missing page would kill the process.
+    """
     # Ask in this order, since another process may be making the file longer.
     needed = nbytes(env)
     return (folder / "data.mdb").stat().st_size < needed
 
 
 def nbytes(env: lmdb.Environment) -> int:
-    """Return how many bytes an environment takes up."""
+    """Return how many bytes of its file an environment uses."""
     pages: int = env.info()["last_pgno"] + 1
     return pages * int(env.stat()["psize"])

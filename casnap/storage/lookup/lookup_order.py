@@ -1,27 +1,27 @@
 """In which order the places of chunks and nodes are tried: one ladder, the cheapest rung first.
 
-A fetch goes down the ladder until it has read everything. On a disk:
+A read of chunks goes down the ladder until all are read. On a disk, the rungs are:
 
 1. **The hint** that a root or a row has for a node; chunks have none.
 2. **The index** of this host, as a recent root sees it.
 3. **Other places** that this index has, for chunks that were not whole at the first one.
-4. **Newer roots**, as long as there are any: a collector may have moved the chunks that were not
-   found. They are looked for in the index of such a root, then at their other places there.
-5. **The index made anew** from the store, since the cache of it may be wrong. A pack that this host
-   may not see yet is waited for before that.
+4. **Newer roots**, as long as there are any: a collector may have moved the chunks that are left.
+   They are looked for in the index of such a root, then at their other places in this index.
+5. **The index made anew** from the store, since the cache of the index may be wrong. If this host
+   may not see a pack yet, it waits for the pack before.
 
-In a bucket, two more rungs come after the first one. They spare this host the reading of an index
-that it does not know, while at most 64 chunks are left to find:
+In a bucket, two more rungs come after the first one. They avoid reading an index that this host has
+not cached, as long as at most 64 chunks are left:
 
 - **Hints** to chunks, in the packs of nodes that were read lately (``node_hints.py``).
 - **Ranges** of large segments (``segment_search.py``).
 
-So a chunk in a bucket is looked for by hints, in ranges, in the index, at other places, by newer
-roots, in an index made anew. Hints and ranges are not trusted: a failure there is no damage, and
-the chunk is looked for further down. Whatever place a rung gives, the read cache is asked for it
-first (``reading/chunk_cache.py``). The base of a delta is looked for in ranges, then in the index.
-The newest root is remembered (``newest_root.py``). A node is first looked for in its whole pack,
-which is read at once.
+So in a bucket a chunk is looked for by hints, in ranges, in the index, at other places, by newer
+roots, in an index made anew. Hints and ranges may be wrong: a failure at such a place is no damage,
+and the chunk is looked for further down. At each place, the read cache is asked before the pack
+(``reading/chunk_cache.py``). The base of a delta is looked for in ranges, then in the index. The
+newest root is remembered (``newest_root.py``). In a bucket, a node is first looked for by reading
+its whole pack.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _DELTA = int(Codec.DELTA)
 
 
 class Step(NamedTuple):
-    """Places to try next.
+    """Places to try next, which a rung of the ladder yields.
 
     Attributes:
         places: The places, each with the wants for its chunk.
-        is_alone: Whether there is one chunk, which is then read without a buffer of the pool.
-        counts: Whether the index has these places, so that a failure there counts as damage.
+        is_alone: Whether there is one chunk only, which is then read without a buffer of the pool.
+        counts: Whether the places are from the index, so that a failure there counts as damage.
     """
 
     places: list[Located]
@@ -60,11 +60,11 @@ class Step(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A chunk that no rung has found.
+    """A chunk that could not be read at any place.
 
     Attributes:
         want: A want for the chunk.
-        attempts: The failed reads at the places that the index has.
+        attempts: The failed reads of the chunk at places from the index.
     """
 
     want: Want
@@ -72,17 +72,17 @@ class Lost(NamedTuple):
 
 
 class Left:
-    """The chunks that a fetch has not read yet.
+    """The chunks that a read of many chunks has not read yet.
 
     Args:
-        hints: Where some of the chunks may lie.
+        hints: The hinted places of some of the chunks.
 
     Attributes:
-        hints: Where some of the chunks may lie.
-        wants: The wants for each chunk: equal chunks are read once.
-        attempts: The failed reads of each chunk at the places that the index has.
-        lost: The chunks that no rung has found.
-        view: The view of the index that was asked last; None before the first one.
+        hints: The hinted places of some of the chunks.
+        wants: For each chunk the wants for it. A chunk that is wanted several times is read once.
+        attempts: For each chunk the failed reads at places from the index.
+        lost: The chunks that could not be read at any place.
+        view: The view of the index that was used last; None before the first one.
     """
 
     def __init__(self, hints: Mapping[Digest, Place]) -> None:
@@ -96,17 +96,27 @@ class Left:
         return bool(self.wants)
 
     def add(self, wants: Iterable[Want]) -> None:
-        """Add chunks to read."""
+        """Add the chunks of some wants."""
         for want in wants:
             self.wants.setdefault(want.digest, []).append(want)
 
     def at(self, digests: Iterable[Digest], places: Iterable[Place | None]) -> list[Located]:
-        """Return the places of chunks with their wants; a chunk without a place is left out."""
+        """Pair chunks with places: return each place with the wants for its chunk.
+
+        Args:
+            digests: The digests of the chunks.
+            places: A place for each, or None. Chunks without a place are left out.
+        """
         each = zip(digests, places, strict=True)
         return [(place, self.wants[digest]) for digest, place in each if place is not None]
 
     def note(self, step: Step, failures: list[FailedRead]) -> None:
-        """Note that the chunks of a step were read, except for some failures."""
+        """Note the outcome of a step: all its chunks were read, except for some failures.
+
+        Args:
+            step: The step.
+            failures: The failed reads.
+        """
         failed = {unread.wants[0].digest: unread for unread in failures}
         for _, wants in step.places:
             digest = wants[0].digest
@@ -116,7 +126,7 @@ class Left:
                 self.attempts.setdefault(digest, []).append(failed[digest])
 
     def give_up(self) -> None:
-        """Count the chunks that are left as lost."""
+        """Move the chunks that are left to ``lost``."""
         for digest, wants in self.wants.items():
             self.lost += [Lost(want, self.attempts.get(digest, [])) for want in wants]
         self.wants, self.attempts = {}, {}
@@ -127,11 +137,11 @@ Rung: TypeAlias = Callable[[Left], Iterator[Step]]
 
 
 class Bases(NamedTuple):
-    """Finds the bases of deltas for one read, all by the same root.
+    """Finds the bases of deltas for one read of chunks. All answers are from the same root.
 
     Attributes:
-        find: Returns a place, or None, for each digest. It prefers a place where the chunk is no
-            delta.
+        find: Returns, for each digest, a place or None. It prefers a place where the chunk is not
+            stored as a delta.
         find_all: Returns all places of a digest.
     """
 
@@ -140,7 +150,9 @@ class Bases(NamedTuple):
 
 
 class Lookup(Protocol):
-    """Finds chunks and nodes of one store. It is chosen once, when the store is opened.
+    """Finds the chunks and nodes of one store.
+
+    The kind of lookup is chosen when the store is opened.
 
     Attributes:
         newest: The newest root.
@@ -151,29 +163,32 @@ class Lookup(Protocol):
     index: Index
 
     def rungs(self) -> Sequence[Rung]:
-        """Return the ladder, from the top."""
+        """Return the rungs of the ladder, in the order in which they are tried."""
 
     def node(self, digest: Digest, hint: Place | None) -> tuple[bytes | None, Place | None]:
-        """Return a node if it is known without the ladder, and a hint for the first rung.
+        """Return a node if this host has it, or its pack can be read at once; otherwise a hint.
 
         Args:
             digest: The digest of the node.
-            hint: The hint that a root or row has, if any.
+            hint: The place that a root or row gives for the node, or None.
+
+        Returns:
+            The bytes of the node, or None; and the hint for the first rung, or None.
         """
 
     def bases(self) -> Bases:
         """Return a finder of the bases of deltas."""
 
     def note_damage(self, attempts: Iterable[FailedRead]) -> None:
-        """Note failed reads at places that the index has."""
+        """Note failed reads at places from the index."""
 
 
 def lookup_at(backend: Backend, config: StoreConfig, newest: NewestRoot | None = None) -> Lookup:
     """Return the lookup for the store at a place.
 
     Args:
-        backend: The place.
-        config: The record of the store.
+        backend: The backend of the place.
+        config: The store's ``casnap.json``.
         newest: The newest root of the store, if it was looked for before.
     """
     if backend.costly_requests:
@@ -195,7 +210,7 @@ class LocalLookup:
         self.index = index
 
     def rungs(self) -> Sequence[Rung]:
-        """Return the ladder."""
+        """Return the rungs of the ladder, in the order in which they are tried."""
         return (
             self._hinted,
             self._indexed,
@@ -205,11 +220,11 @@ class LocalLookup:
         )
 
     def node(self, digest: Digest, hint: Place | None) -> tuple[bytes | None, Place | None]:
-        """Return the node if this host has cached it, and the hint."""
+        """Return the node if this host has cached it, and the given hint."""
         return self.index.cache.node(digest), hint
 
     def bases(self) -> Bases:
-        """Return a finder of bases in the index, by one recent root."""
+        """Return a finder of bases, which asks the index as one recent root sees it."""
         # One view serves all: if a collector moves a base meanwhile, the caller reads again.
         view = cache(self._recent_view)
         return Bases(
@@ -218,7 +233,7 @@ class LocalLookup:
         )
 
     def note_damage(self, attempts: Iterable[FailedRead]) -> None:
-        """Note failed reads at places that the index has."""
+        """Note failed reads at places from the index."""
         attempts = list(attempts)
         # Only these reasons mean damage to takes. They notice a missing or short file themselves,
         # and a file that cannot be read may be whole.
@@ -266,7 +281,7 @@ class LocalLookup:
             yield from self._again_at(left.view, left, list(left.wants))
 
     def _wait_for_packs(self, left: Left) -> None:
-        """Wait until this host sees a pack that the newest root names; by then it sees all."""
+        """Wait until this host sees one of the missing packs. It then sees the other packs too."""
         tried = (attempt for attempts in left.attempts.values() for attempt in attempts)
         missing = {a.place.pack for a in tried if a.failure.reason is Reason.MISSING}
         if missing:
@@ -303,10 +318,10 @@ class LocalLookup:
 
 
 class RemoteLookup(LocalLookup):
-    """The lookup at a remote place.
+    """The lookup in a bucket, or at another remote place.
 
     Args:
-        backend: The place.
+        backend: The backend of the place.
         newest: The newest root.
         index: The index.
     """
@@ -373,6 +388,6 @@ class RemoteLookup(LocalLookup):
             yield Step(left.at(digests, places), counts=False)
 
     def _spares_index(self, left: Left) -> bool:
-        """Whether the index is not read yet, and so few chunks are left that it need not be."""
+        """Whether the index was not read yet, and few enough chunks are left to do without it."""
         is_few = left.view is None and sum(map(len, left.wants.values())) <= self._costs.few
         return is_few and not self.index.knows(self.newest.recent())

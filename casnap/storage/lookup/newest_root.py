@@ -1,9 +1,10 @@
 """The newest root of a store, which says what the store holds.
 
-On a disk, each look reads it from the store. On a remote store it is remembered: this process knows
-when it saw the root, and this host keeps a note of it, so that opening a store lists nothing. Roots
-are never removed, and a commit id is random. So if the root of that number still has that commit
-id, the same store lies at the place, and no older root is the newest one.
+On a disk, each look reads the root from the store. On a remote store, the root is remembered: this
+process knows when it saw the root, and this host keeps a note of the root, so that opening a store
+needs no listing. The note has the root's number and commit id. Roots are never removed, and commit
+ids are random. So if the root of that number still has that commit id, the same store is at the
+place, and no older root is the newest one.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ _NOTE = b"last root"
 class NewestRoot:
     """The newest root of a store on a disk.
 
-    Once this object is made, the backend refuses changes if another store has come to the place.
+    Creating this object tells the backend which store is at the place. From then on the backend
+    refuses changes if another store has come there.
 
     Args:
-        backend: The place.
-        config: The record of the store.
+        backend: The backend of the place.
+        config: The store's ``casnap.json``.
     """
 
     def __init__(self, backend: Backend, config: StoreConfig) -> None:
@@ -76,20 +78,28 @@ class NewestRoot:
         return root
 
     def recent(self) -> Root:
-        """Return the newest root; on a remote store, one that was the newest a moment ago."""
+        """Return the newest root.
+
+        On a remote store, it may have been the newest some seconds ago.
+        """
         return self.look()
 
     def note(self, root: Root) -> None:
-        """Note a root that this process has just read or put as the newest one."""
+        """Note a root that this process has just read or put, and which is the newest one."""
         self._known = root
 
     def observe(self, root: Root) -> None:
-        """Note a root that another rank has just read, unless this process knows a newer one."""
+        """Note a root that another rank has just read.
+
+        If this process knows a newer one, do nothing.
+        """
         if self._known is None or root.seq >= self._known.seq:
             self.note(root)
 
     def read(self, read: Callable[[Root], V], first_root: Callable[[], Root] | None = None) -> V:
-        """Read from the newest root, and again if a collector has changed the store meanwhile.
+        """Read from the newest root.
+
+        If a collector moves data meanwhile, read again from a newer root.
 
         Args:
             read: Reads from the store, given a root.
@@ -99,7 +109,7 @@ class NewestRoot:
             The result of ``read``.
 
         Raises:
-            DamagedError: The store is damaged: the read failed, though no collector moved anything.
+            DamagedError: The read failed, though no collector moved data: the store is damaged.
         """
         for attempt in count(1):
             root = (first_root or self.look)() if attempt == 1 else self.look()
@@ -114,7 +124,7 @@ class NewestRoot:
 
 
 class RememberedRoot(NewestRoot):
-    """The newest root of a remote store, at which this looks no more often than needed."""
+    """The newest root of a remote store. It is read from the store only when that is needed."""
 
     def __init__(self, backend: Backend, config: StoreConfig) -> None:
         super().__init__(backend, config)
@@ -126,11 +136,13 @@ class RememberedRoot(NewestRoot):
 
     @classmethod
     def at(cls, backend: Backend, *, look_ahead: bool) -> tuple[StoreConfig, RememberedRoot]:
-        """Return the record of a store and its root, by one request if this host knows the store.
+        """Return ``casnap.json`` of a store, and its root.
+
+        If this host knows the store, this is one request.
 
         Args:
-            backend: The place.
-            look_ahead: Whether to look for the newest root now, so that the next use need not.
+            backend: The backend of the place.
+            look_ahead: Whether to read the newest root now, so that the next use need not.
 
         Raises:
             NotAStoreError: There is no store, or its creation was cut off.
@@ -204,14 +216,14 @@ def _host_notes(backend: Backend) -> IndexCache:
 
 
 def _known_to_host(backend: Backend, *, look_ahead: bool) -> tuple[StoreConfig, Root] | None:
-    """Return the record of the store and the root that this host saw last.
+    """Return ``casnap.json`` of the store and a root, by this host's note of the root.
 
     Args:
-        backend: The place.
-        look_ahead: Whether to return the newest root instead.
+        backend: The backend of the place.
+        look_ahead: Whether to return the newest root, instead of the one in the note.
 
     Returns:
-        Record and root; None if this host knows no store there, or the root is not there any more.
+        Both; None if this host has no note of the place, or the root in the note no longer exists.
     """
     try:
         note = decoder(_RootNote).decode(_host_notes(backend).note(_NOTE) or b"")
@@ -231,7 +243,7 @@ def _is_within(seconds: float, since: float) -> bool:
 
 
 def _try(look: Callable[[Backend], Root], backend: Backend) -> Root | NotAStoreError | DamagedError:
-    """Look for a root; return the error if there is none, or if it is damaged."""
+    """Call ``look`` for a root; return the root, or the error if it is missing or damaged."""
     try:
         return look(backend)
     except (NotAStoreError, DamagedError) as e:

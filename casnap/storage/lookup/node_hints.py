@@ -1,7 +1,7 @@
-"""Fewer requests for nodes of a remote store: reading whole packs of nodes, with their hints.
+"""Save requests for nodes of a remote store: read whole packs of nodes, and keep the hints in them.
 
-A hint says where a node or chunk may lie. The cache of this host keeps the hints that were read, so
-that a later process finds them beside the nodes. No take trusts a hint.
+A hint says where a node or chunk may be. This host's cache keeps the hints that were read, so that
+a later process finds them too. No take relies on a hint.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _MOST_PACKS, _MOST_NODES = 16, 256
 
 @dataclass(frozen=True)
 class NodePack:
-    """The nodes and hints that were found in a pack of nodes.
+    """The nodes and hints that a read of a pack of nodes has found.
 
     Attributes:
-        nodes: The verified nodes of the pack, and the nodes that its hints hold.
+        nodes: The verified nodes in the pack, and the nodes in its hints, by digest.
         hints: The hints; None if the pack has none.
         hints_form: The bytes of the hints.
-        is_gone: Whether the pack is missing.
+        is_gone: Whether the pack does not exist.
     """
 
     nodes: dict[Digest, bytes] = field(default_factory=dict)
@@ -57,14 +57,17 @@ class NodePack:
 
 
 def read_node_pack(backend: Backend, hint: Place) -> NodePack:
-    """Return the nodes of the pack that a hint names. A large pack is not read.
+    """Read the pack of nodes at a hinted place, as a whole. A large pack is not read.
 
-    A commit writes its nodes into one pack, each twice: first the trees, then the manifest, then
-    the table. The hint of a root names the top of the table, the last node.
+    A commit writes its nodes into one pack, each node twice: first the trees, then the manifest,
+    then the table. A root's hint names the top node of the table, which is the last one.
 
     Args:
         backend: The backend of the store.
         hint: The place of a node, from a root, a row or the hints of a pack.
+
+    Returns:
+        What was found; empty if the pack is too large, or cannot be read.
     """
     end = hint.offset + hint.stored_size + _BEHIND
     # The pack has each node twice, and a footer of at most a quarter of these bytes.
@@ -91,7 +94,12 @@ def read_node_pack(backend: Backend, hint: Place) -> NodePack:
 
 
 def _nodes(content: memoryview, records: list[Record]) -> dict[Digest, bytes]:
-    """Return the nodes of a pack that are whole, by digest."""
+    """Return the nodes of a pack that are whole, by digest.
+
+    Args:
+        content: The bytes of the pack.
+        records: The records in the footer of the pack.
+    """
     nodes: dict[Digest, bytes] = {}
     total = 0
     for digest, place in records:
@@ -111,7 +119,7 @@ def _nodes(content: memoryview, records: list[Record]) -> dict[Digest, bytes]:
 
 
 class KnownHints:
-    """The hints of packs whose nodes this process has used lately."""
+    """The hints of those packs whose nodes this process has used lately."""
 
     def __init__(self) -> None:
         self._packs: OrderedDict[bytes, Hints] = OrderedDict()
@@ -120,7 +128,13 @@ class KnownHints:
         self._lock = new_lock()
 
     def keep(self, cache: IndexCache, pack: bytes, node_pack: NodePack) -> None:
-        """Keep the hints of a pack that was read."""
+        """Keep the hints of a pack, here and in this host's cache.
+
+        Args:
+            cache: This host's cache.
+            pack: The id of the pack.
+            node_pack: The nodes and hints of the pack.
+        """
         if node_pack.hints is not None:
             with self._lock:
                 self._add(pack, node_pack.hints)
@@ -132,11 +146,14 @@ class KnownHints:
             )
 
     def use(self, digest: Digest) -> None:
-        """Note that a cached node is used: the things that it names may be needed next."""
+        """Note that a cached node was used.
+
+        The chunks and nodes that it names may be needed next.
+        """
         self._used.append(digest)
 
     def find(self, cache: IndexCache, digest: Digest) -> Place | None:
-        """Return the place that a hint gives for a digest; None if there is no hint."""
+        """Return the hinted place of a chunk or node; None if no kept hints name its digest."""
         with self._lock:
             while self._used:
                 pack = cache.note(_HINTED_BY + self._used.popleft())

@@ -1,8 +1,8 @@
-"""Older roots, for a store whose newest root names files that are missing.
+"""Older roots, which stand in when the newest root names files that are missing.
 
 If a store was copied file by file while others wrote to it, the copy may have a root, but not all
-packs and segments that the root names. An older root may have all its files. The copy can be read
-as that older root has it. Only a repair makes it the newest root, under a new number.
+packs and segments that the root names. An older root in the copy may have all its files. The copy
+can then be read as of this older root. Only a repair puts its content as a new newest root.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from casnap.storage.lookup.pack_lengths import GONE, listed_packs
 class OlderRoot(NewestRoot):
     """An older root that stands in for the newest root.
 
-    It stands in until a root follows ``newest``, or until the file ``lacked`` changes: until it
-    appears, or has another length.
+    It stands in until there is a root after ``newest``, or the file ``lacked`` appears or has
+    another length.
 
     Args:
-        backend: The place.
-        config: The record of the store.
+        backend: The backend of the place.
+        config: The store's ``casnap.json``.
         newest: The newest root.
-        lacked: The key of a file that the newest root names, and that is missing or cut off.
-        older: The root that stands in.
+        lacked: The key of a file that the newest root names, and that is missing or too short.
+        older: The older root.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class OlderRoot(NewestRoot):
 
 
 class FilesThere:
-    """Says whether the files that a root names exist, by one listing of all packs.
+    """Tells whether all files that a root names exist. It lists all packs once.
 
     Args:
-        backend: The place.
+        backend: The backend of the place.
         index: The index.
     """
 
@@ -69,9 +69,9 @@ class FilesThere:
         self._ends: dict[bytes, dict[PackId, int]] = {}
 
     def lacking(self, root: Root) -> str | None:
-        """Return the key of a file that a root names, but that is missing or cut off; else None.
+        """Return the key of a file that a root names, and that is missing or too short, or None.
 
-        A condemned pack may be gone: no chunk that the root needs lies in it alone.
+        A condemned pack may be missing: the root needs no chunk that only this pack holds.
 
         Raises:
             DamagedError: A segment exists, but is damaged.

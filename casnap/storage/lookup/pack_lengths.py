@@ -1,9 +1,9 @@
-"""The lengths of a store's packs, and whether the packs exist.
+"""The actual lengths of a store's packs, and whether the packs exist.
 
-The index says what was written. Since then somebody may have deleted a pack by hand, or a backup
-may have been restored in part and have cut it off. On a local disk, a look at a pack is one system
-call. On a remote store it is a request. So one listing looks at many packs, and a process believes
-for a day what it saw.
+The index tells what was written. Since then somebody may have deleted a pack, or a backup that was
+restored in part may have left it too short. On a disk, a look at a pack is one system call. On a
+remote store it is a request, so one listing replaces many looks, and a process remembers the
+lengths for a day.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _MOST_TOLD = 1 << 18
 
 
 class PackLengths:
-    """The lengths of packs on a disk. Each question looks at the packs.
+    """The lengths of packs on a disk. Each question looks at the files.
 
     Args:
-        backend: The place.
+        backend: The backend of the place.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
     def of(self, packs: Collection[PackId], total: int) -> dict[PackId, int]:
-        """Return the length of each pack; ``GONE`` for a missing one.
+        """Return the length of each pack in bytes; ``GONE`` for a missing one.
 
         Args:
             packs: The packs.
@@ -47,21 +47,21 @@ class PackLengths:
         return {pack: self._length(pack) for pack in packs}
 
     def note(self, lengths: Mapping[PackId, int]) -> None:
-        """Note the lengths of packs that this process wrote, or another rank has listed."""
+        """Note the lengths of packs that this process has written, or another rank has listed."""
 
     def has_to_list(self) -> bool:
-        """Whether one of many ranks should list the packs for all, since this rank knows none."""
+        """Whether this process knows no lengths, so that one of many ranks should list all."""
         return False
 
     def listed_for(self, ranks: int, total: int) -> dict[PackId, int]:
-        """List the packs for many ranks.
+        """List the packs for many ranks, if that takes fewer requests than a look by each rank.
 
         Args:
             ranks: How many ranks will look at packs.
             total: About how many packs the store has.
 
         Returns:
-            The length of each pack; empty if it costs less that each rank looks for itself.
+            The length of each pack; empty if each rank should look for itself.
         """
         return {}
 
@@ -74,7 +74,7 @@ class PackLengths:
 
 
 class RememberedLengths(PackLengths):
-    """The lengths of packs on a remote store, which a process remembers for a day."""
+    """The lengths of packs on a remote store, which this process remembers for a day."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
@@ -134,14 +134,14 @@ class RememberedLengths(PackLengths):
 def listed_packs(
     backend: Backend, *, are_many: bool, others: list[str] | None = None
 ) -> dict[bytes, int]:
-    """Return the length of each pack of a remote store, whether or not a root names it.
+    """Return the length of each pack in a store, by its id, whether or not a root names the pack.
 
     Args:
         backend: The backend of the store.
-        are_many: Whether to list the folders of packs one by one, several at a time, since there
-            are many packs.
-        others: Gets the keys of files that are no packs. Casnap deletes only files whose names
-            match its own grammar.
+        are_many: Whether the store has very many packs. Then the folders of packs are listed one by
+            one, several at a time.
+        others: A list that gets the keys of the other files in these folders. Casnap does not
+            delete such files.
     """
     folders = [f"packs/{n:02x}" for n in range(256)] if are_many else ["packs"]
     lengths: dict[bytes, int] = {}

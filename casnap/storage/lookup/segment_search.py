@@ -1,8 +1,8 @@
-"""Looking up a few digests in large segments by reading ranges of them.
+"""Find a few digests in large segments by reading parts of them.
 
-The records of a segment are sorted, and digests are evenly spread. So the position of a record is
-known to within a few thousand records. This module does not verify records. A reader verifies each
-chunk; if a record was wrong, the reader uses the whole index instead.
+The records of a segment are sorted by digest, and digests are evenly spread. So the position of a
+record is known to within a few thousand records. Records are not verified here. A reader verifies
+each chunk; if a record was wrong, the reader uses the whole index instead.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WAVES = 3
 
 
 class SegmentRanges:
-    """Finds a few digests in a remote store by ranges of its large segments.
+    """Finds a few digests in a remote store by reading parts of its large segments.
 
     Args:
         backend: The backend of the store.
@@ -56,10 +56,11 @@ class SegmentRanges:
         self._lengths: dict[SegmentId, int] = {}
 
     def find(self, root: Root, digests: list[Digest]) -> list[Place | None]:
-        """Find digests without reading a large index as a whole.
+        """Find digests in the index of a root without reading its large segments as a whole.
 
         Returns:
-            A place for each digest, or None if this search did not find it. A place may be wrong.
+            For each digest a place, or None if the search has not found one. A place may be wrong.
+            All are None if reading the whole index costs less.
         """
         try:
             return self._find(root, digests)
@@ -95,7 +96,7 @@ class SegmentRanges:
         return [by_digest.get(digest) for digest in digests]
 
     def _lengths_of(self, refs: list[SegmentRef]) -> dict[SegmentId, int]:
-        """Return the lengths of segments, which never change."""
+        """Return the lengths of segments in bytes. They never change, so they are remembered."""
         unseen = [ref for ref in refs if SegmentId(ref.id) not in self._lengths]
         if len(unseen) == 1:
             self._lengths[SegmentId(unseen[0].id)] = self._backend.size(segment_key(unseen[0].id))
@@ -111,17 +112,20 @@ def search(
     lengths: Mapping[SegmentId, int],
     digests: Iterable[Digest],
 ) -> dict[Digest, list[tuple[SegmentId, Place]]]:
-    """Return the places that segments give for digests, as far as this search finds them.
+    """Search segments for digests by reading parts of them.
 
-    The chunks of a tensor mostly lie in one segment. So one digest is looked for in all segments,
-    and the others only where the first was found. The search begins again for the digests that were
-    not found there.
+    The chunks of a tensor mostly are in one segment. So one digest is looked for in all segments,
+    and the others only where the first was found. For the digests that are not found there, this is
+    repeated.
 
     Args:
         backend: The backend of the store.
         segments: The segments.
         lengths: The length of each segment in bytes.
         digests: The digests to look for.
+
+    Returns:
+        For each digest the segments and places that were found.
 
     Raises:
         PlaceError: A segment cannot be read.
@@ -140,7 +144,13 @@ def search(
 
 
 def _look_in_waves(searches: list[_Search], todo: list[Digest], at_once: int) -> None:
-    """Look digests up, only a few of them in all segments."""
+    """Look for digests in segments, but for only a few of them in all segments.
+
+    Args:
+        searches: A search for each segment. They note the records that they find.
+        todo: The digests.
+        at_once: How many segments to read at once.
+    """
     for _ in range(_WAVES):
         if len(todo) < 2:
             break
@@ -158,7 +168,7 @@ def _look(
 
 
 def window_bytes(count: int) -> int:
-    """Return about how many bytes to read, to find one digest among ``count`` records."""
+    """Return about how many bytes to read, in order to find one digest among ``count`` records."""
     return min(count, 2 * _reach(count, 0.5)) * SEGMENT_RECORD_SIZE
 
 
@@ -175,7 +185,7 @@ class _Search:
 
     Attributes:
         ident: The id of the segment.
-        found: The records that were found.
+        found: The digests and records that were found.
     """
 
     def __init__(self, backend: Backend, ref: SegmentRef, layout: SegmentLayout) -> None:
@@ -187,7 +197,7 @@ class _Search:
         self._layout = layout
 
     def look(self, digests: list[Digest]) -> set[Digest]:
-        """Look digests up; return the digests that the segment has."""
+        """Look for digests in the segment; return those that it has."""
         before = len(self.found)
         todo = {digest: self._window(digest, 0) for digest in digests}
         for look in range(1, _LOOKS + 1):
@@ -233,7 +243,7 @@ class _Search:
         }
 
     def places(self) -> list[tuple[Digest, Place]]:
-        """Return the places of the found records; this reads the ids of their packs."""
+        """Return the places of the records that were found. This reads the ids of their packs."""
         numbers = sorted({n for _, (_, n, *_) in self.found if n < self._layout.packs})
         ids = {n: bytearray(ID_SIZE) for n in numbers}
         if ids:

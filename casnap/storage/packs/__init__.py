@@ -1,5 +1,4 @@
-"""Packs: immutable files of many chunks, how they are filled and how they are read.
+"""Packs: immutable files of many chunks or nodes. This room writes and reads them.
 
-This room imports no other room of ``storage``. Begin with ``pack_writer.py``, then
-``chunk_reads.py``.
+It imports no other room of ``storage``. Begin with ``pack_writer.py``, then ``chunk_reads.py``.
 """

@@ -1,4 +1,4 @@
-"""Reading chunks at their places: neighbours in a pack together, several packs at a time."""
+"""Read chunks at their places: near chunks of a pack together, several packs at a time."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ FindBase = Callable[[Digest], "Fill | None"]
 
 
 class Want(NamedTuple):
-    """A chunk to read.
+    """A chunk that a caller wants to read.
 
     Attributes:
         digest: The digest of the chunk.
-        nbytes: Its raw length; -1 if it is not known.
-        sink: Takes its bytes.
-        path: The path of the entry that needs it, for messages.
-        target: Memory that may be read into before the bytes are verified. The sink then gets this
-            very object.
-        is_node: Whether it is a node.
-        is_stored: Whether the sink takes the stored bytes, without verification.
-        as_delta: Called instead of the sink if the chunk is stored as a delta, with the stored
-            bytes and the verified chunk.
+        nbytes: The raw length of the chunk; -1 if it is not known.
+        sink: Called with the verified bytes.
+        path: The path of the entry that needs the chunk, for messages.
+        target: Memory into which the chunk may be read before it is verified. If it was read there,
+            the sink is called with this very object.
+        is_node: Whether the chunk is a tree node.
+        is_stored: Whether the sink wants the stored bytes, which are not verified.
+        as_delta: If given, it is called instead of the sink when the chunk is stored as a delta.
+            Its arguments are the stored bytes of the delta, and the verified bytes of the chunk.
     """
 
     digest: Digest
@@ -68,17 +68,18 @@ class ReadOptions(NamedTuple):
     """How to read chunks.
 
     Attributes:
-        budget: The most bytes of buffers, though one chunk is always read. None: only the pool
-            bounds them.
-        prepare: Called with each buffer from the pool before its use.
-        readers: The most threads, each with a buffer of the pool. Lower it if the sinks take
-            buffers too. 0: the calling thread reads, into a buffer of its own.
-        keep: Called with a pack and verified runs of its bytes, each with its offset in the pack.
-        room: Returns room in a new pack, given the bytes and the number of chunks of a run; None if
-            there is none. Large raw chunks that are no nodes are read into it, kept there, and
-            handed to their sinks.
-        base: Finds chunks that the caller has, as bases of deltas. Their bytes need not be
-            verified: the chunk that results is.
+        budget: The most bytes of buffers. One chunk is always read, however long it is. None: the
+            pool of buffers is the only bound.
+        prepare: Called with each buffer of the pool before its use.
+        readers: The most threads, each with a buffer of the pool. Lower this number if the sinks
+            take buffers too. With 0, the calling thread reads into a buffer of its own.
+        keep: Called with the id of a pack, and with verified runs of its bytes, each with its
+            offset in the pack.
+        room: Called with the number of bytes and of chunks of a run. It returns memory in a new
+            pack for the run, or None. Large raw chunks are read into this memory, and stay in the
+            new pack; nodes are not.
+        base: Returns a chunk that the caller has, to be used as the base of a delta. Its bytes need
+            not be verified, since the chunk that the delta makes of it is.
     """
 
     budget: int | None = None
@@ -100,7 +101,7 @@ _Laid: TypeAlias = tuple[Place, list[Want], memoryview]
 
 
 class Reason(Enum):
-    """Why a chunk cannot be read. The values are texts for messages."""
+    """The reason why a chunk cannot be read. The values are texts for messages."""
 
     NOWHERE = "it is in no pack of the index"
     MISSING = "its pack is missing"
@@ -112,28 +113,28 @@ class Reason(Enum):
 
 
 class Failure(NamedTuple):
-    """Why a chunk cannot be read.
+    """A failure to read a chunk.
 
     Attributes:
         reason: The reason.
-        detail: The message of the backend or the decoder, if there is one.
+        detail: The message of the backend or the decoder; "" if there is none.
     """
 
     reason: Reason
     detail: str = ""
 
     def __str__(self) -> str:
-        """Return reason and detail in words."""
+        """Return the reason and the detail in words."""
         return f"{self.reason.value}: {self.detail}" if self.detail else self.reason.value
 
 
 def unsupported(place: Place) -> Failure:
-    """Return the failure for an unknown codec: the chunk may be whole."""
+    """Return the failure to read a chunk with an unknown codec. The chunk itself may be whole."""
     return Failure(Reason.UNSUPPORTED, f"codec {place.codec}")
 
 
 class FailedRead(NamedTuple):
-    """A place where a chunk could not be read, the wants for the chunk, and the reason."""
+    """A failed read of a chunk: the place, the wants for the chunk, and the failure."""
 
     place: Place
     wants: list[Want]
@@ -141,7 +142,10 @@ class FailedRead(NamedTuple):
 
 
 def _readers(backend: Backend) -> int:
-    """Return how many threads read. Some wait for disk or server, while all cores verify."""
+    """Return how many threads should read.
+
+    They are more than the cores on a disk, since some wait for the disk while others verify.
+    """
     return min(cores() + 2, SLOTS) if backend.has_page_cache else SLOTS
 
 
@@ -151,7 +155,7 @@ def read_places(
     places: list[Located],
     options: ReadOptions = DEFAULT_READ,
 ) -> list[FailedRead]:
-    """Read chunks at places, and hand them to their sinks.
+    """Read and verify chunks at places, and pass them to their sinks.
 
     Args:
         backend: The backend of the store.
@@ -160,7 +164,7 @@ def read_places(
         options: How to read.
 
     Returns:
-        The places that failed, each with the reason.
+        The failed reads.
     """
     wanted_places, failures = [], []
     for place, wants in places:
@@ -183,7 +187,7 @@ def read_places(
 def _read_joined(
     backend: Backend, chunk_size: int, wanted_places: list[Located], options: ReadOptions
 ) -> list[FailedRead]:
-    """Read chunks into buffers, neighbours together; return the reads that failed."""
+    """Read chunks into buffers, those near each other together; return the failed reads."""
     failures: list[FailedRead] = []
     total = sum(place.stored_size for place, _ in wanted_places)
     largest = max((place.stored_size for place, _ in wanted_places), default=0)
@@ -236,7 +240,7 @@ def _read_joined(
 def _split_direct(
     backend: Backend, wanted_places: list[Located], options: ReadOptions
 ) -> tuple[list[Located], list[Located]]:
-    """Return the chunks to read straight into their final memory, and the others."""
+    """Split chunks into those that can be read straight into their final memory, and the others."""
     in_place: list[Located] = []
     others: list[Located] = []
     for place, wants in wanted_places:
@@ -253,7 +257,7 @@ def _read_in_place(
     """Read chunks straight into their final memory, and verify them there.
 
     Returns:
-        The chunks that failed. The caller reads them again into a buffer. That shows whether the
+        The chunks that failed. The caller reads them again, into a buffer. This shows whether a
         chunk is damaged, or another thread wrote to its memory.
     """
     total = sum(place.stored_size for place, _ in in_place)
@@ -291,12 +295,12 @@ def _read_in_place(
 
 
 def _target(wants: list[Want]) -> memoryview | None:
-    """Return the memory that a want has for a chunk; None if no want has any."""
+    """Return the target memory of one of the wants for a chunk; None if no want has any."""
     return next((want.target for want in wants if want.target is not None), None)
 
 
 def _fill_in_place(backend: Backend, run: PackRun, options: ReadOptions) -> list[Located]:
-    """Read a run of chunks into their final memory; return the chunks that are not whole there."""
+    """Read a run of chunks into their final memory; return the chunks that failed."""
     room = None
     if options.room is not None:
         room = options.room(run.stop - run.start, len(run.chunks))
@@ -329,7 +333,11 @@ def _fill_in_place(backend: Backend, run: PackRun, options: ReadOptions) -> list
 
 
 def _lay_out(run: PackRun, room: Room | None) -> tuple[list[_Laid], list[Located]]:
-    """Return the chunks of a run with the memory for each, and the chunks without memory."""
+    """Assign memory to the chunks of a run: their targets, or parts of ``room``.
+
+    Returns:
+        The chunks with their memory; and the chunks that get none, since they overlap others.
+    """
     laid: list[_Laid] = []
     without: list[Located] = []
     end = 0
@@ -349,7 +357,7 @@ def _lay_out(run: PackRun, room: Room | None) -> tuple[list[_Laid], list[Located
 def _read_and_verify(
     backend: Backend, run: PackRun, buffer: memoryview, options: ReadOptions
 ) -> list[FailedRead]:
-    """Read a run into a buffer, and hand over its chunks; return the reads that failed."""
+    """Read a run of chunks into a buffer, and pass them to their sinks; return the failed reads."""
     target = buffer[: whole_pages(run.stop - run.start)]
     try:
         [n] = backend.read_into(pack_key(run.pack), [(run.start, target)])
@@ -373,13 +381,13 @@ def _read_and_verify(
 
 
 def _is_plausible(place: Place, want: Want, chunk_size: int) -> bool:
-    """Whether a place fits the wanted length. Ask before taking memory for the chunk."""
+    """Whether a place may be that of a wanted chunk. This is checked before memory is allocated."""
     limit = chunk_size if want.nbytes >= 0 else MAX_NODE_BYTES
     return (want.nbytes in (-1, place.raw_size)) and is_possible(place, max(limit, 1 << 16))
 
 
 def _verify(want: Want, place: Place, stored_form: memoryview) -> memoryview | Failure:
-    """Return the raw bytes if they have the wanted digest, and else the failure."""
+    """Decode stored bytes, and verify them; return the raw bytes, or the failure."""
     if len(stored_form) != place.stored_size:
         return Failure(Reason.CUT_OFF)
     if want.is_stored:
@@ -401,9 +409,10 @@ class PackRun:
 
     Attributes:
         pack: The id of the pack.
-        start: The first byte; it begins a page.
-        stop: The byte after the last chunk.
-        chunks: The places in the run, each with its wants, in order.
+        start: The offset of the first byte, which begins a page.
+        stop: The offset after the last chunk.
+        chunks: The places in the run, in the order of their offsets, each with the wants for its
+            chunk.
     """
 
     pack: bytes
@@ -413,12 +422,12 @@ class PackRun:
 
 
 def coalesce(places: list[Located], most: int, gap: int) -> Iterator[PackRun]:
-    """Join places that are neighbours in a pack into runs of at most ``most`` bytes.
+    """Join places that are near each other in a pack into runs.
 
     Args:
-        places: The places.
-        most: The most bytes of a run, from the page on that it begins with.
-        gap: The most bytes between two neighbours.
+        places: The places, each with the wants for its chunk.
+        most: The most bytes of a run, from the page on where it begins.
+        gap: The most bytes between two successive places of a run.
     """
     run: PackRun | None = None
     for place, wants in sorted(places, key=lambda each: (each[0].pack, each[0].offset)):
@@ -441,11 +450,11 @@ def coalesce(places: list[Located], most: int, gap: int) -> Iterator[PackRun]:
 
 
 def data_extents(run: PackRun, gap: int) -> Iterator[tuple[int, int]]:
-    """Yield start and length of the parts of a run that have chunks, joined over small gaps.
+    """Yield the parts of a run that contain chunks, as pairs of an offset and a length.
 
     Args:
         run: The run.
-        gap: The most bytes of a gap that is joined over.
+        gap: Parts with at most this many bytes between them are joined.
     """
     start = stop = run.start
     for place, _ in run.chunks:
@@ -457,6 +466,13 @@ def data_extents(run: PackRun, gap: int) -> Iterator[tuple[int, int]]:
 
 
 def is_possible(place: Place, limit: int = MAX_NODE_BYTES) -> bool:
-    """Whether a place is possible. Ask before taking memory for its chunk."""
+    """Whether a place has possible numbers.
+
+    This is checked before memory is allocated for its chunk.
+
+    Args:
+        place: The place.
+        limit: The most stored bytes, and the most raw bytes.
+    """
     sizes_fit = 0 <= place.stored_size <= limit and 0 <= place.raw_size <= limit
     return sizes_fit and 0 <= place.offset < _MAX_OFFSET and len(place.pack) == ID_SIZE

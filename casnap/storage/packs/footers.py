@@ -20,14 +20,13 @@ def read_footer(
 
     Args:
         backend: The backend of the store.
-        pack: The pack.
-        size: The length of the pack.
-        guess: The expected length of the footer. If it is no less than the true one, one read is
-            enough.
+        pack: The id of the pack.
+        size: The length of the pack in bytes.
+        guess: The expected length of the footer. If the footer is not longer, one read is enough.
 
     Raises:
         DamagedError: The footer is damaged.
-        FileNotFoundError: There is no such pack.
+        FileNotFoundError: The pack does not exist.
     """
     tail = _tail(backend, pack, size, guess)
     if len(tail) >= PACK_TAIL_SIZE and guess < (length := footer_length(tail)) <= size:

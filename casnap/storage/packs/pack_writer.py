@@ -1,4 +1,4 @@
-"""Writing packs: many chunks, or many tree nodes, in one immutable file."""
+"""Write packs: immutable files that hold many chunks, or many tree nodes."""
 
 from __future__ import annotations
 
@@ -49,17 +49,19 @@ SelectNew = Callable[[list[Digest], list[int]], list[bool]]
 
 
 def new_id(base: int) -> bytes:
-    """Return a fresh id for a pack or segment that is made under root ``base``."""
+    """Return a new id for a pack or segment that is written under the root ``base``."""
     return base.to_bytes(6, "big") + os.urandom(10)
 
 
 class Room(NamedTuple):
-    """Room in an open pack for chunks. The pack waits until the room is filled.
+    """Memory in an open pack, into which the caller puts chunks.
+
+    The pack is written only afterwards.
 
     Attributes:
-        view: The memory of the room.
-        keep: Must be called exactly once, whatever happens, with the chunks to keep: the digest of
-            each, its offset in the room, and its length.
+        view: The memory.
+        keep: The caller must call this exactly once, even after an error. Its argument is the
+            chunks to keep, as triples: digest, offset in ``view``, length.
     """
 
     view: memoryview
@@ -68,18 +70,18 @@ class Room(NamedTuple):
 
 @dataclass(eq=False)
 class _Pack:
-    """A pack in memory.
+    """A pack in memory, before it is written.
 
     Attributes:
         id: The id of the pack.
-        slot: Its memory.
-        fill: How many bytes of it are filled.
+        slot: The memory of the pack.
+        fill: How many of its bytes are in use.
         records: The records of its chunks or nodes.
-        hints: Hints to write behind its nodes.
-        promised: How many more records the footer needs room for.
-        waits: How many fillers and rooms must end before the pack is written.
-        again: The room that a second copy of the small chunks needs.
-        counted: How many records ``again`` counts so far.
+        hints: The hints to write after its nodes.
+        promised: For how many more records the footer must have space.
+        waits: How many fillers and rooms still use the pack. It is written when none does.
+        again: The bytes that a second copy of its small chunks takes.
+        counted: How many of the records are already counted in ``again``.
     """
 
     id: PackId
@@ -93,7 +95,7 @@ class _Pack:
     counted: int = 0
 
     def room_again(self) -> int:
-        """Return the room that a second copy of the small chunks needs, records included."""
+        """Return the bytes that a second copy of the small chunks takes, with its records."""
         unseen = self.records[self.counted :]
         self.counted += len(unseen)
         self.again += sum(
@@ -103,30 +105,30 @@ class _Pack:
 
 
 class PackWriter:
-    """Writes full packs in the background.
+    """Writes full packs on threads in the background.
 
     A pack of nodes holds each node twice. A damaged node hurts all entries below it, perhaps in
-    many snapshots, and all nodes together take about a thousandth of the bytes. ZFS keeps its
-    metadata in two places too. A pack of chunks holds its small chunks twice: the settings of an
-    optimizer may be one chunk, and without it no snapshot of a run can be restored.
+    many snapshots, and all nodes together take about a thousandth of a store's bytes. (ZFS keeps
+    two copies of its metadata too.) A pack of chunks holds its small chunks twice: the settings of
+    an optimizer may be one small chunk, and without it no snapshot of a run can be restored.
 
     Args:
         backend: The backend of the store.
-        base: The root number that ids begin with.
-        folder: The last byte of ids, which names the folder of the packs.
+        base: The number of the root that the packs are written under.
+        folder: The last byte of the packs' ids, which selects their folder.
         kind: ``CHUNKS`` or ``NODES``.
-        pool: The pool of memory.
-        crew: The crew of the background threads.
-        codec: The codec of chunks.
+        pool: The pool of memory for packs.
+        crew: The crew that starts the threads.
+        codec: The codec of new chunks or nodes.
 
     Attributes:
-        pool: The pool of memory.
-        crew: The crew of the background threads.
-        codec: The codec of chunks.
-        packs: The packs that were begun.
+        pool: The pool of memory for packs.
+        crew: The crew that starts the threads.
+        codec: The codec of new chunks or nodes.
+        packs: The ids of the packs that were begun to be written.
         records: The records of the packs that were written.
         lengths: The length of each pack that was written.
-        stored_bytes: The bytes of the chunks or nodes in full packs.
+        stored_bytes: The stored bytes of the chunks or nodes in full packs.
     """
 
     def __init__(
@@ -161,28 +163,28 @@ class PackWriter:
         self.stored_bytes = 0
 
     def filler(self) -> PackFiller:
-        """Return a filler, with which one thread fills packs."""
+        """Return a new filler. One thread fills packs with it."""
         return PackFiller(self)
 
     def new_pack(self) -> PackId:
-        """Return a new id of a pack.
+        """Return a new pack id.
 
-        On a disk, all packs of a take lie in one folder, which is synced once. An object store
-        spreads its work over the names of folders.
+        On a disk, all packs of a take are in one folder, so that one folder is synced. An object
+        store distributes its load by folder names, so there the packs are spread over folders.
         """
         ident = new_id(self._base)
         return PackId(ident[:-1] + self._folder if self._backend.syncs_folders else ident)
 
     def begin_wait(self, pack: _Pack) -> None:
-        """Count one more filler or room that must end before a pack is written."""
+        """Note that one more filler or room uses a pack, so that it is not written yet."""
         # Rooms of the same pack end on other threads.
         with self._lock:
             pack.waits += 1
 
     def end_wait(self, pack: _Pack) -> None:
-        """Count one filler or room that has ended; after the last one, the pack is written.
+        """Note that a filler or room no longer uses a pack. When none does, have the pack written.
 
-        Then, or if the pack is empty, its slot goes back to the pool.
+        Afterwards the pack's memory goes back to the pool; at once if the pack is empty.
         """
         with self._lock:
             pack.waits -= 1
@@ -217,7 +219,10 @@ class PackWriter:
 
     @property
     def times(self) -> int:
-        """How many times a pack holds each chunk or node, small chunks aside."""
+        """How many copies of each chunk or node a pack has.
+
+        Small chunks have a second copy besides.
+        """
         return 2 if self._kind == NODES else 1
 
     def _write(self, pack: _Pack) -> None:
@@ -244,11 +249,15 @@ class PackWriter:
             self.lengths[pack.id] = end
 
     def finish(self) -> None:
-        """Wait until all full packs are written."""
+        """Wait until all full packs are written.
+
+        Raises:
+            BaseException: The first error of a thread.
+        """
         self.crew.join(self._stop())
 
     def close(self) -> None:
-        """End the background threads. This may be called after a failure too."""
+        """End the threads in the background. This may be called after a failure, too."""
         for writer in self._stop():
             writer.wait()
 
@@ -259,13 +268,13 @@ class PackWriter:
         return writers
 
     def move(self, base: int) -> dict[PackId, PackId]:
-        """Copy all packs to new ids, made under another root.
+        """Give all packs new ids, under another root.
 
         Args:
             base: The number of that root.
 
         Returns:
-            The new id of each pack.
+            The old id of each pack → its new id.
 
         Raises:
             FileNotFoundError: A pack is gone.
@@ -284,7 +293,7 @@ class PackWriter:
         return new_ids
 
     def delete_packs(self) -> None:
-        """Delete all packs that were begun."""
+        """Delete all packs that were begun to be written."""
         for refused in self._backend.delete_all(map(pack_key, self.packs)).values():
             raise refused
         self.packs = []
@@ -293,9 +302,12 @@ class PackWriter:
 class PackFiller:
     """Fills one pack after the other, from one thread.
 
-    It first copies a chunk into the pack, and hashes the copy, which no other thread can change. So
-    every chunk has the digest that it is stored under. If the store has a chunk already, the room
-    of its copy is used again.
+    It first copies a chunk into the memory of the pack, and then hashes the copy, which no other
+    thread can change. So every chunk in the pack has the digest in its record. If the store has a
+    chunk already, the memory of its copy is used for the next chunk.
+
+    Args:
+        writer: Writes the packs.
     """
 
     def __init__(self, writer: PackWriter) -> None:
@@ -304,14 +316,14 @@ class PackFiller:
         self._first = True
 
     def add(self, raws: Sequence[Raw], select_new: SelectNew) -> list[Digest]:
-        """Copy chunks into the pack, hash the copies, and keep the new chunks.
+        """Copy chunks into the pack, hash the copies, and keep only the new chunks.
 
         Args:
-            raws: The chunks.
-            select_new: Decides which chunks are new.
+            raws: The bytes of the chunks.
+            select_new: Returns which of some chunks are new.
 
         Returns:
-            The digest of each chunk.
+            The digest of each chunk, also of those that were not kept.
         """
         digests: list[Digest] = []
         for group in self._groups(raws):
@@ -327,10 +339,13 @@ class PackFiller:
         return digests
 
     def add_known(self, chunks: Sequence[tuple[Digest, Raw]]) -> None:
-        """Keep chunks that the caller has hashed.
+        """Copy chunks whose digests the caller knows into the pack, and keep them.
+
+        Args:
+            chunks: The digest and bytes of each chunk.
 
         Raises:
-            StateError: A chunk has changed since.
+            StateError: The bytes no longer have the digest: the state changed during the take.
         """
 
         def check(digests: list[Digest], _sizes: list[int]) -> list[bool]:
@@ -345,21 +360,24 @@ class PackFiller:
         self.add([raw for _, raw in chunks], check)
 
     def add_verified(self, digest: Digest, raw: Raw) -> None:
-        """Keep a verified chunk from memory that no other thread writes to."""
+        """Copy a chunk into the pack without hashing it. The caller has verified its bytes.
+
+        No other thread may write to these bytes.
+        """
         for _ in self._groups([raw]):
             self._open_pack.records.append((digest, self._copy(raw)))
 
     def add_stored(
         self, digest: Digest, stored_form: Raw, nbytes: int, codec: Codec, base: Digest | None
     ) -> None:
-        """Keep a chunk in a stored form that was verified.
+        """Copy a chunk into the pack in a stored form that the caller has verified.
 
         Args:
             digest: The digest of the chunk.
             stored_form: The stored bytes.
             nbytes: The raw length of the chunk.
             codec: The codec of the stored form.
-            base: The digest of the base if the form is a delta.
+            base: The digest of the base if the form is a delta; else None.
         """
         for _ in self._groups([stored_form]):
             pack = self._open_pack
@@ -374,14 +392,14 @@ class PackFiller:
             pack.records.append((digest, place))
 
     def room(self, nbytes: int, count: int) -> Room | None:
-        """Return room in a pack for raw chunks that lie side by side, from the start of a page.
+        """Reserve memory in a pack, into which the caller puts raw chunks. It begins on a page.
 
         Args:
-            nbytes: The bytes of the room.
-            count: The most chunks in it.
+            nbytes: The bytes of the memory.
+            count: The most chunks that the caller puts there.
 
         Returns:
-            The room; None if chunks are to be compressed, or no pack has as much room.
+            The room; None if chunks are to be compressed, or the memory does not fit into a pack.
         """
         if self._writer.codec != Codec.RAW:
             return None
@@ -419,7 +437,13 @@ class PackFiller:
             self._writer.end_wait(pack)
 
     def _groups(self, raws: Sequence[Raw]) -> Iterator[list[Raw]]:
-        """Yield runs of chunks that fit into the open pack; open another pack if none fits."""
+        """Yield groups of chunks.
+
+        Each group fits into the open pack; if needed, a new pack is opened.
+
+        Raises:
+            StateError: A single node or chunk is larger than a pack.
+        """
         group: list[Raw] = []
         need, room = 0, self._room_left()
         for raw in raws:
@@ -445,10 +469,12 @@ class PackFiller:
             yield group
 
     def _room_left(self, *, is_single: bool = False) -> int:
-        """Return the bytes that fit into the open pack, records included; -1 if it is full.
+        """Return how many bytes still fit into the open pack, their records included.
+
+        The result is negative if none fit, or no pack is open.
 
         Args:
-            is_single: Whether the next node may be stored once instead of twice.
+            is_single: Whether to count as if the pack held each node once instead of twice.
         """
         pack = self._pack
         if pack is None or (self._first and pack.fill > _FIRST_BYTES):
@@ -472,7 +498,11 @@ class PackFiller:
         return self._pack
 
     def _pad(self, nbytes: int) -> int:
-        """Pad the open pack to where a chunk of this length may begin; return that offset."""
+        """Pad the open pack with zeros up to where a chunk may begin; return the offset.
+
+        Args:
+            nbytes: The length of the chunk. A large chunk begins on a page.
+        """
         pack = self._open_pack
         start = _aligned(pack.fill, nbytes)
         if start > pack.fill:
@@ -493,10 +523,12 @@ class PackFiller:
     def _keep(
         self, start: int, digests: list[Digest], places: list[Place], is_chosen: list[bool]
     ) -> None:
-        """Keep the chosen chunks of a group that was copied into the pack, and close the gaps.
+        """Keep the chosen chunks of a group that was copied into the pack.
+
+        Move them to close the gaps.
 
         Args:
-            start: Where the group begins in the pack.
+            start: The offset of the group in the pack.
             digests: The digest of each chunk.
             places: The place of each chunk.
             is_chosen: Whether each chunk is kept.
@@ -520,16 +552,20 @@ class PackFiller:
                 )
 
     def last_place(self) -> Place:
-        """Return the place of the last chunk."""
+        """Return the place of the chunk or node that was added last."""
         return self._open_pack.records[-1][1]
 
     @property
     def filling(self) -> tuple[PackId, int] | None:
-        """The open pack and the bytes in it; None if no pack is open."""
+        """The id of the open pack, and how many of its bytes are in use; None if there is none."""
         return None if self._pack is None else (self._pack.id, self._pack.fill)
 
     def seal(self, hints: bytes = b"") -> None:
-        """Have the open pack written, with hints at its end. An empty pack frees its memory."""
+        """Close the open pack, and have it written. An empty pack only gives back its memory.
+
+        Args:
+            hints: The hints to write at the end of a pack of nodes.
+        """
         pack, self._pack = self._pack, None
         if pack is not None:
             self._first = False
@@ -538,12 +574,12 @@ class PackFiller:
 
 
 def _room(times: int, fill: int, count: int, slot: Slot) -> int:
-    """Return how many more bytes fit into a pack; below 0 if none do.
+    """Return how many more bytes of chunks or nodes fit into a pack; negative if none do.
 
     Args:
-        times: How many times the pack stores each chunk or node.
-        fill: The bytes that are filled.
-        count: How many records the footer needs.
+        times: How many copies of each chunk or node the pack has.
+        fill: The bytes in use.
+        count: How many records the footer must have space for.
         slot: The memory of the pack.
     """
     most = (len(slot.view) - PACK_TAIL_SIZE) // times
@@ -551,10 +587,10 @@ def _room(times: int, fill: int, count: int, slot: Slot) -> int:
 
 
 def _append_second_copy(pack: _Pack) -> tuple[int, list[Record]]:
-    """Copy the content of a pack behind itself, on other pages.
+    """Append a second copy of all nodes of a pack. It does not share a page with the first copy.
 
     Returns:
-        The end of the copies, and all records.
+        The offset after the second copy, and the records of both copies.
     """
     places = [place for _, place in pack.records]
     # How far each copy must be moved to lie on other pages than the first one.
@@ -576,12 +612,14 @@ def _is_small(place: Place) -> bool:
 
 
 def _append_small_chunks(pack: _Pack) -> tuple[int, list[Record]]:
-    """Copy the small chunks of a pack behind its content, on other pages.
+    """Append a second copy of the small chunks of a pack.
 
-    If other chunks have taken the room for the copies, the pack holds the small chunks once.
+    It does not share a page with the first copy.
+
+    If there is no space for it, the pack holds its small chunks once.
 
     Returns:
-        The end of the copies, and all records.
+        The offset after the second copy, and the records of all chunks.
     """
     small = [record for record in pack.records if _is_small(record[1])]
     nbytes = sum(place.stored_size for _, place in small)
@@ -601,15 +639,15 @@ def _append_small_chunks(pack: _Pack) -> tuple[int, list[Record]]:
 
 
 def _append_hints(pack: _Pack, fill: int, records: list[Record]) -> tuple[int, list[Record]]:
-    """Add the hints behind the nodes, once.
+    """Append the hints to a pack of nodes, in one copy.
 
     Args:
         pack: The pack.
-        fill: The end of its nodes.
+        fill: The offset after its nodes.
         records: The records of its nodes.
 
     Returns:
-        The end of the hints, and all records.
+        The offset after the hints, and all records.
     """
     nbytes = len(pack.hints)
     offset = _aligned(fill, nbytes)
@@ -620,10 +658,10 @@ def _append_hints(pack: _Pack, fill: int, records: list[Record]) -> tuple[int, l
 
 
 def moved_place(place: Place, new_ids: dict[PackId, PackId]) -> Place:
-    """Return a place in a pack that was moved.
+    """Return a place with the new id of its pack.
 
     Args:
-        place: The place under the old id.
+        place: The place, with the old id.
         new_ids: The old id of each moved pack → its new id.
     """
     return msgspec.structs.replace(place, pack=new_ids[PackId(place.pack)])

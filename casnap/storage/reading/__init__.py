@@ -1,4 +1,4 @@
-"""The repository: an open store, which reads nodes and chunks by digest.
+"""The repository: an open store, from which nodes and chunks are read by digest.
 
 This room imports ``commit_log``, ``packs`` and ``lookup``. Begin with ``repository.py``.
 """

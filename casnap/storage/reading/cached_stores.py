@@ -1,4 +1,4 @@
-"""The caches of this host, store by store, for people: indexes, and chunks of remote stores."""
+"""What this host has cached of each store, for people: indexes, and chunks of remote stores."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from casnap.storage.reading.chunk_cache import FOLDER, cached_packs, noted_uri
 
 @dataclass
 class CachedStore:
-    """The caches of one store on this host.
+    """What this host has cached of one store.
 
     Attributes:
-        store_id: The id of the store; "" for notes about places, whatever stores are there.
-        uri: The URI of the store when it was used last; "" if it is not known.
-        last_use: When it was used last, in seconds since the epoch.
-        index_bytes: How many bytes its cached index takes up on the disk.
-        cached_bytes: How many bytes its cached chunks take up on the disk.
-        pack_count: How many packs have cached chunks.
+        store_id: The id of the store; "" for notes about places, whichever stores are there.
+        uri: The URI by which the store was last used; "" if it is not known.
+        last_use: When the caches were last used, in seconds since the epoch.
+        index_bytes: How many bytes the cached indexes take up on the disk.
+        cached_bytes: How many bytes the cached chunks take up on the disk.
+        pack_count: Of how many packs chunks are cached.
     """
 
     store_id: str
@@ -38,13 +38,14 @@ class CachedStore:
 
     @classmethod
     def all_in(cls, base: Path | None) -> list[CachedStore]:
-        """Return the caches of each store on this host, in the order of their URIs.
+        """Return what this host has cached of each store, sorted by URI.
 
         Args:
             base: The folder for caches; None if there is none.
 
         Raises:
-            StoreError: The folder is not this user's, or not on a disk of this host.
+            StoreError: The folder of cached chunks belongs to another user, or is not on a disk of
+                this host.
         """
         if base is None:
             return []

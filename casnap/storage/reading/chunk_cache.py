@@ -1,9 +1,12 @@
-"""The read cache: chunks of remote stores on the disk of this host, which fetches each byte once.
+"""The read cache: chunks of remote stores on a disk of this host.
 
-Each pack has a sparse file with its name. A cached chunk lies in it at the same offset as in the
-pack. Only the file system records which chunks are cached, since it knows the holes. Cached chunks
-are verified like all others, and read from the store if that fails. So any process may tear, flip,
-truncate or delete a file at any time, and no write is synced. A lock serves only to keep the bound.
+So this host fetches each byte once.
+
+For each pack there is a sparse file. A cached chunk has the same offset in the file as in the pack.
+The file's holes are the chunks that are not cached; no other record is kept. A cached chunk is
+verified as any other is, and read from the store if that fails. So other processes may overwrite,
+shorten or delete the files at any time, and writes are not synced. A lock is needed only to keep to
+the size limit.
 """
 
 from __future__ import annotations
@@ -56,13 +59,13 @@ Placed = list[tuple[Place, list[Want]]]
 
 
 class CachedPack(NamedTuple):
-    """The cached part of a pack.
+    """The file with the cached chunks of one pack.
 
     Attributes:
-        last_use: When it was used last, in seconds since the epoch.
+        last_use: When it was last used, in seconds since the epoch.
         nbytes: How many bytes it takes up on the disk.
-        path: The file.
-        store_id: The store of the pack.
+        path: The path of the file.
+        store_id: The id of the pack's store.
     """
 
     last_use: float
@@ -71,12 +74,15 @@ class CachedPack(NamedTuple):
     store_id: str
 
     def delete(self) -> None:
-        """Delete the file. Processes that read it can go on."""
+        """Delete the file. Processes that have it open can go on reading."""
         self.path.unlink(missing_ok=True)
 
 
 class _Files(LocalBackend):
-    """The files of the cache, read like the files of a local store. Each failure is a miss."""
+    """The files of the read cache, as a backend.
+
+    All its failures say that a chunk is not cached.
+    """
 
     inner = ""
 
@@ -89,13 +95,14 @@ class _Files(LocalBackend):
 
 
 class ChunkCache:
-    """The cached chunks of one store.
+    """The read cache of one store.
 
     Args:
-        folder: The folder of the cached chunks of all stores.
-        nbytes: The most bytes that the files of all stores may take up.
-        store_id: The id of the store. Copies of the store share the cache: each chunk is verified.
-        uri: The URI of the store, to be shown to people.
+        folder: The folder with the cached chunks of all stores.
+        nbytes: The most bytes that the files of all stores together may take up.
+        store_id: The id of the store. Copies of the store have the same id, and share the cache.
+            This is safe, since each chunk is verified.
+        uri: The URI of the store, to show to people.
     """
 
     def __init__(self, folder: Path, nbytes: int, store_id: str, uri: str) -> None:
@@ -110,10 +117,10 @@ class ChunkCache:
     # --- reading ---
 
     def read(self, places: Placed, chunk_size: int, options: ReadOptions) -> Placed:
-        """Hand the cached chunks that are whole to their sinks; return the others.
+        """Pass those chunks that are cached to their sinks; return the other chunks.
 
         Args:
-            places: The places of chunks, each with its wants.
+            places: The places of chunks, each with the wants for its chunk.
             chunk_size: The chunk size of the store.
             options: How to read.
         """
@@ -126,7 +133,7 @@ class ChunkCache:
         return elsewhere
 
     def _divide(self, places: Placed) -> tuple[Placed, Placed]:
-        """Return the places that seem to be cached, and the others."""
+        """Divide places into those whose bytes seem to be cached, and the others."""
         cached: Placed = []
         elsewhere: Placed = []
         runs: dict[bytes, list[tuple[int, int]]] = {}
@@ -142,7 +149,7 @@ class ChunkCache:
         return cached, elsewhere
 
     def _runs(self, pack: bytes) -> list[tuple[int, int]]:
-        """Return the runs of a pack's file that have data, in order; note the use of the pack."""
+        """Return which runs of a pack's file have data, in order; note that the file was used."""
         try:
             # Not blocking: someone may have put a pipe in the place of the file.
             with opened(self._path(pack), os.O_RDONLY | _SAFE) as fd:
@@ -161,7 +168,9 @@ class ChunkCache:
     # --- writing ---
 
     def keep(self, pack: bytes, runs: Sequence[Target]) -> None:
-        """Cache runs of a pack, as far as there is room. This never raises an error of the disk.
+        """Cache runs of bytes of a pack, as far as there is room.
+
+        Errors of the disk are only logged.
 
         Args:
             pack: The id of the pack.
@@ -191,7 +200,7 @@ class ChunkCache:
             self._stop(e)
 
     def _stop(self, error: OSError) -> None:
-        """Cache nothing more in this process, and warn once."""
+        """Cache nothing more in this process, and log a warning once."""
         with _stopping:
             before, self._stopped = self._stopped, True
         if not before:
@@ -212,7 +221,11 @@ class ChunkCache:
         (self._folder / _URI).write_text(self._uri, "utf-8", "surrogateescape")
 
     def _room_for(self, nbytes: int) -> int:
-        """Make room for bytes if need be. Return for how many there is room; note these as used."""
+        """Reserve room for bytes. If need be, delete older files.
+
+        Returns:
+            For how many bytes there is room. They count as used from now on.
+        """
         nbytes = min(nbytes, self.nbytes // PAGE * PAGE)
         count = self._all / "used"
         content = count.read_bytes()
@@ -227,10 +240,13 @@ class ChunkCache:
         return room
 
     def _make_room(self, nbytes: int) -> int:
-        """Make room by deleting the least recently used packs; return how many bytes are in use.
+        """Make room for bytes by deleting the files that were not used for longest.
 
-        If there is no room, this frees a sixteenth of the bound, so that the files need not be
-        counted for each run.
+        If files are deleted, at least a sixteenth of the size limit becomes free, so that the files
+        need not be counted for each run.
+
+        Returns:
+            How many bytes the files take up now.
         """
         packs = sorted(cached_packs(self._all))
         total = sum(pack.nbytes for pack in packs)
@@ -255,8 +271,8 @@ def _write(path: Path, runs: Sequence[Target], room: int) -> None:
     """Write runs into a file, as far as there is room.
 
     Args:
-        path: The file.
-        runs: The runs, each with its offset.
+        path: The path of the file.
+        runs: The runs of bytes, each with its offset.
         room: The most bytes to write, in whole pages.
     """
     with opened(path, os.O_CREAT | os.O_WRONLY | _SAFE, 0o600) as fd:
@@ -268,7 +284,10 @@ def _write(path: Path, runs: Sequence[Target], room: int) -> None:
 
 
 def _data_runs(fd: int) -> Iterator[tuple[int, int]]:
-    """Yield the runs of a file that have data, in order; all of it if the system cannot tell."""
+    """Yield the runs of a file that are not holes, as pairs of begin and end, in order.
+
+    If the system cannot tell, the whole file is one run.
+    """
     stop, size = 0, os.fstat(fd).st_size
     while stop < size:
         try:
@@ -288,27 +307,33 @@ def _data_runs(fd: int) -> Iterator[tuple[int, int]]:
 
 
 class CacheRoom(NamedTuple):
-    """The folder of cached chunks, and the most bytes that they may take up."""
+    """The folder with the cached chunks of all stores, and the most bytes that they may take up."""
 
     folder: Path
     nbytes: int
 
     def of(self, config: StoreConfig, backend: Backend) -> ChunkCache:
-        """Return the cache of one store."""
+        """Return the read cache of one store.
+
+        Args:
+            config: The store's ``casnap.json``.
+            backend: The backend of the store.
+        """
         return ChunkCache(self.folder, self.nbytes, config.store_id, backend.uri)
 
 
 def room_for(backend: Backend, bound: Size | None) -> CacheRoom | None:
-    """Return the room for cached chunks of a store; None for no cache.
+    """Return where, and how much, to cache of the chunks of a store; None for no cache.
 
     Args:
         backend: The backend of the store.
-        bound: The bound that the user gave; 0 for no cache, None for the bound in the environment.
+        bound: The user's size limit; 0 for no cache. With None, ``CASNAP_CACHE_BYTES`` has the
+            limit.
 
     Raises:
-        TypeError: The bound is not a size.
-        ValueError: The bound is not a number of bytes, or the store is on this machine.
-        StoreError: The folder of the cache is another user's, or on a network file system.
+        TypeError: The limit is not a size.
+        ValueError: The limit is not a number of bytes, or the store is on this machine.
+        StoreError: The folder of the cache belongs to another user, or is on a network file system.
     """
     nbytes = None if bound is None else bytes_of("cache_bytes", bound, least=0)
     if backend.has_page_cache:
@@ -327,7 +352,7 @@ def room_for(backend: Backend, bound: Size | None) -> CacheRoom | None:
 
 
 def cached_packs(folder: Path) -> Iterator[CachedPack]:
-    """Yield the cached part of each pack. A file that another process deletes is skipped."""
+    """Yield the files of cached packs. A file that another process is deleting is skipped."""
     for store in _entries(folder):
         if id_from_name(store.name) is None:
             continue
@@ -340,7 +365,12 @@ def cached_packs(folder: Path) -> Iterator[CachedPack]:
 
 
 def noted_uri(folder: Path, store_id: str) -> str:
-    """Return the noted URI of a store with cached packs; "" if it is not known."""
+    """Return the URI of a store, as its cache has noted it; "" if it is not known.
+
+    Args:
+        folder: The folder with the cached chunks of all stores.
+        store_id: The id of the store.
+    """
     try:
         return (folder / store_id / _URI).read_text("utf-8", "surrogateescape")
     except OSError:

@@ -1,13 +1,14 @@
-"""Reading chunks that are stored as deltas: all deltas of a chain, then the chunk below them.
+"""Read chunks that are stored as deltas: all deltas of a chain, then the whole chunk at its end.
 
-The deltas of a group of chunks are read together, one level of their chains after the other, since
-neighbours in a snapshot have neighbouring deltas. Then the chunks below them are read, a few at a
-time. All deltas of a chain are applied to one buffer, and only the result is hashed. If it is not
-the wanted chunk, each chunk of the chain is looked for alone, at all its places, and verified.
+The chains of many chunks are read together: first their first deltas, then their second ones, and
+so on, since chunks near each other in a snapshot have deltas near each other in a pack. Then the
+whole chunks are read, a few at a time. The deltas of a chain are applied to one buffer, and only
+the result is hashed. If the result is wrong, each chunk of the chain is looked for at all its
+places, and verified by itself.
 
-This does not use ``lookup/chains.py``, which goes by places that name the base of a delta. A place
-from a range of a segment does not name it. So here each delta is read before its base is looked
-for: the stored bytes of a delta name its base.
+``lookup/chains.py`` is not used here, since it needs places that name the base of a delta. A place
+that was found in a range of a segment does not name it. So here each delta is read first: its
+stored bytes name its base.
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ class _Chain:
     """A wanted chunk, and its chain as far as it was read.
 
     Attributes:
-        place: The place of the chunk.
+        place: The place of the wanted chunk.
         wants: The wants for the chunk.
-        next: The next link to read: its place and its digest.
-        deltas: The deltas that were read.
-        raw: The chunk below the deltas; once they are applied, the wanted chunk.
-        fill: Reads the chunk below the deltas, if the caller has that chunk.
-        failure: Why the chunk cannot be read.
+        next: The place and digest of the next chunk of the chain to read.
+        deltas: The deltas that were read, in the order of the chain.
+        raw: The whole chunk at the end of the chain; after :meth:`apply`, the wanted chunk.
+        fill: If the caller has a chunk of the chain, a function that copies this chunk into memory.
+            The chain then ends there.
+        failure: Why the wanted chunk cannot be read; None if nothing has failed.
     """
 
     place: Place
@@ -69,12 +71,12 @@ class _Chain:
 
     @property
     def has_unread_delta(self) -> bool:
-        """Whether the next link is a delta to read."""
+        """Whether the next chunk of the chain is stored as a delta, and so must be read."""
         is_whole = self.failure is None and self.fill is None
         return is_whole and self.next[0].codec == Codec.DELTA
 
     def keep(self, stored_form: memoryview) -> None:
-        """Keep the next link, given its stored bytes."""
+        """Keep the next chunk of the chain, given its stored bytes: a delta, or the whole chunk."""
         place = self.next[0]
         if place.codec == Codec.DELTA:
             self.deltas.append(bytes(stored_form))
@@ -88,10 +90,12 @@ class _Chain:
             self.raw = bytearray(raw) if place.codec == Codec.RAW else raw
 
     def apply(self, memory: memoryview) -> None:
-        """Make the wanted chunk, and verify it.
+        """Apply the deltas to the whole chunk at the end of the chain, and verify the wanted chunk.
+
+        If that fails, ``failure`` is set.
 
         Args:
-            memory: The memory to make it in, if the caller has the chunk below the deltas.
+            memory: Memory for the wanted chunk. It is used if the caller has the chunk at the end.
         """
         if self.fill is not None:
             self.raw = memory[: self.place.raw_size]
@@ -109,18 +113,18 @@ class _Chain:
 
 
 def _estimate(wanted_place: Located) -> int:
-    """Return about how many bytes the deltas of a chain have."""
+    """Return about how many bytes all deltas of a chunk's chain have together."""
     place, _ = wanted_place
     return int(min(MOST_STORED * place.raw_size, _LINKS * place.stored_size))
 
 
 class DeltaReader:
-    """Reads deltas of one store.
+    """Reads chunks that are stored as deltas in one store.
 
     Args:
         read: Reads the stored bytes at places.
         bases: Finds the bases of deltas.
-        find_own: Finds a base that the caller has. The reading of a chain ends at such a base.
+        find_own: Finds a chunk that the caller has. A chain ends at such a chunk.
     """
 
     def __init__(self, read: ReadPlaces, bases: Bases, find_own: FindBase) -> None:
@@ -129,10 +133,10 @@ class DeltaReader:
         self._find_own = find_own
 
     def read(self, wanted_places: list[Located], at_once: int) -> list[FailedRead]:
-        """Read chunks at places of deltas, and hand them to their sinks; return failed reads.
+        """Read chunks at places of deltas, and pass them to their sinks; return the failed reads.
 
         Args:
-            wanted_places: The places.
+            wanted_places: The places, each with the wants for its chunk.
             at_once: How many threads read and apply deltas.
         """
         failures: list[FailedRead] = []
@@ -148,7 +152,7 @@ class DeltaReader:
         return self._read_chains(chains)
 
     def _read_chains(self, chains: list[_Chain]) -> list[FailedRead]:
-        """Read all deltas of chains, then make the chunks; return the reads that failed."""
+        """Read all deltas of some chains, then make the wanted chunks; return the failed reads."""
         while unread := [chain for chain in chains if chain.has_unread_delta]:
             held_bytes = sum(len(delta) for chain in chains for delta in chain.deltas)
             if held_bytes > _DELTA_BYTES and len(chains) > 1:
@@ -163,7 +167,10 @@ class DeltaReader:
         return failures
 
     def _hand_over(self, chains: list[_Chain]) -> list[FailedRead]:
-        """Make the chunks of chains for their sinks; return the reads that failed."""
+        """Make the wanted chunks of chains, and pass them to their sinks; return failed reads.
+
+        All deltas of the chains were read before.
+        """
         self._read_links([c for c in chains if c.failure is None and c.fill is None])
         failures = []
         # One chunk after the other, so that a chunk is in the core's cache until its sink has it.
@@ -189,7 +196,7 @@ class DeltaReader:
         return failures
 
     def _read_links(self, chains: list[_Chain]) -> None:
-        """Read the next link of each chain."""
+        """Read the next chunk of each chain, in its stored form."""
         wants: dict[tuple[Place, Digest], list[Want]] = {}
         for chain in chains:
             want = Want(chain.next[1], chain.place.raw_size, chain.keep, "", is_stored=True)
@@ -200,7 +207,7 @@ class DeltaReader:
                     chain.failure = unread.failure
 
     def _find_bases(self, chains: list[_Chain]) -> None:
-        """Find the next link of each chain: the base of its last delta."""
+        """Find the next chunk of each chain: the base that its last delta names."""
         bases: dict[_Chain, Digest] = {}
         for chain in chains:
             try:
@@ -227,16 +234,19 @@ class DeltaReader:
     def _resolve_at(
         self, digest: Digest, place: Place, known: dict[Digest, bytes | None], deltas: int
     ) -> bytes | None:
-        """Return a chunk from one of its places, with every chunk of its chain verified; or None.
+        """Read a chunk at one place, and verify each chunk of its chain.
 
-        If two collectors recoded at once, the chain may come back to the chunk itself. Then this
-        returns None, and the chunk is looked for at its other places.
+        Two collectors that recode at once may make a chain that comes back to its first chunk. The
+        result is then None, and the caller tries the other places of the chunk.
 
         Args:
             digest: The digest of the chunk.
             place: The place.
-            known: As in :meth:`_resolve`.
-            deltas: How many deltas are to be applied to the chunk, one after the other.
+            known: The chunks that were looked for before, as for :meth:`_resolve`.
+            deltas: How many deltas will be applied to the chunk, one after the other.
+
+        Returns:
+            The chunk; None if it is not whole at this place.
         """
         if exceeds(deltas, place):
             return None
@@ -251,13 +261,13 @@ class DeltaReader:
     def _resolve(
         self, digest: Digest, known: dict[Digest, bytes | None], deltas: int
     ) -> bytes | None:
-        """Return a verified chunk from any of its places; None if no place has it.
+        """Return a verified chunk, read at any of its places; None if it is whole at no place.
 
         Args:
             digest: The digest of the chunk.
-            known: The chunks that were looked for before; None for a chunk that no place has. This
-                also ends a circle of deltas.
-            deltas: How many deltas are to be applied to the chunk, one after the other.
+            known: The chunks that were looked for before, by digest; None for a chunk that was not
+                found, or is being looked for. So a circle of deltas comes to an end.
+            deltas: How many deltas will be applied to the chunk, one after the other.
         """
         if digest in known or len(known) > 2 * MOST_LINKS:
             return known.get(digest)

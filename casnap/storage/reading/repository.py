@@ -1,4 +1,4 @@
-"""An open store: its roots, and its nodes and chunks, found by digest, read and verified."""
+"""An open store: its roots, and its nodes and chunks, which are found by digest and verified."""
 
 from __future__ import annotations
 
@@ -69,18 +69,18 @@ class Repository:
 
     Args:
         backend: The backend of the store.
-        config: The record of the store, if it was read before.
-        lookup: Finds chunks and nodes; by default the usual lookup at this place.
-        marks: Whether snapshots get markers, which are files for people.
+        config: The store's ``casnap.json``, if it was read before.
+        lookup: Finds chunks and nodes; by default the usual lookup for this place.
+        marks: Whether to put a marker, a file for people, for each snapshot.
 
     Attributes:
         backend: The backend of the store.
-        config: The record of the store.
+        config: The store's ``casnap.json``.
         lookup: Finds chunks and nodes.
-        marks: Whether snapshots get markers.
+        marks: Whether to put a marker, a file for people, for each snapshot.
         chunk_cache: The read cache that :meth:`fetch` uses; None for none.
-        announces_at_once: Whether to announce short changes to collectors too. Set once a collector
-            was faster than a change of this process.
+        announces_at_once: Whether even short changes announce themselves to collectors. It is set
+            once a collector has made a change of this process start again.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class Repository:
 
     @classmethod
     def at(cls, backend: Backend, *, look_ahead: bool = False, marks: bool = True) -> Repository:
-        """Open a remote store, with one request if this host has seen the store before.
+        """Open a remote store. If this host has seen the store before, this is one request.
 
         Args:
-            backend: The place.
-            look_ahead: Whether to look for the newest root now, so that the next use need not.
-            marks: Whether snapshots get markers.
+            backend: The backend of the place.
+            look_ahead: Whether to read the newest root now, so that the next use need not.
+            marks: Whether to put a marker, a file for people, for each snapshot.
 
         Raises:
             NotAStoreError: There is no store, or its creation was cut off.
@@ -115,7 +115,7 @@ class Repository:
 
     @property
     def index(self) -> Index:
-        """The index: where every chunk and node lies."""
+        """The index: the places of every chunk and node."""
         return self.lookup.index
 
     def check_writable(
@@ -126,11 +126,12 @@ class Repository:
         Args:
             doing: What the caller is about to do, in words, for the message.
             root: The root that the change begins from; by default a recent one.
-            dry_run: Whether the caller will put no root.
+            dry_run: Whether the caller only plans the change. Then only the version is checked.
 
         Raises:
             UnsupportedFormatError: The store uses a feature that this version cannot write.
-            StoreError: The place does not honour put-if-absent, or may only be read.
+            StoreError: The place does not honour put-if-absent, or this user may only read the
+                store.
         """
         if not dry_run:
             self.backend.check_changes()
@@ -140,18 +141,18 @@ class Repository:
             self.check_put_if_absent()
 
     def check_put_if_absent(self) -> None:
-        """Check that this writer and others cannot harm each other.
+        """Check that the place of the store keeps this writer and others apart.
 
         Raises:
-            StoreError: The place does not honour put-if-absent, and the user does not vouch that
-                there is no other writer.
+            StoreError: The place does not honour put-if-absent, and the user does not vouch that no
+                other process writes.
         """
         from casnap.storage.commit_log.put_if_absent_probe import check_put_if_absent
 
         check_put_if_absent(self.backend, self.config)
 
     def settings(self, root: Root) -> Settings:
-        """Return the settings that a root has."""
+        """Return the store's settings according to a root."""
         return Settings(root, self.backend)
 
     def newest(self) -> Root:
@@ -163,31 +164,38 @@ class Repository:
         return self.lookup.newest.look()
 
     def recent(self) -> Root:
-        """Return the newest root, or on a remote store one that was the newest a moment ago.
+        """Return the newest root. On a remote store, it may have been the newest some seconds ago.
 
-        Such a root is recent enough to begin a change, and to read: if a read fails with it, newer
+        Such a root is recent enough to begin a change, or to read from: if a read fails, newer
         roots are tried.
         """
         return self.lookup.newest.recent()
 
     def note_newest(self, root: Root) -> None:
-        """Note a root that this process has just read or put as the newest one."""
+        """Note a root that this process has just read or put, and which is the newest one."""
         self.lookup.newest.note(root)
 
     def observe_root(self, root: Root) -> None:
-        """Note a root that another rank has just read, unless this process knows a newer one."""
+        """Note a root that another rank has just read.
+
+        If this process knows a newer one, do nothing.
+        """
         self.lookup.newest.observe(root)
 
     def has_taken(self, row: Row) -> bool:
-        """Whether a snapshot was taken in this store; False for a copy of another snapshot."""
+        """Whether a snapshot was taken in this store.
+
+        It is False for a copy of another snapshot.
+        """
         return not row.origin[0] and self._has_committed(row.seq, row)
 
     def has_taken_origin_of(self, row: Row) -> bool:
-        """Whether a snapshot of another store is a copy of one that was taken in this store.
+        """Whether a snapshot of another store is a copy of a snapshot that was taken in this store.
 
-        The number of a root here and its commit id prove it: roots are never removed, and commit
-        ids are random. So if a store was copied as a whole and both go on, each knows its own
-        snapshots.
+        The row of the copy names a root number and a commit id. Roots are never removed, and commit
+        ids are random. So if the root of this store with that number has that commit id, this store
+        has taken the original. This also holds if a store was copied as a whole, and both stores go
+        on taking snapshots.
         """
         store_id, seq = row.origin
         return store_id == self.config.store_id and seq >= 0 and self._has_committed(seq, row)
@@ -201,7 +209,9 @@ class Repository:
     def read_at_newest(
         self, read: Callable[[Root], V], first_root: Callable[[], Root] | None = None
     ) -> V:
-        """Read from the newest root, and again if a collector has changed the store meanwhile.
+        """Read from the newest root.
+
+        If a collector moves data meanwhile, read again from a newer root.
 
         Args:
             read: Reads from the store, given a root.
@@ -211,20 +221,25 @@ class Repository:
             The result of ``read``.
 
         Raises:
-            DamagedError: The store is damaged: the read failed, though no collector moved anything.
+            DamagedError: The read failed, though no collector moved data: the store is damaged.
         """
         return self.lookup.newest.read(read, first_root)
 
     def view(self) -> IndexView:
-        """Return the view of the index at the newest root."""
+        """Return the index as the newest root sees it."""
         return self.read_at_newest(self.index.view)
 
     def view_at(self, root: Root) -> IndexView:
-        """Return the view of the index at a root, within :meth:`read_at_newest`."""
+        """Return the index as a root sees it.
+
+        Call this only from a function that reads from that root.
+
+        :meth:`read_at_newest` calls such functions.
+        """
         return self.index.view(root)
 
     def recent_view(self, base_root: Root | None = None) -> IndexView:
-        """Return the view of the index at a given root; by default at a recent one."""
+        """Return the index as a root sees it; by default as a recent root does."""
         return self.read_at_newest(self.index.view, lambda: base_root or self.recent())
 
     def read_table(
@@ -232,8 +247,8 @@ class Repository:
     ) -> V:
         """Call a function with the table of the newest root, and return its result.
 
-        On a disk, this first checks that the segments exist, since reading a snapshot needs them. A
-        remote store is asked for a segment only when it is needed.
+        On a disk, this first checks that all segments exist, since reading a snapshot needs them.
+        On a remote store, a segment is looked for only when it is needed.
 
         Args:
             look: The function.
@@ -252,10 +267,11 @@ class Repository:
         return self.read_at_newest(read)
 
     def as_of_whole_root(self) -> Repository | None:
-        """If the newest root is not whole, return the store as its newest whole root has it.
+        """Return the store as of an older root, if the newest root is not whole.
 
-        That store is for reading. A root is whole if all files that it names exist. An older root
-        without snapshots does not count: a run that sees an empty store would begin anew.
+        A root is whole if all files that it names exist. The newest whole root with snapshots is
+        taken. A root without snapshots is not: a run that sees an empty store would begin anew. The
+        result is only for reading.
 
         Returns:
             The store; None if the newest root is whole, or no older root with snapshots is.
@@ -278,7 +294,14 @@ class Repository:
         return None
 
     def _as_of(self, newest: Root, lacked: str, root: Root, files: FilesThere) -> Repository | None:
-        """Return the store as an older root has it; None if it has no snapshots or is not whole."""
+        """Return the store as of an older root; None if the root is not whole, or is empty.
+
+        Args:
+            newest: The newest root, for which the older root stands in.
+            lacked: The key of a file that the newest root names, and that is missing or too short.
+            root: The older root.
+            files: Tells which files exist.
+        """
         older = OlderRoot(self.backend, self.config, newest, lacked, root)
         lookup = lookup_at(self.backend, self.config, older)
         store = Repository(self.backend, self.config, lookup, marks=self.marks)
@@ -291,7 +314,7 @@ class Repository:
     # --- packs ---
 
     def segment(self, ref: SegmentRef) -> SealedSegment:
-        """Return a segment of the index, from the store or this host's cache.
+        """Return a segment of the index, from this host's cache or from the store.
 
         Raises:
             DamagedError: The segment is missing or damaged.
@@ -299,18 +322,18 @@ class Repository:
         return SealedSegment(*self.index.sealed_or_kept(ref))
 
     def has_to_list_packs(self) -> bool:
-        """Whether one of many ranks should list the packs for all, since this rank knows none."""
+        """Whether this process knows no lengths of packs, so that one of many ranks lists all."""
         return self.index.pack_lengths.has_to_list()
 
     def list_packs_for(self, ranks: int, total: int) -> dict[PackId, int]:
-        """List the packs for many ranks.
+        """List the packs for many ranks, if that takes fewer requests than a look by each rank.
 
         Args:
             ranks: How many ranks will look at packs.
             total: About how many packs the store has.
 
         Returns:
-            The length of each pack; empty if it costs less that each rank looks for itself.
+            The length of each pack; empty if each rank should look for itself.
         """
         return self.index.pack_lengths.listed_for(ranks, total)
 
@@ -321,14 +344,14 @@ class Repository:
     # --- nodes ---
 
     def node(self, digest: Digest, hint: Place | None = None) -> bytes:
-        """Return a verified tree node, from the cache, by the hint, or through the index.
+        """Return a verified tree node, from this host's cache or from the store.
 
         Args:
             digest: The digest of the node.
-            hint: Where the node may lie.
+            hint: The place where the node may be, or None.
 
         Raises:
-            DamagedError: The node has no whole place.
+            DamagedError: The node is whole at no place.
         """
         if len(digest) != DIGEST_SIZE:
             raise DamagedError(
@@ -344,10 +367,10 @@ class Repository:
         return copies[digest]
 
     def cache_nodes(self, digests: list[Digest]) -> None:
-        """Read nodes together, unless they are cached, for later calls of :meth:`node`.
+        """Read the nodes that are not cached, and cache them, for later calls of :meth:`node`.
 
         Raises:
-            DamagedError: Some nodes have no whole place.
+            DamagedError: Some nodes are whole at no place.
         """
         uncached = [digest for digest in digests if self.index.cache.node(digest) is None]
         places = self.find(uncached) if uncached else []
@@ -367,15 +390,15 @@ class Repository:
 
     @property
     def cache_identity(self) -> bytes:
-        """Bytes that distinguish this cache of nodes from the caches of other hosts and users."""
+        """Bytes that tell this host's and user's cache of nodes from all others."""
         return self.index.cache.identity
 
     def keep_nodes(self, nodes: Iterable[bytes]) -> None:
-        """Cache nodes that another rank has read, for later calls of :meth:`node`."""
+        """Cache nodes that another rank has read, given their bytes."""
         self.index.cache.keep_nodes([(digest_of(node), node) for node in nodes])
 
     def table(self, root: Root) -> Table:
-        """Return the table of snapshots that a root has."""
+        """Return the table of snapshots of a root."""
         top = None if root.table is None else Digest(root.table.digest)
         if root.table is not None and top is not None:
             self.node(top, root.table.hint)
@@ -384,7 +407,12 @@ class Repository:
     # --- chunks ---
 
     def find(self, digests: list[Digest], view: IndexView | None = None) -> list[Place | None]:
-        """Return a place of each chunk in the index, or None; by default by a recent root."""
+        """Return, for each chunk, a place from the index, or None.
+
+        Args:
+            digests: The digests of the chunks.
+            view: The index as a root sees it; by default as a recent root does.
+        """
         return self.index.find(view or self.recent_view(), digests)
 
     def fetch(
@@ -393,18 +421,18 @@ class Repository:
         options: ReadOptions = DEFAULT_READ,
         hints: Mapping[Digest, Place] | None = None,
     ) -> None:
-        """Read chunks, verify each against its digest, and hand them to their sinks.
+        """Read chunks, verify each against its digest, and pass them to their sinks.
 
-        Equal chunks are read once. Neighbours in a pack are read together.
-        :mod:`casnap.storage.lookup.lookup_order` has the order in which places are tried.
+        A chunk that is wanted several times is read once. Chunks near each other in a pack are read
+        together. :mod:`casnap.storage.lookup.lookup_order` has the order in which places are tried.
 
         Args:
             wants: The chunks to read; ``nbytes`` is -1 if the length is not known.
             options: How to read.
-            hints: Where some of the chunks may lie.
+            hints: Places where some of the chunks may be.
 
         Raises:
-            DamagedError: Some chunks have no whole place. All others were handed over.
+            DamagedError: Some chunks are whole at no place. All others were passed to their sinks.
             BackendError: Some chunks could not be read, and may be whole.
             UnavailableError: Nothing can be read now. Not all chunks were tried.
         """
@@ -423,7 +451,7 @@ class Repository:
             raise _error(self.backend.uri, left.lost)
 
     def _read_located(self, wanted_places: list[Located], options: ReadOptions) -> list[FailedRead]:
-        """Read chunks from the read cache, and the others from the store; return failed reads."""
+        """Read chunks from the read cache, or else from the store; return the failed reads."""
         # Only nodes have no known length, and this host caches nodes elsewhere.
         if self.chunk_cache is not None and all(wants[0].nbytes >= 0 for _, wants in wanted_places):
             deltas = [each for each in wanted_places if each[0].codec == _DELTA]
@@ -439,7 +467,7 @@ class Repository:
     def read_places(
         self, places: list[Located], options: ReadOptions = DEFAULT_READ
     ) -> list[FailedRead]:
-        """Read the chunks at these places in the store; return the reads that failed."""
+        """Read chunks at places in the store; return the failed reads."""
         deltas = [each for each in places if each[0].codec == _DELTA]
         others = [each for each in places if each[0].codec != _DELTA]
         failures = read_places(self.backend, self.config.chunk_size, others, options)
@@ -448,7 +476,13 @@ class Repository:
     def _read_deltas(
         self, deltas: list[Located], options: ReadOptions, chunk_cache: ChunkCache | None
     ) -> list[FailedRead]:
-        """Read chunks at places of deltas, from a read cache if it has them; return failures."""
+        """Read chunks at places of deltas; return the failed reads.
+
+        Args:
+            deltas: The places, each with the wants for its chunk.
+            options: How to read.
+            chunk_cache: The read cache to ask first; None for none.
+        """
         if not deltas:
             return []
         from casnap.storage.reading.delta_reads import DeltaReader
@@ -467,12 +501,13 @@ class Repository:
         return reader.read(deltas, 1 if one_by_one else at_once)
 
     def read_at(self, place: Place, digest: Digest, known: Mapping[Digest, bytes]) -> bytes | None:
-        """Return a chunk or node if it can be read and verified at this place.
+        """Read and verify a chunk or node at one place; return None if it is not whole there.
 
         Args:
             place: The place.
             digest: The digest of the chunk or node.
-            known: Chunks that may be its bases, by digest.
+            known: Chunks that the caller has, by digest. If the chunk is stored as a delta of one
+                of them, its base need not be read.
         """
 
         def find_base(base: Digest) -> Fill | None:
@@ -489,7 +524,7 @@ def _keep_copy(copies: dict[Digest, bytes], digest: Digest, raw: memoryview) -> 
 
 
 def _why(lost: Lost) -> str:
-    """Return the name of a lost chunk, and why its first place failed, in words."""
+    """Return a line for a message: which chunk is lost, and why the first read of it failed."""
     reason = Reason.NOWHERE.value
     if lost.attempts:
         reason = f"{lost.attempts[0].failure} (pack {lost.attempts[0].place.pack.hex()})"

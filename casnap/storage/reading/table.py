@@ -1,4 +1,4 @@
-"""The table of snapshots: their order, and the rules for new names."""
+"""The table of snapshots: the order of snapshots, and the rules for new names."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from casnap.format.tree import Tree
 
 
 class Table(Tree[Row]):
-    """The snapshots of a store by their full names, as of one root."""
+    """The snapshots of a store as of one root: full name → row."""
 
     def rows_of_run(self, run: str) -> dict[str, Row]:
-        """Return the snapshots of a run by name, even those that a rewind has moved aside."""
+        """Return the snapshots of a run: name → row.
+
+        Snapshots that a rewind has moved aside count too.
+        """
         return {name: row for name, row in self.items_in(run) if row.run_of(name) == run}
 
     @staticmethod
     def in_commit_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
-        """Return snapshots in the order of their commits.
+        """Return snapshots in the order in which they were committed.
 
-        A store may get the copy of an old snapshot late, because it was damaged, or its name was
-        taken. So the copies from one store, if notes tell their origins, are ordered among
-        themselves by their commits in that store. Together they keep the positions that they have
-        among all snapshots.
+        Copies may come late: for example, a snapshot is copied only after a repair, or once its
+        name is free. So all copies from one store are sorted by their commits in that store, if
+        their rows name these. As a group, they keep the positions that the copies have among all
+        snapshots.
         """
         ordered = sorted(rows, key=lambda item: (item[1].seq, item[0]))
         places: dict[str, list[int]] = {}
@@ -44,8 +47,8 @@ class Table(Tree[Row]):
             name: The full name of the new snapshot.
             overwrite: Whether it may replace a snapshot that has no tag.
             uri: The URI of the store, for messages.
-            moved_tag: A tag that the commit moves to the new snapshot. It does not protect the old
-                one.
+            moved_tag: A tag that the commit moves from the old to the new snapshot. It does not
+                protect the old snapshot.
 
         Raises:
             SnapshotExistsError: The name is taken, and may not be overwritten. Or the name is a
