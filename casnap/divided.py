@@ -40,7 +40,7 @@ Part: TypeAlias = tuple[Region, torch.Tensor]
 
 
 def leaf_of_parts(path: str, shape: tuple[int, ...], parts: Iterable[Part]) -> Iterator[Leaf]:
-    """Yield one leaf for the boxes that this rank stores of a tensor; none if it has no elements.
+    """Yield the leaf of a tensor whose boxes this rank holds; nothing if they have no elements.
 
     Args:
         path: The path of the tensor.
@@ -79,7 +79,14 @@ def boxes_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Regi
 
 
 def _within_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Region]:
-    """Yield the boxes of a run within one row of the first axis."""
+    """Yield the boxes of a run that lies within one row, a single index of the first axis.
+
+    Args:
+        shape: The shape of the tensor.
+        row: The index.
+        start: The number of the first element of the run, in the whole tensor.
+        stop: The number of its last element, plus one.
+    """
     begin = row * torch.Size(shape[1:]).numel()
     for box in boxes_of_run(shape[1:], start - begin, stop - begin):
         yield Region((row, *box.offsets), (1, *box.sizes))
@@ -148,8 +155,8 @@ class Fit:
     """Conditions for loading a snapshot, besides those of the tensors that are filled.
 
     Attributes:
-        names: The path of a dict → the names that this rank has in it. If the snapshot has a
-            further name there, it does not fit.
+        names: The path of a dict → the names that this rank has in it. The snapshot must have no
+            other names there.
         problems: Problems that the caller has found already, in words.
     """
 
@@ -221,7 +228,14 @@ def _match(
     values: Iterable[str],
     fit: Fit,
 ) -> tuple[Loading, list[torch.Tensor]]:
-    """Compare targets and snapshot; return the loading, and the memory to set to 0 before it."""
+    """Compare the targets and values of this rank with the snapshot.
+
+    Returns:
+        What to load; and the memory to set to 0 before, as not all of it is filled.
+
+    Raises:
+        MismatchError: They do not fit.
+    """
     contents = snapshot.contents
     first = comm.broadcast_message(_Commit(contents.row.commit), _Commit)
     comm.check_same(f"the commit of {snapshot.path}", contents.row.commit.hex(), first.commit.hex())
@@ -256,7 +270,12 @@ def _match(
 
 
 def entries_below(trees: Mapping[str, Entries], path: str) -> Iterator[tuple[str, Entry]]:
-    """Yield path and entry of a value, and of each value inside it."""
+    """Yield the path and entry of a value, and of each value inside it.
+
+    Args:
+        trees: The trees of the keys, as a rank sees them.
+        path: The path of the value.
+    """
     key, slash, inner = path.partition("/")
     entry = _entry_at(trees, path)
     assert entry is not None
@@ -281,7 +300,7 @@ def _why_not_filled(entry: Entry | None, target: Target) -> str:
 
 
 def _within(entry: TensorEntry, target: Target) -> Iterator[Part]:
-    """Yield the pieces of the target's boxes that lie within the stored tensor."""
+    """Yield the parts of the target's boxes within the stored tensor, with their memory."""
     for box, memory in target.parts:
         common = box.intersect(Region.whole(entry.shape))
         if common is not None:

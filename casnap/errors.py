@@ -120,11 +120,11 @@ class SnapshotError(CasnapError):
 
 
 class InvalidNameError(SnapshotError, ValueError):
-    """A snapshot name that cannot be used."""
+    """A name cannot be the name of a snapshot or a tag."""
 
 
 class SnapshotExistsError(SnapshotError, FileExistsError):
-    """The name is taken."""
+    """Another snapshot, or a file, already has the name."""
 
 
 class SnapshotNotFoundError(SnapshotError, KeyError):
@@ -166,7 +166,7 @@ class DamagedError(CasnapError):
 
 
 class DeviceError(CasnapError):
-    """An accelerator does not compute what it should."""
+    """An accelerator computed a wrong digest."""
 
 
 class FencedError(CasnapError):
@@ -226,10 +226,14 @@ def with_article(noun: str) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the end of a message about a name that does not exist: it suggests the most alike.
+    """Return the end of a message about an unknown name, which suggests the most similar name.
 
     Comparing names is slow. So if there are many, only those are compared whose beginning and end
     are most like the name's.
+
+    Args:
+        name: The unknown name.
+        names: The names that exist.
     """
     from difflib import get_close_matches
 

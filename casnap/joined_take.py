@@ -1,8 +1,8 @@
-"""One take, by ranks that have joined, of leaves that their trainer makes itself.
+"""One take of leaves that a trainer makes itself, by ranks that have joined.
 
 :meth:`casnap.Snapshot.take` captures an app state. A trainer whose framework divides tensors in its
-own way hands over a source of leaves instead (``take/capture.py``). Imports
-``snapshot.py``, ``view.py``, ``take`` and lower layers.
+own way hands over a source of leaves instead (``take/capture.py``). Imports ``snapshot.py``,
+``view.py``, ``take`` and lower layers.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ else:
 class JoinedTake:
     """One take, which all ranks make together.
 
-    Each rank makes one of these objects, then calls :meth:`take` or :meth:`begin` once, after
-    which the ranks leave ``comm``.
+    Each rank makes one of these objects, then calls :meth:`take` or :meth:`begin` once, after which
+    the ranks leave ``comm``.
 
     Args:
         path: The path of the snapshot, or its name in ``store``.
-        options: How to take it.
+        options: The options of the take.
         comm: Returns the ranks; by default this joins the whole world.
         store: The :class:`casnap.Store` for the snapshot; None: the store of ``path``.
         storage_options: How to reach a remote store.
@@ -79,7 +79,7 @@ class JoinedTake:
 
     @staticmethod
     def may_begin() -> bool:
-        """Whether a take may begin here: not within another call of casnap, as by a signal."""
+        """Whether a take may begin now: not inside another call of casnap, as by a signal."""
         return not is_within_call()
 
     def take(self, source: Callable[[], StateSource]) -> Snapshot:
@@ -102,7 +102,7 @@ class JoinedTake:
 
         Args:
             source: Returns the state that this rank stores.
-            on_stored: ``wait()`` calls it with the snapshot once that is durable.
+            on_stored: ``wait()`` calls it with the snapshot, once the snapshot is durable.
 
         Raises:
             CasnapError: This rank or another one failed while the state was copied.
@@ -115,10 +115,14 @@ class JoinedTake:
 
 
 def _store_in(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> str | None:
-    """Return the root if it is to become the store for a path; None if the path alone decides.
+    """Return ``root`` if it has to become the store for ``path``; else None.
 
-    Names with slashes lie deeper in the root. Without this, each of their parent folders would
-    become a store of its own.
+    A name with slashes makes the path lie deeper in the root. Without this function, each parent
+    folder of such paths would become a store of its own.
+
+    Args:
+        root: The folder that the user has named for checkpoints.
+        path: The path of the snapshot.
 
     Raises:
         StoreError: The root holds a store of another user.

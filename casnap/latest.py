@@ -30,7 +30,11 @@ class FoundRow(NamedTuple):
 
 
 def find_row(view: View, name: str) -> FoundRow:
-    """Return the snapshot of a name, from the store, or else from its mirror.
+    """Find a snapshot by name, in the store or else in its mirror.
+
+    Args:
+        view: The store.
+        name: The local name.
 
     Raises:
         SnapshotNotFoundError: Neither of them has it.
@@ -49,7 +53,7 @@ def find_row(view: View, name: str) -> FoundRow:
 
 
 def _note_returned(view: View, found: FoundRow, seq: int) -> None:
-    """Note that the user gets a snapshot of the mirror: later takes here follow it.
+    """Note that the user gets a snapshot of the mirror, so that later takes here follow it.
 
     Args:
         view: The store.
@@ -61,7 +65,13 @@ def _note_returned(view: View, found: FoundRow, seq: int) -> None:
 
 
 def newest_row(view: View, prefix: str | None, *, thinned: bool) -> FoundRow | None:
-    """Return the snapshot to resume from, as :meth:`casnap.Store.latest` describes."""
+    """Find the snapshot to resume from, as :meth:`casnap.Store.latest` describes.
+
+    Args:
+        view: The store.
+        prefix: Look only below this folder; None for the whole view.
+        thinned: Whether a thinned snapshot counts too.
+    """
     newest, last = _newest(view, prefix, thinned=thinned)
     if newest is None and last is not None:
         error = _all_thinned_error if last.row.is_thinned else _all_rewound_error
@@ -78,7 +88,11 @@ def newest_row(view: View, prefix: str | None, *, thinned: bool) -> FoundRow | N
 
 
 def _all_rewound_error(path: str) -> SnapshotError:
-    """Return the error if a run went back from all snapshots left; ``path`` is the last of them."""
+    """Return the error for a run that was rewound to before all snapshots that are left.
+
+    Args:
+        path: The path of the last of them.
+    """
     return SnapshotError(
         "only snapshots are left that their run went back from; the last one is "
         f"{path}. To go on from it after all: `casnap rewind {shell_word(path)}`, or Store.rewind"
@@ -86,7 +100,11 @@ def _all_rewound_error(path: str) -> SnapshotError:
 
 
 def _all_thinned_error(path: str) -> SnapshotError:
-    """Return the error if all snapshots of a run are thinned; ``path`` is the last of them."""
+    """Return the error for a run of which only thinned snapshots are left.
+
+    Args:
+        path: The path of the last of them.
+    """
     return SnapshotError(
         "only thinned snapshots are left, which have lost what a resume needs; the last one is "
         f"{path}. To begin anew from its weights, open it by its name, or ask for "
@@ -97,10 +115,15 @@ def _all_thinned_error(path: str) -> SnapshotError:
 def _newest(
     view: View, prefix: str | None, *, thinned: bool
 ) -> tuple[FoundRow | None, FoundRow | None]:
-    """Return the snapshot to resume from, and the last one of all, both from one look.
+    """Return the snapshot to resume from, and the last snapshot of all. Both come from one look.
 
-    The last one is for the error if no snapshot is fit to resume from. If there are whole
-    snapshots, it is the last of these.
+    The last one is for the error if no snapshot is fit to resume from. Whole snapshots go before
+    thinned ones.
+
+    Args:
+        view: The store.
+        prefix: Look only below this folder; None for the whole view.
+        thinned: Whether a thinned snapshot counts too.
     """
     rows = [FoundRow(view, *named_row) for named_row in view.rows(prefix)]
     here = [found for found in rows if thinned or not found.row.is_thinned]

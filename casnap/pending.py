@@ -34,7 +34,12 @@ class PendingSnapshot:
 
     @classmethod
     def not_begun(cls, path: str, error: CasnapError) -> PendingSnapshot:
-        """Return a pending snapshot whose take has failed before it went to the background."""
+        """Return a pending snapshot whose take failed before its background part began.
+
+        Args:
+            path: The path that the snapshot would have.
+            error: The error of the take.
+        """
 
         def stored(_: commit.TakeResult) -> casnap.Snapshot:
             raise error
@@ -73,7 +78,7 @@ class PendingSnapshot:
         return self._stored(self._take.wait())
 
     def _tried(self) -> casnap.Snapshot | None:
-        """Wait for the end; return the snapshot, or None after a fault that the run tolerates."""
+        """Wait for the end; return the snapshot, or None after an error that the run tolerates."""
         self._take.wait_for_end()
         return None if self._take.tolerated else self._stored(self._take.wait_for_result())
 

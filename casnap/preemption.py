@@ -1,4 +1,4 @@
-"""A last take before the machine is taken away: all ranks agree that a signal came.
+"""Take a last snapshot before the machine is taken away: all ranks agree that a signal came.
 
 Imports ``take``, ``state`` and lower layers; no public class imports it.
 """
@@ -116,7 +116,7 @@ class Preemption:
         return self._stopped
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches of a data loader; while it fetches one, the last step counts as whole.
+        """Yield the batches of a data loader, and note when it fetches: then no step is under way.
 
         A signal to the whole job ends the workers of the loader too, and the loader fails. A job of
         one process then takes the state after the last whole step at the end of the ``with``.
@@ -146,7 +146,7 @@ class Preemption:
         self._group = None
 
     def _leave(self) -> None:
-        """Stop watching in a forked child: a signal to it does not mean that the job ends."""
+        """In a forked child, stop watching: a signal to it does not mean that the job ends."""
         # Not destroyed: that would wait for threads that the child does not have.
         never_free(self._group)
         self._group = None
@@ -176,7 +176,11 @@ class Preemption:
             before(number, frame)
 
     def _earlier(self, number: int) -> Any:
-        """Return the handler that was installed before; skip handlers of closed objects."""
+        """Return the signal handler to call after this one; skip handlers of closed objects.
+
+        Args:
+            number: The signal.
+        """
         before = self._before.get(number)
         owner = getattr(before, "__self__", None)
         if isinstance(owner, Preemption) and owner._closed:
@@ -184,7 +188,17 @@ class Preemption:
         return signal.SIG_DFL if before is None else before
 
     def _agree(self, is_asked: bool, seconds_waited: float) -> tuple[bool, float]:
-        """Return whether a rank was asked to stop, and how long ago; most calls ask no others."""
+        """From time to time, agree with all ranks whether one of them was asked to stop.
+
+        Most calls ask no other rank, and return False.
+
+        Args:
+            is_asked: Whether this rank was asked.
+            seconds_waited: How long ago.
+
+        Returns:
+            Whether any rank was asked, and the longest time since then, in seconds.
+        """
         self._left -= 1
         if self._left:
             return False, 0.0
@@ -231,7 +245,11 @@ class Preemption:
         self._too_late("the last take goes on in the background, until the process is killed")
 
     def _take_whole(self, error: BaseException) -> None:
-        """Take the app state if it is certainly the state after a whole step; log what was done."""
+        """Take the app state, if it is certainly the state after a whole step; log what was done.
+
+        Args:
+            error: The error that ended the loop.
+        """
         if self._stopped and (self._whole is None or self._group or isinstance(error, CasnapError)):
             return  # the last take was made, or has failed: the caller knows
         why = ""
@@ -264,7 +282,10 @@ class Preemption:
 
 
 def _own_group(pg: Any) -> Any:
-    """Return a new gloo group, since a pending take may use casnap's; None for one process."""
+    """Return a new gloo group for the ranks of ``pg``; None for one process.
+
+    It is a group of its own, since a pending take may use casnap's.
+    """
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None

@@ -225,7 +225,7 @@ class Snapshot:
             view: The store, which is open.
             name: The snapshot's name in that view.
             row: The row.
-            pg: As for the constructor.
+            pg: The process group whose ranks restore together.
             store: The :class:`casnap.Store` of the view, if there is one already.
             requests: How many requests the take made, by kind, if it was taken just now.
             freed_bytes: How many bytes were freed since the take before, if it was taken just now.
@@ -832,7 +832,7 @@ class TakePlace(NamedTuple):
 
     @classmethod
     def of(cls, view: View, name: str, store: object) -> TakePlace:
-        """Return the place of a local name in the store of a view, which may be still to make."""
+        """Return the place of a local name in the store of a view. The store may not exist yet."""
 
         def find(comm: Comm) -> tuple[View, str]:
             with comm.reporting_errors():
@@ -915,9 +915,9 @@ def take_from(
         comm: The ranks. This function leaves them at its end.
         source: Returns the state of this rank.
         name: The snapshot's local name.
-        options: How to take it.
+        options: The options of the take.
         pg: The process group of the snapshot that is returned.
-        store: The :class:`casnap.Store` that it gets, if there is one already.
+        store: The :class:`casnap.Store` of that snapshot, if there is one already.
     """
     from casnap.take.take import take
 
@@ -944,9 +944,9 @@ def begin_take(
         comm: The ranks. The take leaves them at its end.
         source: The state of this rank.
         name: The snapshot's local name.
-        options: How to take it.
+        options: The options of the take.
         pg: The process group of the snapshot that :meth:`PendingSnapshot.wait` returns.
-        store: The :class:`casnap.Store` that it gets, if there is one already.
+        store: The :class:`casnap.Store` of that snapshot, if there is one already.
         on_stored: Called with that snapshot before it is first returned.
     """
     from casnap.pending import PendingSnapshot
@@ -968,7 +968,7 @@ def begin_take(
 
 
 def _for_view(options: TakeOptions, view: View) -> TakeOptions:
-    """Add the settings of a store to the options of a take."""
+    """Return the options of a take with the store's hooks and its number of threads."""
     return replace(options, hooks=view.hooks, threads=options.threads or view.threads)
 
 

@@ -678,8 +678,8 @@ class Store:
     def followers(self, tag: str | None = None) -> list[serving.handshake.FollowerState]:
         """Return the followers of this store, with the version that each has staged and serves.
 
-        They come from the last notes that followers of the whole store have put there. A look is
-        one request, and one more for each note that has changed since this object's last look.
+        They are known from their last notes in the whole store. A call makes one request, and one
+        more for each note that has changed since this object's last call.
 
         Args:
             tag: Return only followers of this tag; by default all.
@@ -708,11 +708,11 @@ class Store:
             timeout: How long to wait at most: seconds, or such as ``"5m"``; by default for ever.
 
         Returns:
-            The followers that serve it.
+            The followers that serve the snapshot.
 
         Raises:
-            NotServedError: The time is over, and some followers do not serve it. The message names
-                them, and what they serve.
+            NotServedError: The time is over, and some followers do not serve the snapshot. The
+                message names them, and what they serve.
             SnapshotNotFoundError: The tag was never published with this number; or its snapshot was
                 deleted, or has lost the tag.
             StoreError: The store cannot be read.
@@ -1235,8 +1235,8 @@ def import_snapshot(
     Args:
         source: The files.
         name: The snapshot's name, for the report.
-        find: Opens the store, and returns it and the name in it. Called once the files are known to
-            be importable. None for a dry run.
+        find: Opens the store, and returns it and the snapshot's name in it. It is called once the
+            files are known to be importable. None for a dry run.
         options: Further options of the take.
         key: As for :meth:`Store.import_file`.
         rank: As for :meth:`Store.import_file`.

@@ -53,7 +53,7 @@ class View:
     Args:
         uri: The store, as the user has named it.
         place: The location of the store, whether it exists or not.
-        opening: Opens or makes it, as :func:`casnap.storage.opening.opening.open_at` does.
+        opening: Opens or makes the store, as :func:`casnap.storage.opening.opening.open_at` does.
         create: Whether to make the store if there is none.
         threads: How many threads of each step of a take may run, by default.
         mirror_options: The user's options for the mirror; None without a mirror.
@@ -130,7 +130,14 @@ class View:
         is_new: bool = False,
         threads: int | None = None,
     ) -> View:
-        """Return a view of an open store."""
+        """Return a view of an open store.
+
+        Args:
+            repository: The store.
+            prefix: The prefix of the full names of all snapshots in the view.
+            is_new: Whether the store was just made.
+            threads: How many threads of each step of a take may run, by default.
+        """
         backend = repository.backend
         opening = partial(open_at, markers=repository.marks)
         place = Location(backend, prefix, exists=True)
@@ -174,7 +181,7 @@ class View:
         return Location.of_store(self._uri, None, may_take=self._create)
 
     def look(self) -> Repository | None:
-        """Open the store; return None if it does not exist yet and may be made."""
+        """Open the store if it exists; return None if it does not, but may be made."""
         return self._repository or self._look(self.place)
 
     def _look(self, place: Location) -> Repository | None:
@@ -221,7 +228,7 @@ class View:
 
     @property
     def hooks(self) -> CommitHooks:
-        """The hooks of each commit to the store: for its mirror, and for its disk."""
+        """The hooks of each commit to the store: for its mirror, and for garbage on its disk."""
         hooks = _disk_hooks(self.repository)
         if self.mirror is None:
             return hooks
@@ -286,7 +293,11 @@ class View:
         return self.full_of(check_name(local)) if local.strip("/") else self.prefix
 
     def folder_on_disk(self, prefix: str | None) -> Path | None:
-        """Return the folder of this machine that has, or would have, the markers of snapshots."""
+        """Return the folder of this machine for the markers of snapshots; None for a remote store.
+
+        Args:
+            prefix: The folder in this view; None for the view itself.
+        """
         place = self.place
         folder = place.backend.folder
         return None if folder is None else folder / self.folder(prefix)
@@ -295,7 +306,7 @@ class View:
 
     @property
     def readable(self) -> Repository:
-        """The repository to read from: as of an older root if the newest one lacks files."""
+        """The repository to read from; as of an older root, if the newest one lacks files."""
         return self._older or self.repository
 
     def read(self, look: Callable[[Table], V]) -> V:
@@ -326,11 +337,12 @@ class View:
         return self.full_of(local), self.row_of(local)
 
     def row_of(self, local: str) -> Row:
-        """Return the row that the store's table has for a snapshot, by its local name.
+        """Return the row of a snapshot, by its local name.
 
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name.
-            DamagedError: Only an older root can be read, which has none; a newer one may have it.
+            DamagedError: The store can be read only as of an older root, and a newer root may have
+                it.
         """
         full = check_name(self.full_of(local))
         if self.look() is None:
@@ -348,7 +360,8 @@ class View:
         """Return the names and rows of the snapshots below a folder, in the order of commits.
 
         Raises:
-            DamagedError: There may be some, but only an older root can be read, which has none.
+            DamagedError: There are none, but the store can be read only as of an older root, and a
+                newer root may have some.
         """
         folder = self.folder(prefix)
         if self.look() is None:
@@ -359,10 +372,16 @@ class View:
         return [(self.local_of(name), row) for name, row in Table.in_commit_order(rows)]
 
     def _check_absent(self, what: str) -> None:
-        """Check that a snapshot that was not found is really absent.
+        """Check that snapshots that were not found are absent from the newest root too.
 
-        If the store is read as of an older root, a newer root may have it. Without the error, a run
-        that began after that root would begin anew.
+        If the store is read as of an older root, a newer root may have them. Without the error, a
+        run that began after that root would begin anew.
+
+        Args:
+            what: The snapshots, for the message.
+
+        Raises:
+            DamagedError: A newer root may have them.
         """
         if self._older is None:
             return
@@ -375,7 +394,7 @@ class View:
             )
 
     def named_here(self, report: PruneReport) -> PruneReport:
-        """Return a report with local names in place of full ones."""
+        """Return a report with the local names of snapshots in place of their full names."""
         return replace(
             report,
             verdicts=[replace(each, name=self.local_of(each.name)) for each in report.verdicts],
@@ -383,7 +402,11 @@ class View:
         )
 
     def free_later(self, rows: Sequence[Row]) -> None:
-        """Have the bytes of deleted snapshots freed: on a nearly full disk at once, else later."""
+        """Have the bytes of deleted snapshots freed: on a nearly full disk at once, else later.
+
+        Args:
+            rows: The rows of the deleted snapshots.
+        """
         hooks = self.hooks
         hooks.on_release(rows)
         nbytes = max((row.stats.logical_bytes for row in rows), default=0)
@@ -420,7 +443,7 @@ def _unpickled(fields: tuple[Any, ...], is_open: bool) -> View:
 
 
 def _disk_hooks(repository: Repository) -> CommitHooks:
-    """Return the hooks that have garbage of a store collected."""
+    """Return the hooks that let garbage of a store be collected in the background."""
     from casnap.storage import CommitHooks
 
     def collector() -> AutomaticCollector:
@@ -553,7 +576,17 @@ def find_view_together(
     store: object,
     comm: Comm,
 ) -> tuple[View, str]:
-    """Return the view and the name that rank 0 finds; rank 0 makes the store if there is none."""
+    """Let rank 0 find the store for a new snapshot, or make it; return it on all ranks.
+
+    Args:
+        path: The path of the snapshot; with ``store``, its name in that store.
+        storage_options: How this rank reaches a remote store.
+        store: A :class:`casnap.Store`, or the path or URI of one; None: the store of ``path``.
+        comm: The ranks; all call this.
+
+    Returns:
+        The view of the whole store, and the name of the snapshot in it.
+    """
     with comm.reporting_errors():
         if comm.rank == 0:
             view, name = find_view(path, storage_options, store, create=True)

@@ -94,7 +94,7 @@ store at or above the current folder. `casnap COMMAND --help` says more.
 
 
 class PathOrName(click.types.StringParamType):
-    """A store, a snapshot or a file: shells complete it as they complete paths."""
+    """An argument's type for a store, a snapshot or a file, which shells complete as a path."""
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -126,19 +126,19 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the arguments name; the error for a misspelled one has advice."""
+        """Return the command that the arguments name; suggest a name if there is none."""
         name = args[0]
         if name not in COMMANDS and not name.startswith("-"):
             raise click.UsageError(f"No such command {quote(name)}{nearest(name, COMMANDS)}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write one line for each command, and import none."""
+        """Write one line of help for each command, without importing the commands."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run a command; an error of casnap or the system becomes one message."""
+        """Run a command; print an error of casnap or the system as one message."""
         try:
             return super().invoke(ctx)
         except CasnapError as e:

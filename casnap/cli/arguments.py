@@ -1,4 +1,4 @@
-"""The stores and snapshots that the arguments of a command name."""
+"""Open the stores and snapshots that the arguments of a command name."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def writing_options(command: Command) -> Command:
 
 
 def options_for(uri: str) -> dict[str, Any] | None:
-    """Return the storage options for a URI, from the command's options; None if there are none.
+    """Return the storage options for a URI, as the command's flags give them; None without flags.
 
     Raises:
-        click.UsageError: The command has such options, but the URI is a local path.
+        click.UsageError: The command has such flags, but the URI is a local path.
     """
     url = click.get_current_context().meta.get(_ENDPOINT)
     if url is None:
@@ -80,7 +80,10 @@ def options_for(uri: str) -> dict[str, Any] | None:
 
 
 def options_of(uri: str) -> dict[str, Any] | None:
-    """Do as :func:`options_for`, but return None for a local path: ``cp`` may have one of each."""
+    """Return the storage options for a URI; None for a local path, whatever the flags.
+
+    ``cp`` may have a URI and a local path.
+    """
     return None if store_uri(uri) is None else options_for(uri)
 
 
@@ -90,7 +93,7 @@ def is_exclusive() -> bool:
 
 
 def open_store(store: str | None, **options: Any) -> Store:
-    """Return the store at, or above, a folder, or at a URI; by default the current folder.
+    """Return the store at a folder or URI, or the store above; by default of the current folder.
 
     Args:
         store: The folder or URI.
@@ -110,12 +113,12 @@ def open_store(store: str | None, **options: Any) -> Store:
 def _open_place(
     uri: str, backends: list[Backend], *, is_destination: bool
 ) -> tuple[Store, str | None]:
-    """Return the store that a URI lies in, and the name or folder in it, if there is one.
+    """Return the store that a URI lies in, and the name or folder in the store; None for none.
 
     Args:
         uri: The URI.
         backends: A list that gets the backend in use, so that the caller can count its requests.
-        is_destination: Whether snapshots go there. If so, this completes a store whose
+        is_destination: Whether snapshots are copied there. If so, this completes a store whose
             making was cut off.
     """
     place = Location.of_store(uri, options_of(uri), may_take=is_destination, is_typed=True)
@@ -128,7 +131,12 @@ def _open_place(
 def open_or_above(
     uri: str, backends: list[Backend], *, is_destination: bool = False
 ) -> tuple[Store, str | None]:
-    """Do as :func:`_open_place`; for the URI of a remote snapshot, try the store above too.
+    """Do as :func:`_open_place`. If nothing is at a remote URI, take its last part for a name.
+
+    Args:
+        uri: The URI.
+        backends: A list that gets the backends in use.
+        is_destination: As for :func:`_open_place`.
 
     Raises:
         NotAStoreError: There is no store at either place.
@@ -158,7 +166,7 @@ def open_snapshot(path: str) -> Snapshot:
 
 
 def snapshot_at(path: str, storage_options: dict[str, Any] | None) -> Snapshot:
-    """Return the snapshot at a path or URI, reached by these storage options."""
+    """Return the snapshot at a path or URI, reached by the given storage options."""
     view, name = view_above(
         path, storage_options, create=False, is_typed=True, exclusive=is_exclusive()
     )
@@ -166,7 +174,10 @@ def snapshot_at(path: str, storage_options: dict[str, Any] | None) -> Snapshot:
 
 
 def open_part(path: str) -> tuple[Snapshot, str | None]:
-    """Return the snapshot that a path begins with, and the rest of the path, inside the snapshot.
+    """Split a path into a snapshot and a path inside it; open the snapshot.
+
+    Returns:
+        The snapshot, and the path inside; None if nothing follows the snapshot.
 
     Raises:
         CasnapError: There is no such snapshot, or its store cannot be used.
@@ -196,7 +207,10 @@ def open_part(path: str) -> tuple[Snapshot, str | None]:
 def open_whole_store(store: str | None) -> Store:
     """Return the store at or above a folder, for a command that works on the whole store.
 
-    If the store is above, a line on stderr says so.
+    If the store is above the folder, a line on stderr says so.
+
+    Args:
+        store: The folder or URI; None for the current folder.
 
     Raises:
         StoreError: There is no store, or it cannot be used.
@@ -221,7 +235,7 @@ def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
     """Return the snapshots below a prefix, or the one of that name, in the order of commits.
 
     Raises:
-        CommandError: The store has snapshots, but none of them matches.
+        CommandError: The store has snapshots, but none below the prefix.
     """
     snapshots = store.snapshots(prefix)
     outer = "/".join(part for part in (store.prefix, (prefix or "").strip("/")) if part)
@@ -240,7 +254,11 @@ def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
 
 
 def second_snapshot(path: str, neighbour: Snapshot) -> Snapshot:
-    """Return a second snapshot: at a path, or of a name beside the first one or in its store.
+    """Return a command's second snapshot, which may be named by its bare name.
+
+    Args:
+        path: A path or URI; or the name of a snapshot in the folder, or in the store, of the first.
+        neighbour: The first snapshot.
 
     Raises:
         CasnapError: There is no such snapshot.
@@ -266,12 +284,12 @@ def second_snapshot(path: str, neighbour: Snapshot) -> Snapshot:
 
 
 def store_fields(store: Store) -> dict[str, Any]:
-    """Return the whole store and the folder in it, for JSON."""
+    """Return, for JSON, the URI of the whole store, and the prefix of the view."""
     return {"store": repository_of(store).backend.uri, "prefix": store.prefix}
 
 
 def metadata_of(snapshot: Snapshot) -> dict[str, Any] | None:
-    """Return the user's metadata, or None if they are damaged."""
+    """Return the user's metadata of a snapshot, or None if they are damaged."""
     try:
         with snapshot.contents.reading():
             return snapshot.contents.metadata

@@ -82,7 +82,11 @@ def check(
 
 
 def _place(text: str | None) -> tuple[Store, str | None]:
-    """Return the store to check, and the full name of the snapshot if only one is to be checked."""
+    """Return the store to check, and the full name of the snapshot to check; None for all.
+
+    Args:
+        text: The argument of the command.
+    """
     try:
         place = open_store(text)
     except NotAStoreError:
@@ -116,7 +120,7 @@ def _document(uri: str, report: CheckReport) -> dict[str, Any]:
 
 
 def damage_fields(damage: Damage) -> dict[str, Any]:
-    """Return a damage for JSON."""
+    """Return the fields of a damage, for JSON."""
     return {**vars(damage), "hurts": list(map(_hurt_fields, damage.hurts))}
 
 

@@ -126,7 +126,7 @@ def _check_usage(*, follow: bool, dry_run: bool) -> None:
 def _follow(
     source: str, destination: str, interval: float, give_up_after: float | None, *, as_json: bool
 ) -> None:
-    """Copy until a signal comes; then print what was copied."""
+    """Copy new snapshots until a signal comes; then print how many were copied."""
 
     def open_pair() -> Pair:
         origin, name = open_or_above(source, [])
@@ -171,7 +171,7 @@ def _facts_of(report: CopyReport) -> dict[str, Any]:
 
 
 def _requests(backends: list[Backend]) -> dict[str, int]:
-    """Return how many requests were made, by kind, including those that looked for a store."""
+    """Return how many requests the backends made, by kind, also those that looked for a store."""
     return dict(sum((Counter(backend.requests) for backend in backends), Counter[str]()))
 
 
@@ -183,7 +183,7 @@ def _destination(
     Args:
         uri: The destination.
         backends: A list that gets the backends in use, so that the caller can count their requests.
-        name: The snapshot, if only one is copied; else None.
+        name: The name of the snapshot, if only one is copied; else None.
         chunk_size: The chunk size of a store that is made.
     """
     try:
@@ -198,7 +198,12 @@ def _destination(
 
 
 def _new_destination(uri: str, name: str | None) -> tuple[str, str | None]:
-    """Return where to make a store to copy to, and the new name if there is one."""
+    """Return where to make a store to copy to, and the new name if there is one.
+
+    Args:
+        uri: The destination, at which there is no store.
+        name: The name of the snapshot, if only one is copied; else None.
+    """
     remote = store_uri(uri)
     if remote is not None and remote.name:
         return remote.store, remote.name
@@ -215,7 +220,7 @@ def _show_new(uri: str, name: str | None, *, dry_run: bool) -> None:
 
     Args:
         uri: The store.
-        name: The snapshot, if only one is copied; else None.
+        name: The name of the snapshot, if only one is copied; else None.
         dry_run: Whether nothing is copied.
     """
     would = "would become" if dry_run else "is"

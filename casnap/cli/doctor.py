@@ -76,7 +76,13 @@ def _print(row: DoctorRow) -> None:
 
 
 def _say(text: str, first: str, indent: str) -> None:
-    """Print a text in lines, broken between words; an empty text prints nothing."""
+    """Print a text in lines, broken between words; an empty text prints nothing.
+
+    Args:
+        text: The text.
+        first: The beginning of the first line.
+        indent: The beginning of all others.
+    """
     for line in textwrap.wrap(
         text, _WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False
     ):

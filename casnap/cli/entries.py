@@ -1,4 +1,4 @@
-"""How commands show the entries of a snapshot: types in words, and small values.
+"""Show the entries of a snapshot in commands: types in words, and small values.
 
 Only values that mean the same without torch are decoded.
 """
@@ -30,7 +30,7 @@ _MOST_SPEC_BYTES = 16 << 20
 
 
 def entry_fields(entry: Entry) -> dict[str, Any]:
-    """Return the description of an entry, for JSON."""
+    """Return the fields of an entry, for JSON."""
     facts: dict[str, Any] = {"kind": entry.kind, "logical_bytes": entry.payload.nbytes}
     if what := unknown_in(entry):
         return {"type": "unknown", **facts, "unknown": what}
@@ -57,7 +57,10 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
 
 
 def small_value(contents: Contents, path: str, entry: ValueEntry) -> tuple[bool, Any]:
-    """Return whether a value can be shown, and the value.
+    """Decode a value if it is small and of a plain kind.
+
+    Returns:
+        Whether it was decoded, and the value.
 
     Raises:
         DamagedError: The bytes of the value are missing or malformed.
@@ -90,13 +93,16 @@ def _bytes_of(contents: Contents, path: str, entry: Entry) -> bytes:
 
 
 class _DictKeys(Struct, array_like=True):
-    """The part of a dict's spec that has the keys."""
+    """The field of a dict's spec that has the keys; all other fields are ignored."""
 
     keys: list[Key]
 
 
 def keys_in_words(contents: Contents, path: str, entry: ContainerEntry) -> dict[str, str]:
-    """Return by path component, in Python's notation, the keys of a dict that paths do not show.
+    """Return the keys of a dict whose path components are only hashes of the keys.
+
+    Returns:
+        Path component → key, as Python prints it.
 
     Raises:
         DamagedError: The bytes of the keys are missing or malformed.

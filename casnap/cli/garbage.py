@@ -1,4 +1,4 @@
-"""Printing what becomes of garbage: bytes that no snapshot needs any more."""
+"""Print what becomes of garbage: bytes that no snapshot needs any more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from casnap.view import repository_of
 
 
 def show_what_waits(place: Store) -> None:
-    """Print how many bytes were freed after a delete, and how many wait, and for what."""
+    """After a delete, print how many bytes were freed, how many wait, and what frees these."""
     repository = repository_of(place)
     collector = AutomaticCollector.of(repository)
     collector.wait()
@@ -32,12 +32,12 @@ def show_what_waits(place: Store) -> None:
 
 
 def what_frees(repository: Repository, waiting: str, *, condemned: bool) -> str:
-    """Return a text that says what frees garbage, and when.
+    """Return a sentence that says what will free some garbage, and when.
 
     Args:
         repository: The store.
-        waiting: The number of bytes, as a text.
-        condemned: Whether a collection has condemned them.
+        waiting: The garbage in words, such as a number of bytes.
+        condemned: Whether a collection has condemned it.
     """
     outlook = Outlook(repository)
     by_hand = f"`casnap gc {shell_word(repository.backend.uri)} --grace 0`"
@@ -54,6 +54,6 @@ def what_frees(repository: Repository, waiting: str, *, condemned: bool) -> str:
 
 
 def disk_fields(repository: Repository, disk: DiskUsage) -> dict[str, Any]:
-    """Return for JSON how many bytes a store takes up, and how many of them are garbage."""
+    """Return, for JSON, how many bytes a store takes up, and how many of them are garbage."""
     until = json_time(Outlook(repository).freed_at)
     return {"stored_bytes": disk.nbytes, **asdict(disk), "waiting_until_time": until}

@@ -101,7 +101,7 @@ def collect_garbage(place: Store, options: GcOptions) -> GcReport:
 
 
 def garbage_fields(report: GcReport) -> dict[str, Any]:
-    """Return what a collection did, or a dry run would do, for JSON."""
+    """Return, for JSON, what a collection did, or a dry run would do."""
     fields = report_fields(report, *_NUMBERS)
     fields["waiting_until_time"] = json_time(fields.pop("waiting_until"))
     return fields

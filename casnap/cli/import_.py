@@ -116,9 +116,10 @@ def import_(
 
 
 def _is_store(target: str) -> bool:
-    """Whether a path names a store, not a snapshot: a store is there, or none is above it.
+    """Whether the last argument names a store rather than a snapshot.
 
-    If no store is at a path with a slash, it names a snapshot in its folder, as in a take.
+    It does if a store is at this local path, or if it has no slash and no store is above it. Else
+    it names a snapshot in its folder, as in a take.
     """
     if store_uri(target) is not None:
         return False
@@ -128,7 +129,12 @@ def _is_store(target: str) -> bool:
 
 
 def _check_all(targets: dict[str, str], reach: dict[str, Any] | None, **options: Any) -> None:
-    """Check that all files can be imported.
+    """Check that all files can be imported, before any is.
+
+    Args:
+        targets: Path of each snapshot to make → file or folder.
+        reach: The storage options of the store.
+        options: The options of the import.
 
     Raises:
         FileFormatError: Some files cannot be imported; the message names them.
@@ -147,7 +153,11 @@ def _check_all(targets: dict[str, str], reach: dict[str, Any] | None, **options:
 
 
 def _targets_below(folder: str, sources: tuple[str, ...]) -> dict[str, str]:
-    """Return the source of each snapshot; a snapshot is called as its source's file or folder.
+    """Return path of each snapshot to make → its source; it gets the source's name, without suffix.
+
+    Args:
+        folder: The store, or a folder in it.
+        sources: The files and folders to import.
 
     Raises:
         CommandError: Two sources have one name, or a source is one shard of a model.
@@ -180,7 +190,19 @@ def _import(
     dry_run: bool,
     **options: Any,
 ) -> tuple[ImportReport, list[tuple[View, str]]]:
-    """Import a file or folder; return the report, and where it went unless it is a dry run."""
+    """Import a file or folder.
+
+    Args:
+        source: The file or folder.
+        snapshot: The path of the snapshot to make.
+        reach: The storage options of the store.
+        overwrite: Whether to replace a snapshot of this name.
+        dry_run: Whether to import nothing.
+        options: Further options of the import.
+
+    Returns:
+        The report; and a list with the view and name of the snapshot, empty for a dry run.
+    """
     places: list[tuple[View, str]] = []
 
     def find() -> tuple[View, str]:
@@ -228,7 +250,13 @@ def _show(report: ImportReport, snapshot: str, new_store: str | None) -> None:
 def _place_of(
     path: str, reach: dict[str, Any] | None, place: tuple[View, str] | None = None
 ) -> dict[str, Any]:
-    """Return for JSON the fields that identify a snapshot, and whether its store is new."""
+    """Return, for JSON, the fields that identify a snapshot, and whether its store is new.
+
+    Args:
+        path: The path of the snapshot.
+        reach: The storage options of the store.
+        place: The view and name of the snapshot, if it was made; None after a dry run.
+    """
     if place is not None:
         view, name = place
         commit = view.row_of(name).commit.hex()

@@ -82,5 +82,5 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
 
 
 def binary(nbytes: int) -> str:
-    """Return a chunk size as a text: in MiB if it is a whole number of MiB, else in KiB."""
+    """Return a chunk size as text: in MiB if it is a whole number of MiB, else in KiB."""
     return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"

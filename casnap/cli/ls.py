@@ -76,7 +76,13 @@ def _cells(snapshot: Snapshot, *, wide: bool) -> tuple[str, ...]:
 
 
 def _told(snapshot: Snapshot, *, brief: bool, only: Collection[str] | None = None) -> str:
-    """Return tags and metadata in a line: all that a brief one has, or some keys alone."""
+    """Return the tags and metadata of a snapshot in one line.
+
+    Args:
+        snapshot: The snapshot.
+        brief: Whether to leave out the metadata about speed.
+        only: The keys of the metadata to show; None for all.
+    """
     row, metadata = snapshot.row, metadata_of(snapshot)
     if metadata is not None and only is not None:
         metadata = {key: value for key, value in metadata.items() if key in only}

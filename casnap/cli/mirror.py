@@ -92,7 +92,9 @@ def mirror(store: str | None, as_json: bool) -> None:
 
 
 def commits_lacking(store: Store, snapshots: Sequence[Snapshot]) -> set[str]:
-    """Return the commit ids of snapshots that the mirror lacks, or whose publish it lacks.
+    """Return the commit ids of the snapshots that the mirror lacks.
+
+    For a mirror that follows a tag, this is the snapshot whose last publish it lacks.
 
     Args:
         store: The store.
@@ -105,7 +107,7 @@ def commits_lacking(store: Store, snapshots: Sequence[Snapshot]) -> set[str]:
 def _owed_publish(store: Store) -> str:
     """Return the commit id of the snapshot whose publish the mirror of a tag lacks; "" for none.
 
-    Such a snapshot has no note in its row that says so.
+    No note in the snapshot's row says so, so the settings of the store are read.
     """
     repository = repository_of(store)
     uri = repository.backend.uri

@@ -1,4 +1,4 @@
-"""Durations (``30s``), shares (``5%``, ``0.05``) and sizes (``5GB``) as people write them."""
+"""Parse durations (``30s``), shares (``5%``, ``0.05``) and sizes (``5GB``) as people write them."""
 
 from __future__ import annotations
 

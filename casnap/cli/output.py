@@ -1,4 +1,4 @@
-"""Output of commands: tables for people, JSON for programs, progress bars on terminals.
+"""Print the output of commands: tables for people, JSON for programs, progress bars on terminals.
 
 Names, paths and metadata come from a store, and could contain control sequences for the terminal.
 So they are printed escaped.
@@ -65,7 +65,7 @@ def _escaped(char: str) -> str:
 
 
 def quote(text: str) -> str:
-    """Return a text escaped and in quotes."""
+    """Return a text in quotes, with all unprintable characters escaped."""
     return f"'{safe(text)}'"
 
 
@@ -85,7 +85,7 @@ def amount(count: int, thing: str) -> str:
 
 
 def requests_text(requests: Mapping[str, int]) -> str:
-    """Return numbers of requests by kind in one line; empty if there are none."""
+    """Return the number of requests of each kind as one line of text; empty if there are none."""
     return ", ".join(f"{count:,} {kind}" for kind, count in sorted(requests.items()))
 
 
@@ -98,7 +98,16 @@ def summary(
     unknown_features: Sequence[str] = (),
     brief: bool = False,
 ) -> str:
-    """Return tags and metadata (None if they are damaged) in one line; if brief, without speeds."""
+    """Return the tags, the metadata and the state of a snapshot in one line.
+
+    Args:
+        metadata: The metadata; None if they are damaged.
+        tags: The tags.
+        holds: Why no rule may delete the snapshot, in words.
+        thinned: Whether it is thinned.
+        unknown_features: Features of it that this version does not know.
+        brief: Whether to leave out the metadata about speed.
+    """
     words = [f"#{tag}" for tag in tags]
     if unknown_features:
         words.append(f"(update casnap to read it: {', '.join(unknown_features)})")
@@ -123,7 +132,7 @@ _LAST = ("_runtime", "_per_second", "total_flos")
 
 
 def _asked_first(item: tuple[str, Any]) -> tuple[bool, int]:
-    """Key to sort metadata: progress and losses first, figures of speed last, others between."""
+    """Return a key that sorts metadata: progress and losses first, speeds last."""
     key, _ = item
     return key.endswith(_LAST), _FIRST.index(key) if key in _FIRST else len(_FIRST)
 
@@ -147,8 +156,10 @@ def table(
         header: The titles of the columns.
         rows: The cells.
         numbers: The titles of the columns to align right.
-        cut: The title of the column that is cut first. Then the last ones are left out.
-        least: Returns how many characters of it are shown at least, if it has as many.
+        cut: The title of the column whose texts are cut first. If that is not enough, the last
+            columns are left out.
+        least: Returns how many characters of a text in that column must be shown, if it has as
+            many.
         wide: Whether to cut nothing.
     """
     rows = [tuple(map(safe, row)) for row in rows]
@@ -189,7 +200,7 @@ def _width() -> int:
 
 
 def print_rest(count: int, thing: str) -> None:
-    """Print how many things ``--limit`` has left out, if any."""
+    """Print how many things ``--limit`` has left out; nothing if it has left out none."""
     if count > 0:
         say(f"… and {amount(count, thing)} more (--limit)")
 
@@ -201,7 +212,7 @@ def print_warnings(warnings: Sequence[str]) -> None:
 
 
 def print_requests(requests: Mapping[str, int]) -> None:
-    """Print how many requests were made, by kind, if any were."""
+    """Print how many requests were made, by kind; nothing if there were none."""
     if requests:
         say(f"{amount(sum(requests.values()), 'request')}: {requests_text(requests)}")
 
@@ -238,8 +249,8 @@ def emit(document: dict[str, Any], *stores: Store) -> None:
 
     Args:
         document: The document.
-        stores: The stores that it is about. If they are remote, the document says how many requests
-            were made to them.
+        stores: The stores that the document is about. For remote ones it gets the number of
+            requests.
     """
     import json
 
@@ -282,7 +293,12 @@ def _singular(thing: str) -> str:
 
 
 def json_values(value: Any, *, json: bool = True) -> Any:
-    """Return a value from a store in types that JSON can hold; without ``json``, NaN stays NaN."""
+    """Convert a value from a store to types that JSON can hold.
+
+    Args:
+        value: The value.
+        json: Whether NaN and infinities become None, since JSON cannot hold them.
+    """
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

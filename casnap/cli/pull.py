@@ -161,7 +161,13 @@ def pull(
 
 
 class _FollowSettings(NamedTuple):
-    """How to follow: the seconds between looks, the command to run, and whether to put notes."""
+    """The settings of ``pull --follow``.
+
+    Attributes:
+        interval: The seconds between two looks.
+        command: The shell command to run after each switch; None for none.
+        notes: Whether to note in the store which version is served.
+    """
 
     interval: float
     command: str | None
@@ -192,7 +198,16 @@ def _follow(
     *,
     as_json: bool,
 ) -> None:
-    """Pull until a signal ends it."""
+    """Pull each new version until a signal comes.
+
+    Args:
+        store: The store.
+        inner: The snapshot or folder in the store; None for all.
+        folder: The folder to keep at the newest version.
+        options: The options of each pull.
+        settings: The settings of following.
+        as_json: Whether to print each event as JSON.
+    """
     command = settings.command
 
     def on_version(version: Path, changed: list[str]) -> None:

@@ -92,7 +92,14 @@ def _ask(uri: str) -> None:
 
 
 def _with_config(store: str | None, error: DamagedError, *, yes: bool, dry_run: bool) -> Store:
-    """Make the damaged record of a store anew, without which nothing opens; return the store."""
+    """Write the damaged record of a store anew, then open the store and return it.
+
+    Args:
+        store: The folder or URI; None for the current folder.
+        error: The error of opening the store.
+        yes: Whether not to ask the user.
+        dry_run: Whether to change nothing; this ends the command.
+    """
     uri = store or "."
     remote = store_uri(uri)
     folder = Path(local_path(uri)).resolve()

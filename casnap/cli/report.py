@@ -113,7 +113,7 @@ def _facts_of(contents: Contents, use: Usage) -> SnapshotFacts:
 
 
 def _sizes_in(contents: Contents) -> Iterator[tuple[str, int]]:
-    """Yield the paths of all tensors and values of a snapshot, with their bytes."""
+    """Yield the path and the bytes of each tensor and value of a snapshot."""
     manifest = contents.manifest
     of_ranks = ((f"{rank}/", trees) for rank, trees in manifest.ranks.items())
     for prefix, trees in (("", manifest.shared), *of_ranks):
@@ -153,7 +153,7 @@ def _snapshot_fields(snapshot: SnapshotFacts) -> dict[str, Any]:
 
 
 def _check_replaceable(output: Path) -> None:
-    """Check that the output replaces nothing but an earlier report.
+    """Check that the output would replace nothing, or an earlier report.
 
     Raises:
         CommandError: Another file is there, or the folder of the output does not exist.

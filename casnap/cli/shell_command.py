@@ -1,4 +1,4 @@
-"""How signals end a command with ``--follow``, and with it the shell command of ``--exec``."""
+"""End a command with ``--follow`` by signals, and with it the shell command of ``--exec``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GRACE = 5.0
 
 
 class EndingSignals:
-    """Makes the signals that end a program raise KeyboardInterrupt, but not while they are held.
+    """Makes the signals that end a program raise KeyboardInterrupt.
 
     A signal that the program was started to ignore, as by ``nohup``, stays ignored.
     """
@@ -36,7 +36,10 @@ class EndingSignals:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold signals that come in this block until its end."""
+        """Within this ``with`` block, hold signals back; raise KeyboardInterrupt at its end.
+
+        If no signal came, nothing is raised.
+        """
         self._is_held, self._came = True, False
         try:
             yield
@@ -63,6 +66,7 @@ def run_command(
 
     Raises:
         subprocess.CalledProcessError: The command failed.
+        KeyboardInterrupt: A signal came; the command was ended.
     """
     process: subprocess.Popen[bytes] | None = None
     try:
@@ -88,7 +92,10 @@ def run_command(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its group: by SIGTERM, and by SIGKILL after a grace or another signal."""
+    """End a process and its group by SIGTERM, then by SIGKILL.
+
+    SIGKILL follows after a few seconds, or at once if another signal comes.
+    """
     group = process.pid
     with suppress(ProcessLookupError, PermissionError):
         try:

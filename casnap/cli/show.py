@@ -82,7 +82,7 @@ def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> N
 
 
 def _keys(contents: Contents) -> Iterator[Facts]:
-    """Yield a summary of each key of the app state: global keys, then those of each rank."""
+    """Yield a row for each key of the app state: global keys first, then those of each rank."""
     manifest = contents.manifest
     ranks = sorted(manifest.ranks.items(), key=lambda item: (len(item[0]), item[0]))
     for rank, subtrees in ((None, manifest.shared), *ranks):
@@ -117,7 +117,13 @@ def _entry(contents: Contents, path: str) -> tuple[Facts, Entry]:
 
 
 def _children(entries: Entries, inner: str, path: str) -> list[Facts]:
-    """Return the elements of a container, each with the totals of everything below it."""
+    """Return a row for each element of a container, with the totals of everything below it.
+
+    Args:
+        entries: The entries of the key.
+        inner: The path of the container below the key.
+        path: Its path.
+    """
     children: dict[str, Facts] = {}
     for inside, entry in entries.items_below(f"{inner}/"):
         name = inside[len(inner) + 1 :].partition("/")[0]
@@ -134,7 +140,14 @@ def _children(entries: Entries, inner: str, path: str) -> list[Facts]:
 
 
 def _add_keys(children: list[Facts], contents: Contents, bare: str, entry: ContainerEntry) -> None:
-    """Add the keys of elements whose paths have only a hash of the key."""
+    """Add to the rows of elements the keys of which their paths have only a hash.
+
+    Args:
+        children: The rows.
+        contents: The snapshot.
+        bare: The path of the container, without a rank.
+        entry: Its entry.
+    """
     names = [child["entry"].rpartition("/")[2] for child in children]
     if not any(map(is_hashed, names)):
         return

@@ -19,7 +19,7 @@ function that opens the same place at each call, in any process::
         def opener(self, tmp_path):
             return functools.partial(MyBackend, tmp_path)
 
-:class:`BrokenBackendSuite` tests the errors of a backend: its fixture ``broken`` returns a backend
+:class:`BrokenBackendSuite` tests the errors of a backend. Its fixture ``broken`` returns a backend
 that cannot reach its objects.
 """
 
@@ -120,7 +120,10 @@ class BackendSuite:
         assert backend.sizes("packs") == {}
 
     def test_a_key_that_is_written_twice(self, backend: Backend) -> None:
-        """Casnap writes no key twice. A backend may refuse that, or replace the whole object."""
+        """A second write of a key is refused, or replaces the whole object.
+
+        casnap writes no key twice.
+        """
         backend.write("packs/ab/x", only(1, 3 * _MIB))
         expected = only(2, _MIB)
         try:

@@ -17,13 +17,13 @@ SECONDS = 60
 
 
 def pattern(nbytes: int, seed: int = 1) -> bytes:
-    """Return bytes that differ from place to place, and from those of another seed."""
+    """Return ``nbytes`` bytes that differ from place to place, and from those of another seed."""
     unit = b"".join((i * 2654435761 + seed).to_bytes(8, "little") for i in range(4096))
     return (unit * (nbytes // len(unit) + 1))[:nbytes]
 
 
 def only(byte: int, nbytes: int) -> bytes:
-    """Return equal bytes: a reader can see whether two such objects were mixed."""
+    """Return ``nbytes`` equal bytes. A mix of two such objects can be told."""
     return bytes([byte]) * nbytes
 
 
@@ -44,7 +44,10 @@ def assert_absent(backend: Backend, key: str) -> None:
 
 @contextmanager
 def in_background(work: Callable[[], object]) -> Iterator[None]:
-    """Repeat ``work`` on another thread, at least once, during the block; raise its error."""
+    """Within this ``with`` block, repeat ``work`` on another thread; raise its error.
+
+    The work is done at least once.
+    """
     end, start = threading.Event(), threading.Event()
 
     def loop() -> None:
@@ -67,7 +70,10 @@ def in_background(work: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def processes(*works: Callable[[], object]) -> Iterator[list[Any]]:
-    """Run each function in a fresh process during the block; kill those that still run then."""
+    """Within this ``with`` block, run each function in a fresh process.
+
+    Processes that still run at its end are killed.
+    """
     spawn = multiprocessing.get_context("spawn")
     started = [spawn.Process(target=work, daemon=True) for work in works]
     for process in started:
