@@ -1,6 +1,7 @@
 """The plugin for Lightning, which comes as two packages: ``lightning`` and ``pytorch_lightning``.
 
-``lightning.py`` and ``pytorch_lightning.py`` put the class of their package below.
+``lightning.py`` and ``pytorch_lightning.py`` each derive from :class:`SnapshotIO` and from the
+class of their package.
 """
 
 from __future__ import annotations
@@ -133,7 +134,10 @@ class SnapshotIO(_Base):
             wait()
 
     def _save_file(self, checkpoint: dict[str, Any], path: StrPath) -> None:
-        """Write a file as Lightning does: it needs no lock that the interrupted call holds."""
+        """Write a checkpoint as Lightning does, when a signal has interrupted a call of casnap.
+
+        A snapshot would need locks that the interrupted call holds.
+        """
         path = os.fspath(path)
         if is_folder(local_path(path)) or path == self._path_saved:
             # Another name, since the interrupted call may be making a snapshot of this name.
@@ -186,7 +190,7 @@ class SnapshotIO(_Base):
         return wait
 
     def _root_of(self, path: StrPath) -> str | None:
-        """Return the folder of the callback that saves at a path; None if the user saves there."""
+        """Return the innermost ``dirpath`` of a callback above a path; None if there is none."""
         parents = Path(local_path(path)).absolute().parents
         return max((r for r in self._roots if Path(r) in parents), key=len, default=None)
 
@@ -236,7 +240,8 @@ class SnapshotIO(_Base):
     def remove_checkpoint(self, path: StrPath) -> None:
         """Delete a snapshot, whose bytes casnap frees later; or remove a file.
 
-        If a save is running in the background, the checkpoint goes only once that has succeeded.
+        If a save is running in the background, the checkpoint is removed only once that save has
+        succeeded.
         """
         self._outdated.append(path)
         if not self._waits and JoinedTake.may_begin():
@@ -273,8 +278,8 @@ class SnapshotIO(_Base):
 def _aside(path: StrPath) -> Path | None:
     """Return where a replaced file is kept until the new snapshot is durable; None in a bucket.
 
-    The name keeps its suffix, but not its beginning: Lightning finds its last checkpoint by both,
-    and must not find this one.
+    The new name has the same suffix, but another end of its stem. Lightning looks for its last
+    checkpoint by stem and suffix, and must not find this file.
     """
     if "://" in (path_here := local_path(path)):
         return None
@@ -283,7 +288,7 @@ def _aside(path: StrPath) -> Path | None:
 
 
 def _is_replaceable(place: Path) -> bool:
-    """Whether a save may replace what lies at a path, as Lightning does: its file, or a link."""
+    """Whether a save may replace the file or link at a path, as Lightning would."""
     return is_link(place) or (is_file(place) and zipfile.is_zipfile(place))
 
 
@@ -294,7 +299,7 @@ def _values_of(snapshot: Snapshot, *, allow_pickle: bool) -> dict[str, Any]:
 
 
 def _move_to(checkpoint: dict[str, Any], map_location: Any) -> dict[str, Any]:
-    """Return a checkpoint with its tensors on a device."""
+    """Return a checkpoint with its tensors moved to ``map_location``."""
 
     def move(leaf: Any) -> Any:
         return leaf.to(map_location) if isinstance(leaf, torch.Tensor) else leaf
@@ -308,7 +313,7 @@ def _move_to(checkpoint: dict[str, Any], map_location: Any) -> dict[str, Any]:
 
 
 def read_snapshots(saving: Any) -> None:
-    """Make ``load_from_checkpoint`` of Lightning read snapshots too: it does not ask the plugin.
+    """Make ``load_from_checkpoint`` of Lightning read snapshots too. It does not use the plugin.
 
     Args:
         saving: The module of Lightning that reads its files.
@@ -336,7 +341,9 @@ def read_snapshots(saving: Any) -> None:
 
 
 def note_folders(callback: Any) -> None:
-    """Make each callback tell the plugin its folder at its set-up: the plugin only gets paths.
+    """Make each callback tell the plugin its ``dirpath`` when it is set up.
+
+    The plugin itself only gets the paths of checkpoints.
 
     Args:
         callback: The class, ``ModelCheckpoint``.

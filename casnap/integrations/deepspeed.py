@@ -73,7 +73,7 @@ def save_checkpoint(
     retention: Retention | None = None,
     timeout: float | None = None,
 ) -> Snapshot:
-    """Take a snapshot of what ``engine.save_checkpoint`` saves. All ranks call it.
+    """Take a snapshot of what ``engine.save_checkpoint`` saves. All ranks call this.
 
     The keys are ``model`` (the weights as the module has them, and the buffers of rank 0),
     ``optimizer`` (``fp32``, the master weights, and each state such as ``exp_avg``, by the names of
@@ -289,7 +289,10 @@ def check_supported(engine: Any) -> None:
 
 
 class _Partitioned:
-    """A context in which each rank holds its own parts alone: ZeRO-3 keeps small tensors whole."""
+    """A context manager. In its block ZeRO-3 keeps only this rank's part of each tensor.
+
+    Otherwise ZeRO-3 keeps small tensors whole on each rank.
+    """
 
     def __init__(self, engine: Any) -> None:
         self._optimizer = engine.optimizer
@@ -310,7 +313,7 @@ def _do_nothing() -> None:
 
 
 class _HeldElements(NamedTuple):
-    """A run: consecutive elements of a tensor that this rank holds.
+    """A run of consecutive elements of a tensor that this rank holds.
 
     Attributes:
         shape: The shape of the whole tensor.
@@ -331,7 +334,7 @@ class _HeldElements(NamedTuple):
 
 
 def _module_run(parameter: Any) -> _HeldElements:
-    """Return the elements of a parameter that this rank stores, as the module has them."""
+    """Return the elements of a module's parameter that this rank stores."""
     if hasattr(parameter, "ds_tensor"):
         return _run_of_stage_3(parameter, parameter.ds_tensor)
     memory = parameter.detach().flatten()
@@ -348,7 +351,13 @@ def _module_run(parameter: Any) -> _HeldElements:
 
 
 def _state_run(optimizer: Any, parameter: Any, key: str) -> _HeldElements:
-    """Return this rank's elements of a parameter's state; the key ``fp32``: the master weights."""
+    """Return the elements of an optimizer state of a parameter that this rank holds.
+
+    Args:
+        optimizer: The optimizer of ZeRO.
+        parameter: The parameter.
+        key: The name of the state; ``fp32`` for the master weights.
+    """
     if hasattr(parameter, "ds_tensor"):
         state_key = None if key == "fp32" else key
         held, _ = optimizer._get_fp32_opt_state_partition(parameter, True, state_key)
@@ -365,7 +374,12 @@ def _state_run(optimizer: Any, parameter: Any, key: str) -> _HeldElements:
 
 
 def _run_of_stage_3(parameter: Any, held: torch.Tensor) -> _HeldElements:
-    """Return this rank's part without padding; ZeRO-3 pads parts to equal lengths."""
+    """Return this rank's elements of a parameter, without the padding of ZeRO-3.
+
+    Args:
+        parameter: The parameter.
+        held: This rank's part, padded to the same length on all ranks.
+    """
     start = dist.get_rank(parameter.ds_process_group) * held.numel()
     count = min(held.numel(), parameter.ds_numel - start)
     return _HeldElements(tuple(parameter.ds_shape), start, held.detach()[: max(count, 0)])
@@ -395,7 +409,14 @@ def _state_of(
     without_frozen: bool,
     allow_pickle: bool,
 ) -> DividedLeaves:
-    """Return the state that this rank stores, as leaves."""
+    """Return the leaves that this rank stores.
+
+    Args:
+        engine: The engine.
+        client_state: The user's values; None for none.
+        without_frozen: Whether to leave out frozen parameters.
+        allow_pickle: Whether values without a safe encoding may be pickled.
+    """
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))
     module_state = engine.module.state_dict()
     names = [
@@ -439,7 +460,7 @@ def _leaves(path: str, run: _HeldElements) -> Iterator[Leaf]:
 
 
 def _flat_states(optimizer: Any) -> list[str]:
-    """Return the names of the states that each parameter has."""
+    """Return the names of the optimizer states that have an element for each parameter element."""
     for _, flat in _flat_groups(optimizer):
         state = optimizer.optimizer.state.get(flat, {})
         return [k for k, v in state.items() if torch.is_tensor(v) and v.shape == flat.shape]
@@ -447,7 +468,7 @@ def _flat_states(optimizer: Any) -> list[str]:
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return, for each group of parameters, its settings, and its states that no tensor has."""
+    """Return the settings of each group of parameters, and its states that are not per element."""
     groups = [
         {"settings": {k: v for k, v in group.items() if k != "params"}, "state": {}}
         for group in optimizer.param_groups
@@ -481,7 +502,7 @@ _SCALER = ("dynamic_loss_scale", "overflow")
 
 
 class _Stored(NamedTuple):
-    """The values of a snapshot besides tensors.
+    """The values of a snapshot, without the tensors.
 
     Attributes:
         snapshot: The snapshot.
@@ -509,7 +530,13 @@ def _read(path: str, *, with_states: bool, allow_pickle: bool) -> _Stored:
 
 
 def _check(engine: Any, stored: _Stored, comm: Comm, *, with_scheduler: bool) -> None:
-    """Check that an engine fits a snapshot; change nothing.
+    """Check that an engine fits a snapshot; change nothing. All ranks call this.
+
+    Args:
+        engine: The engine.
+        stored: The values of the snapshot.
+        comm: The ranks.
+        with_scheduler: Whether the scheduler is loaded.
 
     Raises:
         MismatchError: The engine does not fit.
@@ -548,7 +575,7 @@ def _problems_of_groups(optimizer: Any, stored: _Stored) -> list[str]:
 
 
 def _numbers_of(settings: Mapping[str, Any]) -> set[str]:
-    """Return the names of a group's settings that are numbers: optimizers of other kinds differ."""
+    """Return the names of a group's numeric settings. They tell kinds of optimizers apart."""
     return {
         name
         for name, value in settings.items()
@@ -567,8 +594,8 @@ def _targets(
         engine: The engine.
         states: The states of the optimizer to fill.
         with_frozen: Whether to fill frozen parameters too.
-        look: Whether the targets are only compared. If so, master weights stand for states that the
-            optimizer does not have yet.
+        look: Whether the targets are only compared. If so, the master weights are yielded in place
+            of states, as the optimizer may not have these yet.
     """
     module, optimizer = engine.module, engine.optimizer
     kept_names = module.state_dict().keys()
@@ -603,7 +630,7 @@ def _make_room(optimizer: Any, states: list[str]) -> None:
 
 
 def _load_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
-    """Set the settings of groups, and the states that each group has only once."""
+    """Set the settings of each group, and its states that are not per element."""
     for group, stored in zip(optimizer.param_groups, groups, strict=True):
         group.update(stored["settings"])
     for number, flat in _flat_groups(optimizer):

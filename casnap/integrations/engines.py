@@ -1,4 +1,4 @@
-"""Reloading the weights of inference engines from a folder that a pull has made.
+"""Reload the weights of inference engines from a folder that a pull has made.
 
 Each function returns a callback for :meth:`casnap.Store.follow`. The callback makes the calls that
 the engine documents for a reload, with the folder of the version. If the engine does not confirm
@@ -187,16 +187,16 @@ def reload_vllm_server(
 
 
 def _stays(folder: Path) -> bool:
-    """Whether no pull changes a folder, so that the callback may stop waiting for its load.
+    """Whether pulls leave a folder as it is, so that the callback may stop waiting for its load.
 
-    After a timeout the engine may still load the folder later. So a pull in place must not change
-    the folder before the engine has answered.
+    After a timeout the engine may still load the folder. So a pull that changes its folder in place
+    must not do so before the engine has answered.
     """
     return not Version.is_in_place(folder)
 
 
 class _Engine(ABC):
-    """An engine of vLLM: the steps of a reload."""
+    """An engine of vLLM, with the steps of a reload."""
 
     @abstractmethod
     def pause(self) -> None:
@@ -204,11 +204,11 @@ class _Engine(ABC):
 
     @abstractmethod
     def is_paused(self) -> bool:
-        """Whether somebody has paused the engine."""
+        """Whether the engine is paused, by casnap or by others."""
 
     @abstractmethod
     def call(self, method: str, *, in_time: bool = True, **options: Any) -> None:
-        """Make all workers call a method.
+        """Call a method on all workers.
 
         Args:
             method: The method.
@@ -226,7 +226,7 @@ class _Engine(ABC):
 
     @abstractmethod
     def resume(self) -> None:
-        """Resume the engine: requests run again."""
+        """Resume the engine, so that requests run again."""
 
     @abstractmethod
     def started_with(self) -> str:
@@ -234,7 +234,7 @@ class _Engine(ABC):
 
     @abstractmethod
     def version(self) -> str:
-        """Return the name of the version that the engine was told last."""
+        """Return the name of the version that the engine was last told."""
 
 
 class _Reload:
@@ -258,7 +258,10 @@ class _Reload:
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """Pause the engine for the block, then resume it, unless its weights may be a mix."""
+        """Within this ``with`` block, pause the engine; then resume it.
+
+        It stays paused if its weights may be a mix.
+        """
         try:
             self._engine.pause()
             yield
@@ -275,7 +278,8 @@ class _Reload:
     def _load(self, folder: str) -> None:
         """Load a folder; if that fails, load the old folder again.
 
-        A failed load has dropped the old weights already: the next request would crash the engine.
+        A failed load has dropped the old weights already, so the next request would crash the
+        engine.
         """
         before = self._before()
         try:
@@ -298,7 +302,7 @@ class _Reload:
         self._loaded = folder
 
     def _before(self) -> str:
-        """Return the folder that the engine has loaded last."""
+        """Return the folder that the engine loaded last."""
         return self._loaded or self._engine.started_with()
 
     def _have_loaded(self, folder: str) -> None:
@@ -309,7 +313,7 @@ class _Reload:
 
 
 class _PatchedReload(_Reload):
-    """A callback that uses the backend ``casnap``: the pause writes only changed elements."""
+    """A callback that uses the backend ``casnap``: only changed elements are written."""
 
     def __init__(self, engine: _Engine) -> None:
         super().__init__(engine)
@@ -337,7 +341,11 @@ class _PatchedReload(_Reload):
                 self._staged.remove()
 
     def _prepare(self, folder: str) -> None:
-        """Make the workers find the elements that they must write, while requests still run."""
+        """Make the workers compute what they have to write, while requests still run.
+
+        Raises:
+            CasnapError: The engine does not have the backend.
+        """
         info = {"update": self._update_of(folder)}
         try:
             self._engine.call("init_weight_transfer_engine", init_info=info)
@@ -357,7 +365,7 @@ class _PatchedReload(_Reload):
             return None
 
     def _update_of(self, folder: str) -> dict[str, Any]:
-        """Return the fields of the update message to the workers."""
+        """Return the fields of the message that makes the workers load a version."""
         version, staged = Version.at(Path(folder)), self._staged
         asked: dict[str, Any] = {"folder": folder, "content": version.content if version else ""}
         if staged is not None and staged.content == asked["content"]:
@@ -394,7 +402,7 @@ def _reload(engine: _Engine, *, patches: bool) -> OnVersion:
 
 
 class _VllmHere(_Engine):
-    """A ``vllm.LLM``. Its own thread calls the callback, so that no request runs meanwhile."""
+    """A ``vllm.LLM``. Its own thread runs the callback, so no request runs at the same time."""
 
     def __init__(self, llm: Any, timeout: float | None) -> None:
         self._llm = llm
@@ -488,7 +496,17 @@ class _VllmAsync(_Engine):
         in_time: bool = True,
         **options: Any,
     ) -> Any:
-        """Make a call of the engine in its event loop; return the result."""
+        """Make a call of the engine in its event loop; wait for the result, and return it.
+
+        Args:
+            call: The call.
+            args: Its arguments.
+            in_time: Whether to stop waiting after the timeout.
+            options: Its keyword arguments.
+
+        Raises:
+            CasnapError: The engine took too long, or its event loop has ended.
+        """
         if _running_loop() is self._loop:
             raise CasnapError(
                 "the callback would wait for the event loop that it is called in. Follow in "
@@ -531,7 +549,11 @@ class _VllmServer(_Engine):
         return self._asked("/is_paused").get("is_paused") is not False
 
     def _asked(self, path: str) -> dict[str, Any]:
-        """Return the answer to a call that only a server in development mode has."""
+        """Return the answer to a call that only a server in development mode has.
+
+        Raises:
+            CasnapError: The server does not have the call, or cannot be reached.
+        """
         try:
             return self._server.ask(path)
         except _NotFoundError as e:
@@ -566,7 +588,7 @@ class _VllmServer(_Engine):
 
 
 class _Watched(HTTPConnection):
-    """A connection that breaks if the other host is gone, but not if its server works long."""
+    """A connection that breaks once the other host is gone, however long the server works."""
 
     @override
     def connect(self) -> None:
@@ -581,7 +603,7 @@ class _Watched(HTTPConnection):
 
 
 class _WatchedSafely(HTTPSConnection, _Watched):
-    """As :class:`_Watched`, by HTTPS."""
+    """Like :class:`_Watched`, by HTTPS."""
 
 
 class _ToHost(HTTPHandler):
@@ -597,11 +619,11 @@ class _ToSafeHost(HTTPSHandler):
 
 
 class _OtherEngineError(TypeError):
-    """An object looks like an engine of vLLM, but answers differently."""
+    """An object has the calls of a vLLM engine, but its answers have another form."""
 
 
 class _NotFoundError(CasnapError):
-    """The server does not have the call."""
+    """The server does not know the call (404)."""
 
 
 class _Server:
@@ -704,10 +726,10 @@ def _check_engine(engine: Any, *, is_async: bool) -> None:
 
 
 def _check_answer(answer: object) -> None:
-    """Check that a call has returned the answers of workers.
+    """Check that the answer of ``collective_rpc`` is a list, with an answer of each worker.
 
     Raises:
-        _OtherEngineError: The call has returned something else.
+        _OtherEngineError: It is something else.
     """
     if isinstance(answer, list):
         return

@@ -120,7 +120,7 @@ class CasnapSaveStrategy(AsyncSaveShardedStrategy):
         self.snapshot: Snapshot | None = None
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Take the snapshot; it is durable when this returns. All ranks call it.
+        """Take the snapshot; it is durable when this returns. All ranks call this.
 
         Raises:
             CasnapError: This rank or another one failed; nothing was committed.
@@ -131,7 +131,7 @@ class CasnapSaveStrategy(AsyncSaveShardedStrategy):
     def async_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path
     ) -> AsyncRequest:
-        """Copy the state, and begin to store it in the background. All ranks call it.
+        """Copy the state, and begin to store it in the background. All ranks call this.
 
         The process that Megatron starts for the request only waits for the end of the save.
 
@@ -164,7 +164,7 @@ class CasnapSaveStrategy(AsyncSaveShardedStrategy):
     def _begin(
         self, state: Mapping[str, Any], folder: str | Path
     ) -> tuple[Save, Callable[[], DividedLeaves]]:
-        """Begin a save into a folder; return it, and a function that gives this rank's state."""
+        """Begin a save into a folder; return it, and a function that returns this rank's state."""
         leads, metadata = own_rank() == 0, dict[str, Any]()
         if leads:
             # If the common state cannot be read safely, its step is unknown.
@@ -182,7 +182,13 @@ class CasnapSaveStrategy(AsyncSaveShardedStrategy):
 
 
 def _wait_for_end(reader: Connection, writer: Connection, saver: int) -> None:
-    """Wait, in a process of Megatron, until the saving process reports the end of the save."""
+    """Wait until the saving process reports the end of the save. Megatron's process runs this.
+
+    Args:
+        reader: The end of the pipe from which the report is read.
+        writer: The end that the saving process writes to.
+        saver: The process id of the saving process.
+    """
     if os.getpid() != saver:
         writer.close()  # otherwise a kill of the saving process would not end this wait
     with suppress(EOFError):
@@ -197,7 +203,14 @@ def _common_of(checkpoint_dir: str | Path) -> bytes:
 def _divided(
     state: Mapping[str, Any], checkpoint_dir: str | Path, comm: Comm, *, allow_pickle: bool
 ) -> DividedLeaves:
-    """Return the state that this rank stores: shards of which it has the main replica."""
+    """Return the leaves that this rank stores: of shards of which it has the main replica.
+
+    Args:
+        state: The sharded state dict.
+        checkpoint_dir: The folder with ``common.pt``, which rank 0 stores too.
+        comm: The ranks; all call this.
+        allow_pickle: Whether objects without a safe encoding may be pickled.
+    """
     shards: dict[ObjectPath, list[Any]] = {}
     for shard in nested_values(state):
         if is_main_replica(shard.replica_id):
@@ -267,7 +280,7 @@ class CasnapLoadStrategy(LoadShardedStrategy, LoadCommonStrategy):
         self._has_common = False  # whether the present load has read the common state
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> Any:
-        """Load the sharded part of a state. All ranks call it.
+        """Load the sharded part of a state. All ranks call this.
 
         Raises:
             SnapshotNotFoundError: The folder has no snapshot.
@@ -301,13 +314,13 @@ class CasnapLoadStrategy(LoadShardedStrategy, LoadCommonStrategy):
         return dict_list_map_outplace(value_of, sharded_state_dict)
 
     def load_common(self, checkpoint_dir: str | Path) -> Any:
-        """Return the common state."""
+        """Return the common state (``common.pt``) from the snapshot."""
         data = _snapshot_of(checkpoint_dir).read_object("common")
         self._has_common = True
         return decode_value("common", "object", data)
 
     def load_sharded_objects(self, *_: Any) -> None:
-        """Refuse: :meth:`load` loads them."""
+        """Raise an error: :meth:`load` loads the objects too."""
         raise NotImplementedError
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
@@ -332,7 +345,7 @@ class CasnapLoadStrategy(LoadShardedStrategy, LoadCommonStrategy):
         )
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
-        """Refuse: a snapshot does not change.
+        """Raise an error: a snapshot does not change.
 
         Raises:
             StateError: Always.
@@ -355,7 +368,7 @@ class CasnapLoadStrategy(LoadShardedStrategy, LoadCommonStrategy):
             )
 
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """Do nothing: a snapshot itself tells which casnap can read it."""
+        """Do nothing: the snapshot itself says which versions of casnap can read it."""
 
 
 def _described(key: str, shard: str) -> Any:
@@ -372,7 +385,7 @@ def _snapshot_of(checkpoint_dir: str | Path) -> Snapshot:
 
 
 def _check_common(snapshot: Snapshot, folder: Path) -> None:
-    """Check that the ``common.pt`` that Megatron has read is the one of the snapshot."""
+    """Check that the ``common.pt`` that Megatron has read was saved with the snapshot."""
     file = folder / COMMON_STATE_FNAME
     if exists(file) and file.read_bytes() != snapshot.read_object("common"):
         raise DamagedError(

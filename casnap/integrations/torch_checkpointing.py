@@ -238,7 +238,7 @@ class CasnapCheckpointManager(CheckpointManager):
             saving.result(self._config.save.wait_timeout_secs)
 
     def _files(self) -> CheckpointManager:
-        """Return what loads checkpoints of torch_checkpointing's."""
+        """The manager that loads checkpoints which torch_checkpointing itself has written."""
         if self._of_files is None:
             # With a synchronous saver: one in the background would start a process.
             config = replace(self._config, save=SyncCheckpointSaverConfig())
@@ -247,7 +247,7 @@ class CasnapCheckpointManager(CheckpointManager):
 
 
 class _Item:
-    """One item to load: a state that a restore fills in place.
+    """One item to load, as a value of an app state: a restore fills it in place.
 
     Attributes:
         template: The value to fill; None to load all of the item.
@@ -294,7 +294,17 @@ def _check_supported(config: CheckpointManager.Config) -> None:
 
 
 def _check_fits(snapshot: Snapshot, items: Mapping[str, _Item], *, strict: bool) -> None:
-    """Check that the snapshot fits all values to fill, before any of them is filled."""
+    """Check that the snapshot fits all values to fill, before any of them is filled.
+
+    Args:
+        snapshot: The snapshot.
+        items: The items to load, by name.
+        strict: Whether a dict that is empty here, but not in the snapshot, is an error.
+
+    Raises:
+        MismatchError: A tensor does not fit.
+        RuntimeError: With ``strict``: a dict is empty here alone.
+    """
     with snapshot.contents.reading():
         stored = dict(snapshot.contents.entries(own_rank()))
     wanted = [(item.template, component_of(key)) for key, item in items.items()]
@@ -313,7 +323,8 @@ def _unfit_parts(wanted: Any, path: str, stored: Mapping[str, Entry]) -> Iterato
     Parts that the snapshot lacks, and parts that are None, count as fitting.
 
     Args:
-        wanted: The value: tensors, plain values, and dicts, lists and tuples of those.
+        wanted: The value: a tensor or plain value, or dicts, lists and tuples of tensors and
+            values.
         path: The path of the value.
         stored: The entries of the snapshot, by path.
     """
@@ -337,7 +348,13 @@ def _unfit_parts(wanted: Any, path: str, stored: Mapping[str, Entry]) -> Iterato
 
 
 def _empty_here(wanted: Any, path: str, stored: Mapping[str, Entry]) -> Iterator[str]:
-    """Yield the paths of dicts that are empty in a value to fill, but not in the snapshot."""
+    """Yield the paths of dicts that are empty in a value to fill, but not in the snapshot.
+
+    Args:
+        wanted: The value.
+        path: Its path.
+        stored: The entries of the snapshot, by path.
+    """
     entry = stored.get(path)
     if not isinstance(entry, ContainerEntry) or not isinstance(wanted, Mapping | list | tuple):
         return

@@ -56,7 +56,7 @@ class CasnapCheckpointManager(CheckpointManager):
 
     @property
     def folder(self) -> str:
-        """The folder of the checkpoints, with ``~`` expanded, also for the search of steps."""
+        """The folder of the checkpoints, with ``~`` expanded, in which steps are looked for too."""
         return self._folder
 
     @folder.setter
@@ -154,7 +154,7 @@ class CasnapCheckpointManager(CheckpointManager):
 
 
 def _is_own(path: Path) -> bool:
-    """Whether torchtitan itself has written a whole checkpoint, by the test that it uses."""
+    """Whether a path has a whole checkpoint of torchtitan itself, by torchtitan's own test."""
     metadata = path / ".metadata"
     is_of_dcp = is_file(metadata) and not is_notice(metadata)
     return is_of_dcp or is_file(path / "model.safetensors.index.json")

@@ -1,4 +1,4 @@
-"""Reading the items of a load plan of DCP."""
+"""Read the items of a load plan of DCP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ from casnap.storage import Contents
 
 
 class _TensorRead(NamedTuple):
-    """A part of a tensor to load: DCP's item, the tensor in the snapshot, the box, the target."""
+    """A part of a tensor to load.
+
+    Attributes:
+        item: DCP's item of the plan.
+        value: The tensor in the snapshot.
+        box: The box of it to read.
+        target: The tensor to fill.
+    """
 
     item: ReadItem
     value: Stored
@@ -35,7 +42,7 @@ class _TensorRead(NamedTuple):
 
 
 class PlanLoad:
-    """A load of this rank.
+    """Reads the items of this rank's plan.
 
     Args:
         contents: The snapshot.
@@ -103,13 +110,16 @@ class PlanLoad:
             _give(planner, item, value, true_keys)
 
     def _ties(self, parts: list[_TensorRead]) -> dict[int, torch.Tensor]:
-        """Read into new memory the parts that share their memory with other parts.
+        """Read into new memory the parts whose targets share memory with other targets.
+
+        Args:
+            parts: All parts to load.
 
         Returns:
-            The tensors that were read, by the number of the part.
+            The index of the part → the new tensor.
 
         Raises:
-            MismatchError: Parts that share memory have different values in the snapshot.
+            MismatchError: Targets that share memory have different values in the snapshot.
         """
         groups, loading = _overlapping(parts), Loading(self._contents)
         fresh = {i: torch.empty_like(parts[i].target) for group in groups for i in group}
@@ -144,7 +154,10 @@ class PlanLoad:
 
 
 def _overlapping(parts: list[_TensorRead]) -> list[list[int]]:
-    """Return groups of parts that overlap in memory, and may have different values."""
+    """Return groups of parts whose targets overlap in memory, and may have different values.
+
+    A group has the indices of its parts.
+    """
 
     def content(name: tuple[str, int]) -> object:
         _, value, box, _ = parts[name[1]]
@@ -156,7 +169,14 @@ def _overlapping(parts: list[_TensorRead]) -> list[list[int]]:
 
 
 def _give(planner: LoadPlanner, item: ReadItem, value: object, true_keys: TrueKeys) -> None:
-    """Give a value to the planner: directly if the planner allows, else as bytes of a pickle."""
+    """Give a value to the planner: directly if the planner is DCP's own, else as bytes of a pickle.
+
+    Args:
+        planner: The planner.
+        item: The item of the plan.
+        value: The value.
+        true_keys: Finds the keys that DCP has turned into texts.
+    """
     if (
         isinstance(planner, DefaultLoadPlanner)
         and type(planner).load_bytes is DefaultLoadPlanner.load_bytes

@@ -1,4 +1,4 @@
-"""The path of a checkpoint of DCP, and the ranks that save or load it together."""
+"""Where a checkpoint of DCP is, and which ranks save or load it together."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class SnapshotPath(NamedTuple):
         path: The path; with ``store``, the name.
         store: The store, if the user has given one.
         storage_options: How to reach a remote store.
-        root: The path that the writer or reader was made with: of the checkpoint, or of a folder
-            above the paths that ``checkpoint_id=`` names.
+        root: The path for which the writer or reader was made. It may be a folder above the paths
+            that ``checkpoint_id=`` names.
     """
 
     path: str | None
@@ -39,7 +39,12 @@ class SnapshotPath(NamedTuple):
     def of(
         cls, where: CheckpointId | Store | None, options: Mapping[str, Any] | None
     ) -> SnapshotPath:
-        """Return the place for the arguments of a writer or a reader."""
+        """Return the place that the arguments of a writer or a reader name.
+
+        Args:
+            where: A path or a store; None: ``checkpoint_id=`` names the path later.
+            options: How to reach a remote store.
+        """
         if isinstance(where, Store):
             return cls(None, where, options)
         path = None if where is None else given_path(where)
@@ -68,7 +73,7 @@ class SnapshotPath(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The place as a text, for messages.
+        """The path or URI of the snapshot, for messages.
 
         Raises:
             StateError: The user has given no path.
@@ -103,11 +108,12 @@ def name_below(store: Store, path: str) -> str | None:
 
 
 def ranks_of(answers: Sequence[object]) -> tuple[int, ...]:
-    """Return the ranks that save or load together, on the coordinator.
+    """Return the ranks that save or load together. The coordinator calls this.
 
     Args:
-        answers: For each rank, in order, its rank in the world; or any other object, if its planner
-            has dropped that number. If so, the ranks are known only if they are the whole world.
+        answers: One object from each rank, in order: its rank in the world; or another object, if
+            the planner has dropped that number. Then the ranks are known only if they are the whole
+            world.
 
     Raises:
         StateError: The ranks are unknown.
@@ -126,11 +132,11 @@ def ranks_of(answers: Sequence[object]) -> tuple[int, ...]:
 
 
 def checked_ranks(answer: object, count: int | None = None) -> tuple[int, ...]:
-    """Return the ranks that a plan names.
+    """Return the ranks that a plan names, after a check.
 
     Args:
         answer: The object that the coordinator has put into the plan.
-        count: On the coordinator, how many ranks there are.
+        count: On the coordinator, how many ranks there are; else None.
 
     Raises:
         StateError: The plan names no ranks, or is a plan of other ranks.

@@ -1,4 +1,4 @@
-"""The plan of a save as leaves of a take.
+"""Turn the plan of a save into leaves of a take.
 
 DCP has divided the state already: each item of a plan is a whole value or a box of a tensor, and
 only one rank has the item. So each leaf is global, and the ranks need not compare replicas.
@@ -42,7 +42,7 @@ from casnap.state.values import encode_key, encode_object
 
 
 class _Paths(msgspec.Struct, array_like=True):
-    """Object paths, in order."""
+    """A message between ranks: object paths of DCP, in order."""
 
     paths: list[tuple[str | int | DictKey, ...]]
 
@@ -52,7 +52,10 @@ _set_up_planner = DefaultSavePlanner.set_up_planner
 
 @functools.wraps(_set_up_planner)
 def _keep_state(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> None:
-    """Set up a planner, and keep the state: the flattened one has a str in place of each key."""
+    """Set up a planner, and keep the original state: DCP's flattened one has a str for each key.
+
+    This replaces the planner's ``set_up_planner``.
+    """
     self.casnap_state = state_dict
     _set_up_planner(self, state_dict, *args, **kwargs)
 
@@ -64,6 +67,12 @@ def planned(
     comm: Comm, plan: SavePlan, planner: SavePlanner, *, allow_pickle: bool
 ) -> DividedLeaves:
     """Return the values in the plan of this rank, as leaves. All ranks call this.
+
+    Args:
+        comm: The ranks.
+        plan: The plan of this rank.
+        planner: The planner, which has the values.
+        allow_pickle: Whether values without a safe encoding may be pickled.
 
     Raises:
         StateError: A value cannot be stored, or contradicts the plan.
@@ -90,19 +99,32 @@ def planned(
 
 
 def _path_of(mapping: Mapping[str, Any], name: str) -> ObjectPath:
-    """Return the object path of a value: only its name if the planner does not flatten states."""
+    """Return the object path of a value. It is the name alone if the planner flattens no states.
+
+    Args:
+        mapping: Name → object path, as the planner gives them.
+        name: The name of the value.
+    """
     path = mapping.get(name)
     return path if isinstance(path, tuple) and path else (name,)
 
 
 class TrueKeys:
-    """Finds the keys that DCP has turned into texts. Meanwhile the dicts must stay as they are."""
+    """Finds the original keys that DCP has turned into texts.
+
+    The dicts must not change while this object is in use.
+    """
 
     def __init__(self) -> None:
         self._by_text: dict[int, dict[str, Any]] = {}
 
     def key(self, container: Any, part: object) -> Any:
-        """Return the key or index in a container for a part of an object path of DCP."""
+        """Return the original key or index for one part of an object path of DCP.
+
+        Args:
+            container: The dict or list that the part leads into.
+            part: The part.
+        """
         if not isinstance(container, Mapping):
             return part
         if id(container) not in self._by_text:
@@ -121,7 +143,12 @@ class TrueKeys:
 
 
 def _with_keys(path: ObjectPath, state: Any, true_keys: TrueKeys) -> ObjectPath:
-    """Return an object path of DCP with the original keys of a state.
+    """Replace the texts in an object path of DCP by the original keys of a state.
+
+    Args:
+        path: The path.
+        state: The state, not flattened.
+        true_keys: Finds the keys.
 
     Raises:
         UnsupportedTypeError: A key cannot be stored.
@@ -156,6 +183,10 @@ def agreed_paths(comm: Comm, own_paths: Mapping[ObjectPath, None]) -> list[Objec
     """Return the paths of all values that any rank stores, in the same order on all ranks.
 
     Rank 0 knows most of them, so the others send only paths that rank 0 lacks.
+
+    Args:
+        comm: The ranks; all call this.
+        own_paths: The paths of the values that this rank stores.
     """
     leading = comm.broadcast_message(_Paths(list(own_paths)), _Paths)
     known_paths = set(map(as_in_dcp, leading.paths))
@@ -217,7 +248,10 @@ class _PlanReader:
         yield from leaf_of_parts(path, shape, ((part.box, part.tensor) for part in parts))
 
     def _whole_tensor(self, items: list[WriteItem]) -> torch.Tensor | None:
-        """Return the tensor if the items are one whole, ordinary tensor, as most values are."""
+        """Return the tensor if the items are one ordinary tensor, undivided; else None.
+
+        Most values are such tensors.
+        """
         value, data = self._values.get(items[0].index.fqn), items[0].tensor_data
         if type(value) not in ORDINARY_TYPES or data is None or len(items) > 1:
             return None
@@ -273,7 +307,13 @@ class _PlanReader:
 
 
 class _TensorBox(NamedTuple):
-    """A part of a tensor: the shape of the whole tensor, the box of the part, its elements."""
+    """A part of a tensor.
+
+    Attributes:
+        shape: The shape of the whole tensor.
+        box: The box of the part.
+        tensor: Its elements.
+    """
 
     shape: tuple[int, ...]
     box: Region
@@ -285,7 +325,7 @@ def _value_leaf(path: str, kind: str, data: bytes) -> Leaf:
 
 
 def check_boxes(path: str, value: object, shape: tuple[int, ...], boxes: list[Region]) -> None:
-    """Check the boxes that DCP gives for a tensor: DCP computes some kinds wrongly.
+    """Check the boxes that DCP gives for a tensor: some kinds of tensors get wrong ones.
 
     Args:
         path: The path of the tensor, for errors.

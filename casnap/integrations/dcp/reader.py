@@ -34,7 +34,7 @@ _log = logging.getLogger("casnap")
 
 
 class _Agreed(msgspec.Struct, array_like=True):
-    """Rank 0's message to all ranks: the commit to load, and whether they read together."""
+    """Rank 0's message to all ranks: the commit to load, and whether the ranks read together."""
 
     commit: bytes
     read_once: bool
@@ -134,14 +134,14 @@ class CasnapReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **_: Any
     ) -> None:
-        """Do nothing: the metadata tell everything."""
+        """Do nothing: the metadata tell DCP everything it has to know."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Put the rank into its plan."""
+        """Put this process's rank into its plan, for the coordinator."""
         return replace(plan, storage_data=own_rank())
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Put the ranks that load together into each plan."""
+        """On the coordinator, put the ranks that load together into each plan."""
         ranks = ranks_of([plan.storage_data for plan in plans])
         return [replace(plan, storage_data=ranks) for plan in plans]
 
@@ -187,7 +187,7 @@ def _is_dcps_own(metadata: Path) -> bool:
 
 @contextmanager
 def _naming_pickles(place: SnapshotPath) -> Iterator[None]:
-    """In the block, turn "no snapshot" into an error that names a checkpoint of DCP's own."""
+    """Within this ``with`` block, explain a missing snapshot if DCP's own checkpoint is there."""
     try:
         yield
     except (NotAStoreError, SnapshotNotFoundError) as e:

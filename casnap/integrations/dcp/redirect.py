@@ -1,4 +1,4 @@
-"""Redirecting saves and loads of programs that pass DCP only a path."""
+"""Redirect saves and loads of programs that give DCP only a path."""
 
 from __future__ import annotations
 
@@ -113,12 +113,12 @@ def uninstall() -> None:
 
 
 def _new_of(kind: type) -> Callable[..., Any]:
-    """Return the new ``__new__`` for a class of torch."""
+    """Return the function that replaces ``__new__`` of one of torch's classes."""
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        """Return a writer or reader of casnap, or else an object of ``cls``.
+        """Return a writer or reader of casnap if the path calls for one, else an object of ``cls``.
 
-        Python does not call ``__init__`` of an object of another class.
+        Python does not call ``cls.__init__`` for an object of another class.
         """
         if cls in (*_WRITERS, *_READERS):
             instance = _construct(cls, args, kwargs)
@@ -133,7 +133,14 @@ def _new_of(kind: type) -> Callable[..., Any]:
 
 
 def _made_of_subclass(cls: type, path: Any) -> CasnapReader | None:
-    """Return a reader of casnap if a snapshot is at the path, which no reader of DCP could read."""
+    """Return a reader of casnap in place of a subclass of DCP's readers, if a snapshot is there.
+
+    No reader of DCP could read the snapshot. Otherwise return None.
+
+    Args:
+        cls: The subclass.
+        path: The argument for the path.
+    """
     place, name = _place_of(path)
     if place is None or not name or cls.__module__.startswith("torch."):
         return None
@@ -165,7 +172,11 @@ def _path_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 def _construct(
     cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> CasnapWriter | CasnapReader | None:
-    """Return casnap's writer or reader for the arguments of torch's; None if torch's is right."""
+    """Return casnap's writer or reader for the arguments of torch's; None if casnap has no part.
+
+    It has none if the path lies below no installed store, or has a checkpoint that DCP itself
+    wrote.
+    """
     path = _path_in(args, kwargs)
     place, name = _place_of(path)
     if place is None:
@@ -193,7 +204,7 @@ def _construct(
 
 
 def _place_of(path: Any) -> tuple[_Installed | None, str]:
-    """Return the installed store above a path, and the name of the snapshot in it."""
+    """Return the installed store above a path, and the name below the store; None for no store."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str):
         return None, ""
@@ -210,7 +221,10 @@ _real_save = _ProcessBasedAsyncCheckpointExecutor.execute_save
 def _execute_save(
     self: Any, *args: Any, checkpoint_id: Any = None, storage_writer: Any = None, **kwargs: Any
 ) -> Any:
-    """Pass a writer of casnap to DCP's process for async saves: nothing is installed there."""
+    """Give casnap's writer to the process in which DCP saves: :func:`install` has no effect there.
+
+    This replaces the method by which DCP starts such a save.
+    """
     if storage_writer is None and _place_of(checkpoint_id)[0] is not None:
         # The writer has the absolute path: that process may have another working folder.
         storage_writer, checkpoint_id = FileSystemWriter(checkpoint_id), None

@@ -1,4 +1,4 @@
-"""The copies of ``dcp.async_save``, whose memory is kept for the next save of this process.
+"""The copies of ``dcp.async_save``. Their memory is kept for the next save of this process.
 
 DCP copies a state before it saves it in the background. By default it allocates fresh memory each
 time, which takes several times longer than to reuse memory. It also copies the bytes of storages,
@@ -59,6 +59,12 @@ torch_copy: Callable[..., torch.Tensor] = StateDictStager._offload_tensor
 def true_copy(stager: Any, tensor: Any, memo: dict[int, Any], non_blocking: bool = False) -> Any:
     """Copy a tensor as torch's stager does, but by its values instead of its storage's bytes.
 
+    Args:
+        stager: The stager.
+        tensor: The tensor.
+        memo: The memo of ``deepcopy``.
+        non_blocking: Whether the copy may go on after the call.
+
     Raises:
         UncopiedError: The tensor holds no values, or its class turns the copy into another class.
     """
@@ -81,7 +87,7 @@ def true_copy(stager: Any, tensor: Any, memo: dict[int, Any], non_blocking: bool
 
 
 class _TrueStager(StateDictStager):
-    """Copies the values of tensors; uses a copy's memory again while the tensor's storage stays."""
+    """Copies tensors by value. A tensor with the storage of before gets the same memory again."""
 
     _offload_tensor = true_copy
 
@@ -101,7 +107,7 @@ def _new_stager() -> DefaultStager:
 
 
 def _copies(stager: DefaultStager) -> dict[int, int]:
-    """Return the memory of the copies: by address, how many bytes."""
+    """Return the memory of a stager's copies: address → bytes."""
     storages: Any = stager._state_dict_stager._cached_storage_mapping
     return {s.data_ptr(): s.nbytes() for s in storages.values() if s.nbytes()}
 
@@ -116,7 +122,7 @@ def _address(value: object) -> int:
 
 
 class _Kept:
-    """Keeps at most one stager that no save uses."""
+    """Keeps at most one stager, whose copies no save uses."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -165,7 +171,7 @@ class KeptStager:
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """Whether ``dcp.async_save`` must wait for the copy: no, :meth:`stage` has made it."""
+        """False: ``dcp.async_save`` need not wait for the copy, which :meth:`stage` has made."""
         return False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -198,7 +204,11 @@ class KeptStager:
         """Do nothing: the memory is freed with the tensors that were copied."""
 
     def _give_back(self, saved: Iterable[object]) -> None:
-        """Let the next save use the memory of a save that has ended, given its saved values."""
+        """Keep the stager for the next save, if the save that has ended used its copies.
+
+        Args:
+            saved: The values that were saved.
+        """
         stager = self._stager
         # Only if the values lie in it: the stager may be another save's, staged meanwhile.
         if stager is not None and not _copies(stager).keys().isdisjoint(map(_address, saved)):
@@ -206,10 +216,10 @@ class KeptStager:
             _kept_memory.value.keep(stager)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the copies, which DCP sends to the other process itself.
+        """Pickle this object without its copies, which DCP itself sends to the other process.
 
-        Tensors lose their attributes on the way, so that parts look like whole tensors. The state
-        therefore names such a tensor.
+        Tensors lose their attributes when they are sent, so that parts look like whole tensors. So
+        the pickle names a tensor that is such a part, and the other process refuses it.
         """
         state = {key: value for key, value in vars(self).items() if key not in ("_stager", "_own")}
         return {**state, "_lost_parts": self._staged_parts}

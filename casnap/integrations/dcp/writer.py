@@ -42,7 +42,7 @@ _WITH_LIGHTNING = (
 
 
 class _SaveState:
-    """One save of a writer.
+    """The state of one save of a writer.
 
     Attributes:
         place: The place of the new snapshot.
@@ -149,11 +149,11 @@ class CasnapWriter(KeptStager, StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Put the rank into its plan."""
+        """Put this process's rank into its plan, for the coordinator."""
         return replace(plan, storage_data=own_rank())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Put the ranks that save together into each plan."""
+        """On the coordinator, put the ranks that save together into each plan."""
         self._save.plans = len(plans)
         if not any(plan.usable for plan in plans):
             return plans  # each rank replays its last plan, which names the ranks
@@ -215,7 +215,7 @@ class CasnapWriter(KeptStager, StorageWriter):
 
     @property
     def save_id(self) -> str:
-        """The id of the save; once it has ended, the commit id, which readers see as well."""
+        """The id of the save; once the save has ended, the commit id, which readers see as well."""
         snapshot = self._own.save.snapshot if hasattr(self._own, "save") else self.snapshot
         return self._save.ident if snapshot is None else snapshot.commit_id
 

@@ -1,4 +1,4 @@
-"""Snapshots whose folders were deleted by another program.
+"""Find snapshots whose folders were deleted by another program.
 
 A snapshot on a disk has a folder of its own, with a marker in it. It counts as deleted if its
 folder is gone while another snapshot of its run still has a marker, which proves that the run had
@@ -55,7 +55,13 @@ def judge_folders(store: Repository, table: Table, folder: str) -> list[Verdict]
 
 
 def _judge_run(store: Repository, run: str, rows: dict[str, Row]) -> dict[str, str]:
-    """Return, by name, why each snapshot of a run is kept; "" if it is not kept."""
+    """Return, by name of each snapshot, why it is kept; "" if it counts as deleted.
+
+    Args:
+        store: The store.
+        run: The full name of the run's folder.
+        rows: The snapshots of the run, by full name.
+    """
     listed = _names_in(store.backend, run)
     if listed is None:
         return dict.fromkeys(rows, "the folder of its run is gone")
@@ -82,7 +88,7 @@ def _judge_run(store: Repository, run: str, rows: dict[str, Row]) -> dict[str, s
 
 
 def _names_in(backend: Backend, run: str) -> set[str] | None:
-    """Return the full names of the entries in the folder of a run; None if there is no folder."""
+    """Return the entries in the folder of a run, as full names; None if there is no folder."""
     path = str(Path(backend.folder or "", run))
     prefix = f"{run}/" if run else ""
     with translated(path):

@@ -1,4 +1,4 @@
-"""Deleting snapshots whose folders a training loop has deleted, as it rotates its checkpoints.
+"""Delete snapshots whose folders a training loop has deleted, as it rotates its checkpoints.
 
 A process knows the folders of the snapshots that it saved through DCP or a trainer. It also knows
 folders of earlier processes that it saw at its first save beside them. When the next save begins,
@@ -55,7 +55,7 @@ class RunFolder:
 
     @property
     def is_same(self) -> bool:
-        """Whether the folder is still at its path: nobody has moved it or mounted a disk there.
+        """Whether the path still leads to this folder, and not to another one or to a mounted disk.
 
         Some file systems change a folder's inode. If so, the markers in the folder decide.
         """
@@ -65,7 +65,12 @@ class RunFolder:
         )
 
     def note(self, name: str, commit: bytes) -> None:
-        """Remember that a snapshot has its folder."""
+        """Remember that a snapshot has a folder of its own.
+
+        Args:
+            name: The full name of the snapshot.
+            commit: Its commit id.
+        """
         self._folder(name).lstat()
         self._folders[name] = commit
 
@@ -94,7 +99,7 @@ class RunFolder:
     def _entries(self) -> set[tuple[str, int]]:
         """Return the names and inodes of the entries in the folder.
 
-        An entry with the same name and inode as before is the same one.
+        If name and inode are the same later, the entry is the same.
         """
         with os.scandir(self._path) as entries:
             return {(entry.name, entry.inode()) for entry in entries}
@@ -103,7 +108,7 @@ class RunFolder:
         return self._path / name.removeprefix(self._prefix).removesuffix(self._inner)
 
     def _is_gone(self, name: str) -> bool:
-        """Whether a folder that is not listed is really gone: some file systems list late."""
+        """Whether a folder that a listing lacks is really gone: some file systems list late."""
         try:
             self._folder(name).lstat()
         except FileNotFoundError:
@@ -111,7 +116,7 @@ class RunFolder:
         return False
 
     def _commit_of(self, name: str) -> bytes | None:
-        """Return the commit in the marker of a folder; None without a marker."""
+        """Return the commit id in the marker of a folder; None if it has no marker."""
         markers = Markers(self._view.repository)
         return markers.commit_in(f"{self._prefix}{name}{self._inner}")
 
@@ -120,7 +125,10 @@ class RunFolder:
         return folder.endswith(self._inner) and "/" not in folder.removesuffix(self._inner)
 
     def _see(self, table: Table) -> None:
-        """Remember the folders of snapshots that earlier processes have saved by adapters."""
+        """Remember the folders of snapshots that earlier processes have saved by DCP or a trainer.
+
+        Warn if folders were deleted before this process began to save.
+        """
         repository, run = self._view.repository, self._prefix.rstrip("/")
         for name, row in table.items_in(run):
             folder = self._folder(name)
@@ -150,10 +158,11 @@ _MOST_INNER = 8
 
 
 def _run_folders(view: View, name: str) -> Iterator[RunFolder]:
-    """Yield the folders of runs in which a save may rotate; none if snapshots have no folders.
+    """Yield the folders whose entries a training loop may rotate, for a save of ``name``.
 
-    These are the folder of the snapshot, and the folder above that. A folder that cannot be looked
-    at, or does not exist yet, is left out.
+    These are the folder of the snapshot, and the folder above that. None is yielded if snapshots
+    have no folders on a disk. A folder that cannot be looked at, or does not exist yet, is left
+    out.
     """
     repository = view.repository
     if repository.backend.folder is None or not repository.marks:
@@ -191,7 +200,8 @@ def _key(view: View, run: str, inner: str) -> str:
 def forget(snapshot: Snapshot) -> bool:
     """Delete a snapshot that a trainer no longer wants, unless it is tagged or not mirrored yet.
 
-    If it has to stay, and its folder is deleted too, a later save of this process tries again.
+    A snapshot that has to stay now is deleted by a later save of this process, if its folder is
+    deleted too.
 
     Returns:
         Whether the snapshot is gone.
@@ -209,9 +219,13 @@ def forget(snapshot: Snapshot) -> bool:
 
 
 def forget_deleted(view: View, name: str) -> None:
-    """Delete the snapshots, in the folder of a new one, whose own folders were deleted.
+    """Before a save, delete the snapshots beside the new one whose folders were deleted.
 
     So their bytes are collected during the new take, and on a nearly full disk before it.
+
+    Args:
+        view: The store.
+        name: The name of the new snapshot.
     """
     for folder in _run_folders(view, name):
         # A folder that cannot be looked at does not count as deleted.
@@ -224,12 +238,15 @@ def _forget_unheld(
     find: Callable[[Table], Mapping[str, Row]],
     on_release: Callable[[Sequence[Row]], None],
 ) -> bool:
-    """Delete some snapshots, but none that a tag or a mirror holds; return whether all are gone.
+    """Delete some snapshots, except those that a tag or a mirror holds.
 
     Args:
         view: The store.
         find: Given the table, returns the snapshots by name.
         on_release: Called with the rows of the deleted snapshots.
+
+    Returns:
+        Whether all of them are gone.
     """
 
     def judge(table: Table) -> list[Verdict]:
@@ -243,7 +260,7 @@ def _forget_unheld(
 
 
 def note_saved(view: View, name: str, commit: bytes) -> None:
-    """Remember that this process has saved a snapshot by an adapter."""
+    """Remember that this process has saved a snapshot by DCP or a trainer."""
     for folder in _run_folders(view, name):
         with suppress(OSError, CasnapError):
             folder.note(name, commit)

@@ -1,9 +1,10 @@
-"""Files of weights beside a snapshot, for programs that open a checkpoint without casnap.
+"""Put files of weights beside a snapshot, for programs that open a checkpoint without casnap.
 
-They are what a pull writes (``casnap/serving``), in the folder of the snapshot itself, after its
-commit. A reader finds all of them or none: they are written in a folder of their own, the record
-that says whose they are comes first, and of several files the first is a notice, which no reader
-can load, until all others are there. They leave in the opposite order.
+The files are those that a pull writes (``casnap/serving``). They lie in the folder of the snapshot
+itself, and are written after its commit. A reader finds all of them or none. They are written in a
+folder of their own, then moved, the record that lists them first. If there are several files, a
+notice that no reader can load stands in place of the first one until all others are there. They are
+removed in the opposite order.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ def put_weights(
     max_shard_size: Size = "50GB",
     write: Callable[[Path], object] | None = None,
 ) -> None:
-    """Put the weights of a snapshot into its folder, whole. An error is a warning only.
+    """Put the weights of a snapshot into its folder, whole. If that fails, only warn.
 
     Args:
         snapshot: The snapshot, whose weights are at ``model``.
-        others: Folders of other snapshots. What is equal in the first one with weights is a hard
-            link, or shares its blocks where the file system can.
+        others: Folders of other snapshots. A file that equals one in the first of them with weights
+            becomes a hard link, or shares blocks where the file system can.
         tied: Tensors to leave out if another one has their bytes.
         max_shard_size: The most bytes of a file.
-        write: Writes the weights into a folder, where they differ from those of the snapshot.
+        write: Writes the weights into a folder, if they differ from those of the snapshot.
     """
     folder = Path(snapshot.path)
     staged = folder / _STAGED
@@ -80,10 +81,10 @@ def put_weights(
 
 
 def remove_weights(folder: Path) -> None:
-    """Remove the weights that were put beside a snapshot, and what a kill has left of them.
+    """Remove the weights that were put beside a snapshot, and unfinished files of a kill.
 
-    Files that were changed since are somebody else's, and stay. The folder keeps its time, by which
-    trainers sort checkpoints.
+    Files that were changed since are not casnap's any more, and stay. The folder keeps its time, by
+    which trainers sort checkpoints.
 
     Raises:
         OSError: Some cannot be removed.
@@ -148,7 +149,12 @@ def _pull(
 
 
 def _record_of(snapshot: Snapshot, staged: Path) -> VersionRecord:
-    """Return what says whose the files are that others have written, and make these durable."""
+    """Make files that others have written durable; return a record that lists them.
+
+    Args:
+        snapshot: The snapshot that they belong to.
+        staged: The folder with the files.
+    """
     files = {}
     for path in paths_in(staged):
         if _is_weights(path.name):
@@ -166,7 +172,12 @@ def _record_of(snapshot: Snapshot, staged: Path) -> VersionRecord:
 
 
 def _publish(staged: Path, folder: Path) -> None:
-    """Move the files of a version into a folder: for a reader, all of them at once."""
+    """Move the files of a version into a folder. A reader finds all of them there, or none.
+
+    Args:
+        staged: The folder in which they were written.
+        folder: The folder of the snapshot.
+    """
     version = Version.at(staged)
     assert version is not None
     first, *more = _names(version)
@@ -180,7 +191,7 @@ def _publish(staged: Path, folder: Path) -> None:
 
 
 def _is_ours(version: Version, path: Path) -> bool:
-    """Whether a file is as it was put there, whoever may write to it."""
+    """Whether a file has the length and time with which it was put there, whoever owns it."""
     info, about = status(path, follow=False), version.record.files[path.name]
     return info is not None and (info.st_size, info.st_mtime_ns) == (
         about.file_bytes,
@@ -189,7 +200,7 @@ def _is_ours(version: Version, path: Path) -> bool:
 
 
 def _names(version: Version) -> list[str]:
-    """Return the names of its weights; that of the index is not the first."""
+    """Return the names of a version's files of weights, an index last."""
     names = filter(_is_weights, version.record.files)
     return sorted(names, key=lambda name: (name.endswith(".json"), name))
 

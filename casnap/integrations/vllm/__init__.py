@@ -21,7 +21,7 @@ KNOWN = ("0.32.",)
 
 
 def register() -> None:
-    """Register the backend with vLLM, if its version is known. Further calls do no harm.
+    """Register the backend with vLLM, if this version of vLLM is known. Further calls do no harm.
 
     vLLM calls this wherever casnap is installed, also for users who do not use the backend. So with
     any other version it does nothing, and it never raises.
@@ -53,9 +53,9 @@ def _register() -> None:
 
 
 def _keep_weights_plain() -> None:
-    """Make vLLM on CPUs keep the weights of linear layers unpacked, in engines with the backend.
+    """Make vLLM on CPUs keep the weights of linear layers unpacked, in engines with this backend.
 
-    Otherwise vLLM packs them for its kernels, and drops the tensors to which patches apply.
+    Otherwise vLLM packs them for its kernels, and drops the tensors that patches change.
     ``torch.nn.functional.linear``, which vLLM uses for layers that cannot be packed, needs no
     packing.
     """

@@ -1,8 +1,8 @@
-"""Learning from a loader of weights where it puts the elements of a checkpoint in a model.
+"""Learn from a loader of weights where it puts the elements of a checkpoint in a model.
 
 A loader knows which tensors it joins, and which slices a rank of tensor parallelism has. So casnap
-runs it once with the tensors of a checkpoint; each copy that it would make is recorded and compared
-with the model. Later, patches are written directly to these places.
+runs it once with the tensors of a checkpoint. Each copy that the loader would make is recorded and
+compared with the model. Later, patches are written directly to these places.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class UnknownPlacesError(CasnapError):
-    """casnap cannot learn where the elements of a checkpoint lie in the model."""
+    """casnap cannot find out where the elements of a checkpoint lie in the model."""
 
 
 class OtherBaseError(CasnapError):
@@ -70,9 +70,10 @@ class ModelPart(NamedTuple):
         return is_here.nonzero().view(-1) + first, places[is_here]
 
     def _axes(self) -> list[tuple[int, int, int]]:
-        """Return the axes, outermost in the checkpoint first: size, stride there, stride here.
+        """Return size, stride in the checkpoint and stride in the model of each axis of the part.
 
-        Axes that are contiguous to each other on both sides are merged.
+        The axis that is outermost in the checkpoint comes first. Axes that are contiguous to each
+        other on both sides are merged.
         """
         axes: list[tuple[int, int, int]] = []
         each = zip(self.target.shape, self.strides, self.target.stride(), strict=True)
@@ -102,11 +103,11 @@ class Places:
         self._pointers = _pointers(targets)
 
     def fits(self, targets: list[torch.Tensor]) -> bool:
-        """Whether the tensors of a model still have the same memory."""
+        """Whether the tensors of a model have the same addresses as when the places were learnt."""
         return self._pointers == _pointers(targets)
 
     def of(self, name: str) -> Sequence[ModelPart]:
-        """Return the parts of a tensor; none if the loader leaves it out."""
+        """Return the parts of a tensor of the checkpoint; none if the loader leaves it out."""
         return self._regions.get(name, ())
 
 
@@ -116,10 +117,10 @@ def learn(
     model: torch.nn.Module,
     padded: Sequence[torch.Tensor] = (),
 ) -> Places:
-    """Learn where a loader puts the tensors of a checkpoint that the model has loaded already.
+    """Find out where a loader puts the tensors of a checkpoint that the model has already loaded.
 
     Args:
-        load: The loader, whose copies are recorded and not made.
+        load: The loader. Its copies are recorded and not made.
         weights: The tensors of the checkpoint, contiguous, each in memory of its own.
         model: The model.
         padded: Tensors of the model of which a part comes from no checkpoint.
@@ -141,12 +142,12 @@ def learn(
 
 
 def targets_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the tensors of a model to which a loader may write."""
+    """Return the parameters and buffers of a model: the tensors to which a loader may write."""
     return [tensor.data for tensor in (*model.parameters(), *model.buffers())]
 
 
 def storage_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all elements of the storage of a tensor, flat."""
+    """Return a flat tensor of all elements in the storage of ``tensor``."""
     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return whole.set_(tensor.untyped_storage())
 
@@ -161,7 +162,7 @@ def _pointers(targets: list[torch.Tensor]) -> list[tuple[int, torch.dtype, tuple
 
 
 class _Notes:
-    """Records the copies that a loader makes."""
+    """The copies that a loader would make, as places of the checkpoint's tensors in the model."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], targets: list[torch.Tensor]) -> None:
         self._weights = sorted(
@@ -177,7 +178,16 @@ class _Notes:
         self.regions: dict[str, list[ModelPart]] = {}
 
     def note(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Record that the loader copies a tensor of the checkpoint, or a part, to the model."""
+        """Record one copy that the loader would make.
+
+        Args:
+            target: The memory in the model.
+            source: A tensor of the checkpoint, or a part of it.
+
+        Raises:
+            UnknownPlacesError: The target is not in the model, or has another shape.
+            OtherBaseError: The target holds other values.
+        """
         if not source.numel():
             return
         name, tensor = self._owner(source)
@@ -203,6 +213,10 @@ class _Notes:
 
     def check_all_is_covered(self, model: torch.nn.Module, padded: Sequence[torch.Tensor]) -> None:
         """Check that all parameters come from the checkpoint: patches would miss any other.
+
+        Args:
+            model: The model.
+            padded: Tensors of the model of which a part comes from no checkpoint.
 
         Raises:
             UnknownPlacesError: Some parameters do not come from the checkpoint.
@@ -231,7 +245,7 @@ class _Notes:
 
 @contextmanager
 def _copies_go_to(note: Callable[[torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
-    """In the block, record the copies that this thread makes into tensors, and do not make them."""
+    """Within this ``with`` block, call ``note`` in place of each ``copy_`` of this thread."""
     copy, thread = torch.Tensor.copy_, threading.get_ident()
     had_own = "copy_" in vars(torch.Tensor)
 

@@ -1,4 +1,4 @@
-"""The backend in a worker of vLLM: it brings the worker's part of a model to a version in a folder.
+"""The backend in a worker of vLLM: it brings the worker's part of a model to a pulled version.
 
 It writes patches if the worker holds the version to which they apply. Otherwise it loads the folder
 whole, as vLLM does. The worker itself finds out which version it holds: at the start it compares
@@ -51,7 +51,7 @@ _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 @dataclass
 class CasnapInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """The next update, for which a worker prepares.
+    """vLLM's message before an update, by which a worker prepares the update.
 
     Attributes:
         update: The fields of the :class:`CasnapUpdateInfo` that comes next; None if it is unknown.
@@ -62,13 +62,13 @@ class CasnapInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class CasnapUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """A version to load.
+    """vLLM's message to load a version.
 
     Attributes:
         folder: The real path of a folder of safetensors: one that a pull has made, or any other.
         content: The content of its version; "" for a folder that no pull has made.
         patches: A file with patches; "" to load the folder whole.
-        digest: The BLAKE3 of that file.
+        digest: The BLAKE3 of the file with patches.
         base: The content that the patches apply to.
         whole: Tensors that have changed, and are not in the file of patches.
     """
@@ -105,11 +105,14 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
 
     @property
     def _held(self) -> str:
-        """The content that this worker holds; "" if it is unknown."""
+        """The content that this worker's weights have; "" if it is unknown."""
         return self._content if self._loaded_path == self._path else ""
 
     def _compare(self) -> None:
-        """Compare the weights with the folder that vLLM has loaded, and learn their places."""
+        """Compare the weights with the folder that vLLM has loaded, and find out their places.
+
+        If that fails, a warning says so, and the next version is loaded whole.
+        """
         self._content, self._path, self._places = "", self._loaded_path, None
         self._is_compared = True
         try:
@@ -118,10 +121,10 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
             _log.warning("casnap: the next version is loaded whole: %r", e)
 
     def _learn(self) -> tuple[Places, str]:
-        """Return the places of the weights, and their content.
+        """Return where the checkpoint's tensors lie in the model, and the content of the weights.
 
         Raises:
-            Exception: The places cannot be learnt, or the model holds other weights.
+            Exception: The places cannot be found out, or the model holds other weights.
         """
         version = Version.at(Path(self._path))
         if version is None:
@@ -143,7 +146,7 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
 
     @override
     def init_transfer_engine(self, init_info: CasnapInitInfo) -> None:
-        """Prepare the next update before the pause, so that the pause only has to write."""
+        """Prepare the next update before the engine pauses, so that the pause only has to write."""
         self._prepared = None
         if not self._is_compared:
             self._compare()
@@ -156,7 +159,7 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
 
     @override
     def finish_weight_update(self) -> None:
-        """Do nothing: once an update has returned, it is complete."""
+        """Do nothing: an update is complete once :meth:`update_weights` has returned."""
 
     @override
     def shutdown(self) -> None:
@@ -206,7 +209,7 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
             self._is_compared = False
 
     def _prepare(self, info: CasnapUpdateInfo) -> None:
-        """Find the writes of an update, if its patches apply to the weights of this worker."""
+        """Compute the writes of an update, if its patches apply to the weights of this worker."""
         if not info.patches or self._held == info.content:
             return
         try:
@@ -234,7 +237,7 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
         return True
 
     def _check(self, info: CasnapUpdateInfo) -> Places:
-        """Return the places of the weights, if the patches of an update apply to them.
+        """Return the places of the checkpoint's tensors, if the patches of an update apply to them.
 
         Raises:
             CasnapError: The patches do not apply.
@@ -248,7 +251,8 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
     def _writes(self, info: CasnapUpdateInfo) -> list[_Write]:
         """Return the writes of an update.
 
-        This compares all elements that the patches replace, so that the pause only has to write.
+        All elements that the patches replace are compared here, so that the pause only has to
+        write.
 
         Raises:
             CasnapError: The patches do not apply to these weights.
@@ -282,6 +286,13 @@ class _Write(NamedTuple):
     """A write to the memory of a tensor: of some elements, as integers, or of all.
 
     The new values wait in the memory of the host, since a device has little memory left.
+
+    Attributes:
+        name: The name of the tensor in the checkpoint.
+        target: The memory to write to.
+        places: The indices of the elements to write; None for all.
+        before: The elements expected there; None if any will do.
+        values: The new elements.
     """
 
     name: str
@@ -291,7 +302,7 @@ class _Write(NamedTuple):
     values: torch.Tensor
 
     def fits(self) -> bool:
-        """Whether the memory holds the elements that this write expects to replace."""
+        """Whether the memory still holds the elements that this write is to replace."""
         if self.places is None or self.before is None:
             return True
         there = self.target.index_select(0, self.places.to(self.target.device))
@@ -307,7 +318,13 @@ class _Write(NamedTuple):
 
 
 def _write_of(name: str, patch: Patch, region: ModelPart) -> _Write | None:
-    """Return the write of a patch to a part of its tensor; None if it changes nothing there."""
+    """Return the write that applies a patch to one part of its tensor; None if nothing changes.
+
+    Args:
+        name: The name of the tensor.
+        patch: The patch.
+        region: The part, in the model.
+    """
     which, places = region.located(_shared(patch.indices))
     if not len(places):
         return None
@@ -329,7 +346,12 @@ def _shared(elements: Any) -> torch.Tensor:
 
 
 def _weights(folder: Path, tensors: Mapping[str, VersionTensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a version, mapped: their files are read when they are used."""
+    """Return the tensors of a version as memory maps: the files are read when they are used.
+
+    Args:
+        folder: The folder of the version.
+        tensors: The tensors, by name.
+    """
     files: dict[str, mmap.mmap] = {}
     weights = {}
     for name, tensor in tensors.items():
@@ -351,7 +373,10 @@ def _weights(folder: Path, tensors: Mapping[str, VersionTensor]) -> dict[str, to
 
 
 def _why_derived(model: Any) -> str:
-    """Return why a model may hold data derived from its weights, such as packed ones; "" if not."""
+    """Return why a model may hold data made from its weights, such as packed ones; "" if not.
+
+    Patches would not change such data.
+    """
     plain = torch.nn.functional.linear
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
