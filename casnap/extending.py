@@ -5,7 +5,7 @@ versioning holds for all of them. ``docs/guides/own-trainer.md`` uses them.
 
 ==========================  ====================================================================
 takes of a trainer          ``JoinedTake``, ``TakeOptions``; a ``StateSource`` is a ``LiveState``
-                            or ``DividedLeaves``
+                            or ``DividedLeaves``; ``name_trainer``
 ranks                       ``join``, ``Comm``, ``SingleProcess``, ``own_rank``
 divided tensors             ``Region``, ``leaf_of_parts``, ``boxes_of_run``, ``WithOthers``;
                             ``Target``, ``load_together``, ``check_together``, ``Fit``
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from casnap.state.containers import live_components as live_components
     from casnap.state.flatten import flatten as flatten
     from casnap.state.flatten import map_leaves as map_leaves
+    from casnap.state.run_environment import name_trainer as name_trainer
     from casnap.state.tensors import Leaf as Leaf
     from casnap.state.tensors import allocate as allocate
     from casnap.state.tensors import describe as describe

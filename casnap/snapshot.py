@@ -764,6 +764,19 @@ class Snapshot:
         return TakeStats(**stats, requests=self.requests, freed_bytes=self._freed_bytes)
 
     @property
+    def environment(self) -> dict[str, str]:
+        """What the take was made with: versions, settings of torch, device, git commit, variables.
+
+        Of many ranks, rank 0 noted its own; the number of ranks is :attr:`world_size`. The git
+        commit is that of the folder of the script; ``-dirty`` stands behind it if tracked files had
+        changed. Only variables that are known to change results are noted, such as
+        ``CUBLAS_WORKSPACE_CONFIG``. Empty for a snapshot that was imported, that an older version
+        took, or that a store with ``environment=False`` took.
+        """
+        with self.contents.reading():
+            return self.contents.environment
+
+    @property
     def requests(self) -> dict[str, int]:
         """How many requests the take made, by kind, on all ranks.
 
@@ -968,8 +981,13 @@ def begin_take(
 
 
 def _for_view(options: TakeOptions, view: View) -> TakeOptions:
-    """Return the options of a take with the store's hooks and its number of threads."""
-    return replace(options, hooks=view.hooks, threads=options.threads or view.threads)
+    """Return the options of a take with the hooks and the settings of a store."""
+    return replace(
+        options,
+        hooks=view.hooks,
+        threads=options.threads or view.threads,
+        environment=options.environment and view.environment,
+    )
 
 
 def _stored(view: View, name: str, pg: Any, store: object, result: TakeResult) -> Snapshot:

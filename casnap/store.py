@@ -112,6 +112,8 @@ class Store:
             without it there is no cache.
         threads: How many threads of each step of a take may run, unless the take has its own
             ``threads=``; see :meth:`take`. The default is ``CASNAP_THREADS`` of the environment.
+        environment: Whether takes note what they were made with: versions, settings of torch, the
+            git commit of the script; see :attr:`Snapshot.environment`.
 
     Raises:
         NotAStoreError: There is no store, and ``create`` is False.
@@ -133,6 +135,7 @@ class Store:
         mirror: str | os.PathLike[str] | Backend | casnap.MirrorOptions | None = None,
         cache_bytes: Size | None = None,
         threads: int | None = None,
+        environment: bool = True,
     ) -> None:
         from casnap.storage import new_settings
 
@@ -144,6 +147,7 @@ class Store:
             create=bool(create),
             storage_options=storage_options,
             threads=count_if_given("threads", threads),
+            environment=bool(environment),
             mirror_options=_mirror_options(mirror),
             chunk_size=new.chunk_size,
             settings=new_settings(new.codec),
@@ -1248,7 +1252,7 @@ def import_snapshot(
     def take(leaves: Any, all_metadata: dict[str, Any]) -> int:
         assert find is not None
         view, inner = find()
-        options_of_take = TakeOptions(metadata=all_metadata, **options)
+        options_of_take = TakeOptions(metadata=all_metadata, environment=False, **options)
         snapshot = take_from(view, SingleProcess(), lambda: leaves, inner, options_of_take)
         return snapshot.stats.new_bytes
 

@@ -56,12 +56,14 @@ class View:
         opening: Opens or makes the store, as :func:`casnap.storage.opening.opening.open_at` does.
         create: Whether to make the store if there is none.
         threads: How many threads of each step of a take may run, by default.
+        environment: Whether takes note what they were made with.
         mirror_options: The user's options for the mirror; None without a mirror.
 
     Attributes:
         is_new: Whether this object has made the store.
         mirror: The mirror of the open store, if there is one.
         threads: As given.
+        environment: As given.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class View:
         *,
         create: bool,
         threads: int | None = None,
+        environment: bool = True,
         mirror_options: MirrorOptions | None = None,
     ) -> None:
         self._uri = uri
@@ -83,6 +86,7 @@ class View:
         # The same repository, read as of an older root: set once all newer roots lack files.
         self._older: Repository | None = None
         self.threads = threads or threads_asked()
+        self.environment = environment
         self.mirror: Mirror | None = None
         self.is_new = False
 
@@ -94,6 +98,7 @@ class View:
         create: bool,
         storage_options: Mapping[str, Any] | None = None,
         threads: int | None = None,
+        environment: bool = True,
         mirror_options: MirrorOptions | None = None,
         **options: Any,
     ) -> View:
@@ -105,6 +110,7 @@ class View:
                 when it is needed.
             storage_options: How to reach a remote store.
             threads: As for the class.
+            environment: As for the class.
             mirror_options: As for the class.
             options: Further arguments of :func:`casnap.storage.opening.opening.open_at`, which
                 also says what is raised.
@@ -113,7 +119,13 @@ class View:
         given = place.backend if isinstance(uri, Backend) else given_path(uri)
         opening = partial(open_at, **options)
         view = cls(
-            given, place, opening, create=create, threads=threads, mirror_options=mirror_options
+            given,
+            place,
+            opening,
+            create=create,
+            threads=threads,
+            environment=environment,
+            mirror_options=mirror_options,
         )
         if mirror_options is not None and create:
             view._open(place, create=True)
@@ -129,6 +141,7 @@ class View:
         *,
         is_new: bool = False,
         threads: int | None = None,
+        environment: bool = True,
     ) -> View:
         """Return a view of an open store.
 
@@ -137,11 +150,12 @@ class View:
             prefix: The prefix of the full names of all snapshots in the view.
             is_new: Whether the store was just made.
             threads: How many threads of each step of a take may run, by default.
+            environment: Whether takes note what they were made with.
         """
         backend = repository.backend
         opening = partial(open_at, markers=repository.marks)
         place = Location(backend, prefix, exists=True)
-        view = cls(backend, place, opening, create=False, threads=threads)
+        view = cls(backend, place, opening, create=False, threads=threads, environment=environment)
         view._repository, view.is_new = repository, is_new
         return view
 
@@ -151,7 +165,13 @@ class View:
         if self._repository is not None:
             cache = self._repository.chunk_cache
             opening = partial(opening, cache_bytes=0 if cache is None else cache.nbytes)
-        fields = self._uri, self._place, opening, self._create, self.threads, self._mirror_options
+        options = {
+            "create": self._create,
+            "threads": self.threads,
+            "environment": self.environment,
+            "mirror_options": self._mirror_options,
+        }
+        fields = self._uri, self._place, opening, options
         return _unpickled, (fields, self._repository is not None)
 
     # --- the store, which may not exist yet ---
@@ -212,7 +232,9 @@ class View:
 
     def whole(self) -> View:
         """Return the view of all snapshots of the store."""
-        return View.of(self.repository, threads=self.threads) if self.prefix else self
+        if not self.prefix:
+            return self
+        return View.of(self.repository, threads=self.threads, environment=self.environment)
 
     def at_mirror(self) -> View | None:
         """Return the view of the snapshots at the mirror; None if there is no mirror.
@@ -434,8 +456,8 @@ def _tell_of_older(store: Repository, older: Repository) -> None:
 
 
 def _unpickled(fields: tuple[Any, ...], is_open: bool) -> View:
-    uri, place, opening, create, threads, mirror_options = fields
-    view = View(uri, place, opening, create=create, threads=threads, mirror_options=mirror_options)
+    uri, place, opening, options = fields
+    view = View(uri, place, opening, **options)
     if is_open:
         # A take starts the mirror; a worker that only reads does not need it.
         view._open(place, create=False, start_mirror=False)

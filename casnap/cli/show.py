@@ -48,13 +48,20 @@ Facts = dict[str, Any]
 @click.argument("snapshot", metavar="STORE/NAME")
 @click.argument("path", required=False)
 @click.option("--limit", type=click.IntRange(min=1), help="The most children to print [50; all].")
+@click.option(
+    "--environment", is_flag=True, help="Show what the take was made with, such as versions."
+)
 @reading_options
-def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> None:
+def show(
+    snapshot: str, path: str | None, limit: int | None, environment: bool, as_json: bool
+) -> None:
     """Show the contents of a snapshot, or one tensor or value.
 
     PATH is a path inside the snapshot, with or without the rank. KEY is the key of an element, if
     its path does not show it. SHARED is how much of a tensor an earlier snapshot had stored.
     """
+    if environment and path is not None:
+        raise click.UsageError("--environment is about the whole snapshot; give no PATH")
     open_place = open_snapshot(snapshot)
     if path is None:
         from casnap.cli.mirror import commits_lacking
@@ -63,9 +70,13 @@ def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> N
             **snapshot_fields(open_place, commits_lacking(open_place.store, [open_place])),
             "keys": list(_keys(open_place.contents)),
             "thinned_keys": list(open_place.thinned),
+            "environment": open_place.environment,
         }
         if as_json:
             emit({**document}, open_place.store)
+        elif environment:
+            noted = document["environment"] or {"environment": "not noted"}
+            _print_facts({safe(key): text for key, text in noted.items()})
         else:
             _print_snapshot(open_place, document)
         return

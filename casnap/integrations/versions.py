@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from casnap.errors import pip_install
+from casnap.extending import name_trainer
 
 _log = logging.getLogger("casnap")
 
@@ -87,6 +88,7 @@ def check_version(integration: str, tested: Versions | None = None) -> None:
             f"{module} needs {package}, which is not installed: {pip_install(integration)}",
             name=package,
         ) from None
+    name_trainer(package, installed)
     found = _release(installed)
     for fails in failing:
         if _release(fails.first) <= found and (not fails.below or found < _release(fails.below)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +37,7 @@ from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.devices import synchronize
 from casnap.state.flatten import fill_targets, inflate
 from casnap.state.overlap import fill_shared_memory
+from casnap.state.run_environment import changes_since
 from casnap.state.sharded import Shards
 from casnap.state.stateful import (
     AppState,
@@ -48,6 +50,8 @@ from casnap.state.stateful import (
 from casnap.state.tensors import Leaf
 from casnap.state.values import check_pickle_allowed
 from casnap.storage import Contents
+
+_log = logging.getLogger("casnap")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +103,7 @@ def restore(
     comm.enter_phase("beginning a restore")
     app_state = with_states(given)
     report = RestoreReport(left_behind=_left_behind(contents, comm.size))
+    report.environment = _environment_changes(contents, comm)
     if options.rename is not None:
         app_state = _by_stored_keys(contents, app_state, options.rename, report)
     agreed = _agree(contents, app_state, options, comm)
@@ -157,6 +162,17 @@ def restore(
         synchronize(_on_devices(states, targets))
     comm.all_gather(b"")
     return report
+
+
+def _environment_changes(contents: Contents, comm: Comm) -> list[str]:
+    """Return how this process differs from the one that took; rank 0 logs it, in a line."""
+    is_first = comm.rank == 0
+    changes = changes_since(
+        contents.environment, contents.row.world_size, comm.size, with_commit=is_first
+    )
+    if changes and is_first:
+        _log.info("%s: since the take: %s", contents.label, ", ".join(changes))
+    return changes
 
 
 def _advice(

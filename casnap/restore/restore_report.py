@@ -26,6 +26,9 @@ class RestoreReport:
         new_ranks: A sentence for each key, such as the random state, of which the take stored a
             part for single ranks alone. Ranks that the take did not have keep their own values. The
             sentences are the same on all ranks.
+        environment: How the environment differs from that of the take, in words such as ``torch
+            2.13.0 → 2.14.1`` and ``8 → 6 ranks``; see :attr:`casnap.Snapshot.environment`. Not an
+            error. Ranks may differ in this; only rank 0 looks for the git commit.
         kept_bytes: With ``reuse=True``, how many bytes this rank did not read, since its tensors
             held them. A tied tensor counts under each of its names.
     """
@@ -36,6 +39,7 @@ class RestoreReport:
     left_behind: list[str] = field(default_factory=list)
     kept_bytes: int = 0
     new_ranks: list[str] = field(default_factory=list)
+    environment: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         """Whether something is missing, unexpected or mismatched."""

@@ -16,6 +16,32 @@ from casnap.runtime.file_systems import shared_type
 from casnap.runtime.units import parsed_size
 
 _log = logging.getLogger("casnap")
+# The variables that are known to change which bits a training computes.
+_NUMERIC = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "FLASH_ATTENTION_DETERMINISTIC",
+    "MIOPEN_FIND_MODE",
+    "MKL_CBWR",
+    "MKL_NUM_THREADS",
+    "NCCL_ALGO",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+    "OMP_NUM_THREADS",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "OPENBLAS_NUM_THREADS",
+    "PYTHONHASHSEED",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_BLAS_PREFER_CUBLASLT",
+)
+_MOST_LETTERS = 100
 # The URI of a local file: its host and path, or its path alone.
 _FILE_URI = re.compile(r"(?i:file):(?://([^/]*)(/.*)?|(/.*))", re.DOTALL)
 
@@ -171,6 +197,20 @@ def collects_by_itself() -> bool:
 def hashes_on_device() -> bool:
     """Whether a device may hash its tensors: ``CASNAP_DEVICE_HASH`` is not "off"."""
     return os.environ.get("CASNAP_DEVICE_HASH") != "off"
+
+
+def numeric_variables() -> dict[str, str]:
+    """Return the variables that are known to change which bits a training computes, if any are set.
+
+    Only the first 100 characters of a value are kept, and of these none that cannot be printed.
+    """
+    variables = os.environ
+    found = {name: variables[name] for name in _NUMERIC if name in variables}
+    return {name: _printable(text[:_MOST_LETTERS]) for name, text in found.items()}
+
+
+def _printable(text: str) -> str:
+    return "".join(letter for letter in text if letter.isprintable())
 
 
 def _number_asked(variable: str, kind: str) -> int | None:

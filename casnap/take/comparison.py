@@ -46,7 +46,7 @@ def manifest_of(source: StateSource, chunk_size: int) -> Manifest:
             Exchange(comm, crew, state, division).run(batches, hasher.hash)
 
     run_shielded(work)
-    built = build_manifest(comm, state, division, hasher.digests, digest_of)
+    built = build_manifest(comm, state, division, hasher.digests, digest_of, {})
     assert built is not None
     return built[0]
 

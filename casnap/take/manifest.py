@@ -65,7 +65,12 @@ class _Contribution(msgspec.Struct, array_like=True):
 
 
 def build_manifest(
-    comm: Comm, state: CapturedState, division: Division, digests: Digests, put_node: Put
+    comm: Comm,
+    state: CapturedState,
+    division: Division,
+    digests: Digests,
+    put_node: Put,
+    environment: dict[str, str],
 ) -> tuple[Manifest, Stats] | None:
     """Decide which entries are global, and store all trees.
 
@@ -75,6 +80,7 @@ def build_manifest(
         division: How the ranks divided the work.
         digests: The digests that this rank computed.
         put_node: Stores a tree node.
+        environment: What the take was made with; only that of rank 0 counts.
 
     Returns:
         On rank 0, the manifest, and the number and bytes of its entries, each global entry counted
@@ -90,11 +96,15 @@ def build_manifest(
     if not contributions:
         return None
     # The keys are in the order of the app state.
-    return joined(contributions, [span.component for span in state.spans], put_node)
+    components = [span.component for span in state.spans]
+    return joined(contributions, components, put_node, environment)
 
 
 def joined(
-    contributions: list[_Contribution], components: Iterable[str], put_node: Put
+    contributions: list[_Contribution],
+    components: Iterable[str],
+    put_node: Put,
+    environment: dict[str, str],
 ) -> tuple[Manifest, Stats]:
     """Build the manifest from the contributions of all ranks; only rank 0 calls this.
 
@@ -102,11 +112,12 @@ def joined(
         contributions: The contribution of each rank.
         components: The keys of the app state, in order.
         put_node: Stores a tree node.
+        environment: What the take was made with.
 
     Returns:
         The manifest, and the number and bytes of its entries.
     """
-    manifest = Manifest({}, {})
+    manifest = Manifest({}, {}, environment=environment)
     nbytes = sum(contribution.own_bytes for contribution in contributions)
     count = sum(contribution.own_entries for contribution in contributions)
     shared: dict[str, dict[str, KnownEntry]] = {}

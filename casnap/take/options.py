@@ -170,6 +170,7 @@ class TakeOptions:
         per_rank: Globs of paths whose values belong to their rank, also if they are equal.
         threads: How many threads of this process may work on the take.
         timeout: For how many seconds a rank waits for another.
+        environment: Whether to note what the take was made with, such as the version of torch.
         hooks: Called on the rank that commits.
         attempt: Decides whether the run goes on after an error.
     """
@@ -185,6 +186,7 @@ class TakeOptions:
     per_rank: Sequence[str] | None = None
     threads: int | None = None
     timeout: float | None = None
+    environment: bool = True
     hooks: storage.CommitHooks = field(default_factory=_no_hooks, repr=False)
     attempt: Attempt = field(default_factory=Attempt, repr=False)
 

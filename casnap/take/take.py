@@ -19,6 +19,7 @@ from casnap.format.records import PackId, Place, Root
 from casnap.ranks.comm import Comm
 from casnap.runtime.fork import in_child
 from casnap.runtime.threads import Crew, python_gc_paused, run_shielded
+from casnap.state.run_environment import run_environment
 from casnap.storage import (
     Reliance,
     Repository,
@@ -169,7 +170,11 @@ class _Steps:
         chunk_size = repository.config.chunk_size
         keys = [key_of(component) for component in agreed.keys]
         self.state = source.capture(keys, chunk_size, allow_pickle=options.allow_pickle)
-        self._notes = options.hooks.notes(self._name) if comm.rank == 0 else {}
+        # Noted by rank 0 for all ranks.
+        is_first = comm.rank == 0
+        self._notes = options.hooks.notes(self._name) if is_first else {}
+        has_environment = is_first and options.environment
+        self._environment = run_environment(with_commit=True) if has_environment else {}
         comm.enter_phase("sharing out the work")
         self._division = divide(comm, self.state, source.values, options, chunk_size, agreed.seed)
         self.state.assign(self._division.plans)
@@ -403,7 +408,12 @@ class _Steps:
             comm.enter_phase("assembling the manifest")
             with python_gc_paused():
                 built = build_manifest(
-                    comm, self.state, self._division, hasher.digests, session.put_node
+                    comm,
+                    self.state,
+                    self._division,
+                    hasher.digests,
+                    session.put_node,
+                    self._environment,
                 )
             comm.enter_phase("committing")
             commit = TakeCommit(

@@ -29,7 +29,7 @@ ROW = ["commit", "manifest", "seq", "time", "world_size", "stats", "metadata", "
 
 
 def taken(folder: Path, state: dict[str, Any], **options: Any) -> Store:
-    store = Store(folder, create=NewStore(chunk_size=CHUNK)).make()
+    store = Store(folder, create=NewStore(chunk_size=CHUNK), environment=False).make()
     store.take(state, "run/1", **options)
     return store
 

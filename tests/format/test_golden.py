@@ -26,6 +26,8 @@ MADE = {
     "codecs.tar.xz": "64b056ecad9380816dc4249cad821b34",
     "copied.json": "e7797aba47f2a6ebf8955eb6f469fbf4",
     "copied.tar.xz": "53572c6dcb9538b2e7249aa3f046f916",
+    "environment.json": "603344461d64f141c34cb0098ee2f6bc",
+    "environment.tar.xz": "3a5ecd505665d66780e6c59453051964",
     "forged.json": "bc7b5f5f598c2e906ee3a066dc9708c4",
     "forged.tar.xz": "c2608b6ec63f84727637656d700e74a7",
     "kinds.json": "8a042455832340053e5bb276e89ca0dd",
@@ -72,6 +74,7 @@ def check_all(store: Store, document: dict[str, Any], prefix: str = "") -> None:
             continue
         assert list(snapshot.thinned) == expected["thinned"]
         assert snapshot.world_size == expected["world_size"]
+        assert snapshot.environment == expected.get("environment", {})
         for rank, keys in enumerate(expected["ranks"]):
             assert restored(store, prefix + name, rank, list(keys)) == keys
 

@@ -232,7 +232,24 @@ def make_small(folder: Path) -> Made:
     return made
 
 
-MAKERS: dict[str, Callable[[Path], Made]] = {"small": make_small}
+def make_environment(folder: Path) -> Made:
+    """Snapshots that note what they were taken with: whole, thinned, and one that notes nothing."""
+    made = Made(Store(folder, create=NewStore(chunk_size=CHUNK)).make(), {})
+    state = {"model": StateDict(w=torch.arange(100)), "optim": StateDict(m=torch.ones(3))}
+    made.take(state, "run/1")
+    made.store.thin({"optim": 1})
+    made.take(state, "run/2")
+    made.store.thin({"optim": 1})
+    made.states["run/1"] = [{"model": state["model"]}]
+    Store(folder, environment=False).take(state, "none/1")
+    made.states["none/1"] = [state]
+    return made
+
+
+MAKERS: dict[str, Callable[[Path], Made]] = {
+    "small": make_small,
+    "environment": make_environment,
+}
 """What makes those that a version adds; those that stand were made by makers that went since."""
 
 
@@ -290,6 +307,7 @@ def document_of(made: Made) -> Any:
         snapshots[snapshot.name] = {
             "commit": snapshot.commit_id,
             "metadata": snapshot.metadata.user,
+            "environment": dict(snapshot.environment),
             "notes": described(snapshot.row.notes),
             "ranks": [
                 {key: _described_state(value) for key, value in state.items()} for state in states

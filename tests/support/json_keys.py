@@ -13,7 +13,7 @@ _SNAPSHOT = "store, name, path, commit"
 # Maps whose keys are a user's, or kinds, files and paths.
 _MAPS = {
     *("requests", "metadata", "settings", "metrics", "module_bytes", "refused", "tied", "equal"),
-    *("value", "losses", "gc", "old", "new"),
+    *("value", "losses", "gc", "old", "new", "environment"),
 }
 
 

@@ -33,7 +33,9 @@ class ForkedPython(subprocess.Popen[Any]):
 
     def _execute_child(self, args: Sequence[object], *more: Any) -> None:
         """Fork. ``Popen`` passes much, in an order of its own: variables, pipes' ends, session."""
-        assert args[0] == sys.executable
+        if args[0] != sys.executable:  # git
+            super()._execute_child(args, *more)  # type: ignore[misc]
+            return
         environment, files, is_new_session = more[5], more[9:15], more[20]
         sys.stdout.flush()
         self.pid = os.fork()

@@ -245,6 +245,12 @@ class Contents:
             raise DamagedError(f"the metadata of {self.label} have {len(node):,} bytes, too many")
         return decode(node, dict[str, Any], f"the metadata of {self.label}")
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the take was made with, by key; empty if that was not noted."""
+        noted = self.manifest.environment
+        return {key: text for key, text in noted.items() if isinstance(text, str)}
+
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Explain a ``DamagedError`` in a block of code, if the snapshot itself is gone.

@@ -1,0 +1,182 @@
+"""The environment of a take: what decides, besides the state, which bits a training computes.
+
+It is a dict of short texts, by fixed keys. The variables of the process's environment in it have
+their own names; only those that are known to change results are read, and no others.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+
+from casnap.runtime.environment import numeric_variables
+from casnap.runtime.work_tree import commit_of_program
+from casnap.version import __version__
+
+_log = logging.getLogger("casnap")
+# Keys that a process may not know yet, such as the device before its first use. They are compared
+# only if both sides have them.
+_PERHAPS = frozenset({"device", "commit"})
+_COMMIT_DIGITS, _MOST_LETTERS = 10, 60
+# The trainers that use casnap in this process, with their versions.
+_trainers: dict[str, str] = {}
+
+
+def name_trainer(package: str, version: str) -> None:
+    """Note that a trainer uses casnap in this process: takes note its version.
+
+    Args:
+        package: The name of its package.
+        version: Its version.
+    """
+    _trainers[package] = version
+
+
+def run_environment(*, with_commit: bool) -> dict[str, str]:
+    """Return the environment of this process and thread as it is now.
+
+    ==========================  ==================================================================
+    ``python``, ``torch``,      versions; without a build for it, no ``cuda``, ``cudnn`` and ``hip``
+    ``cuda``, ``cudnn``,
+    ``hip``, ``casnap``
+    a package                   the version of a trainer that uses casnap
+    ``device``                  the name of the accelerator, or what the CPU can do; absent while an
+                                accelerator is not in use yet
+    ``threads``                 how many threads compute on the CPU
+    ``dtype``                   the default dtype
+    ``autocast``                the device types with autocast, and its dtype there; or ``off``
+    ``tf32_matmul``,            ``on`` or ``off``
+    ``tf32_conv``,
+    ``cudnn_benchmark``,
+    ``cudnn_deterministic``
+    ``deterministic``           deterministic algorithms: ``on``, ``off`` or ``warn``
+    ``commit``                  the git commit of the script's folder; ``-dirty`` is behind it if
+                                tracked files have changed since
+    a variable                  its value when this was first called, as ``OMP_NUM_THREADS`` and
+                                ``PYTHONHASHSEED`` have one
+    ==========================  ==================================================================
+
+    It is empty, with a warning, if a version of torch has other settings than were known here.
+
+    Args:
+        with_commit: Whether to ask git. Of many ranks, one asks.
+    """
+    try:
+        found = _found(with_commit=with_commit)
+    except Exception as e:  # noqa: BLE001 - no take, and no restore, may fail for a note
+        _warn_once(f"what this process runs with is not noted: {type(e).__name__}: {e}")
+        return {}
+    return {key: text for key, text in found.items() if text}
+
+
+def _found(*, with_commit: bool) -> dict[str, str]:
+    cudnn = torch.backends.cudnn
+    return {
+        **_of_process(),
+        **_trainers,
+        "threads": str(torch.get_num_threads()),
+        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "autocast": _autocast(),
+        "tf32_matmul": _tf32(torch.backends.cuda.matmul),
+        "tf32_conv": _tf32(getattr(cudnn, "conv", cudnn)),
+        "cudnn_benchmark": _on(cudnn.benchmark),
+        "cudnn_deterministic": _on(cudnn.deterministic),
+        "deterministic": _deterministic(),
+        "device": _device(),
+        "commit": commit_of_program() if with_commit else "",
+    }
+
+
+@cache
+def _warn_once(text: str) -> None:
+    _log.warning("%s", text)
+
+
+@cache
+def _of_process() -> dict[str, str]:
+    """Return what is found out once: libraries read the variables once, too."""
+    cudnn = ""
+    if torch.version.cuda:
+        cudnn = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda or "",
+        "cudnn": cudnn,
+        "hip": torch.version.hip or "",
+        "casnap": __version__,
+        **numeric_variables(),
+    }
+
+
+def _device() -> str:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return _name_of(torch.cuda.current_device())
+    if torch.version.cuda or torch.version.hip:
+        return ""
+    return f"CPU {torch.backends.cpu.get_cpu_capability()}"
+
+
+@cache
+def _name_of(device: int) -> str:
+    return torch.cuda.get_device_name(device)
+
+
+def _autocast() -> str:
+    on = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
+    texts = [f"{k} {str(torch.get_autocast_dtype(k)).removeprefix('torch.')}" for k in on]
+    return ", ".join(texts) or "off"
+
+
+def _tf32(backend: object) -> str:
+    # Of older versions of torch. Newer ones raise if a program has used both settings.
+    precision = getattr(backend, "fp32_precision", None)
+    if precision is None:
+        return _on(getattr(backend, "allow_tf32", False))
+    return _on(precision == "tf32")
+
+
+def _deterministic() -> str:
+    if torch.is_deterministic_algorithms_warn_only_enabled():
+        return "warn"
+    return _on(torch.are_deterministic_algorithms_enabled())
+
+
+def _on(flag: bool) -> str:
+    return "on" if flag else "off"
+
+
+def changes_since(
+    before: Mapping[str, str], ranks_before: int, ranks: int, *, with_commit: bool
+) -> list[str]:
+    """Return how the environment of this process differs from that of a take, in words.
+
+    Each change is like ``"torch 2.13.0 → 2.14.1"``. If the take noted none, only the ranks are
+    compared.
+
+    Args:
+        before: The environment of the take.
+        ranks_before: How many ranks took.
+        ranks: How many ranks there are now.
+        with_commit: Whether to ask git, if the take has noted a commit.
+    """
+    now = run_environment(with_commit=with_commit and "commit" in before) if before else {}
+    changes = []
+    for key in dict.fromkeys((*before, *now)):
+        was, is_now = before.get(key, ""), now.get(key, "")
+        if was != is_now and not (key in _PERHAPS and not (was and is_now)):
+            changes.append(f"{key} {_short(key, was)} → {_short(key, is_now)}")
+    if ranks != ranks_before:
+        changes.append(f"{ranks_before} → {ranks} ranks")
+    return changes
+
+
+def _short(key: str, text: str) -> str:
+    if key == "commit":
+        commit, dash, dirty = text.partition("-")
+        return f"{commit[:_COMMIT_DIGITS]}{dash}{dirty}"
+    return text[:_MOST_LETTERS] or "none"
