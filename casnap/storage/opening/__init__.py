@@ -1,4 +1,4 @@
-"""Finding the store of a path, making it, opening it; and errors that say what is there instead.
+"""Find the store of a path, make it or open it; errors tell what else is at the path.
 
 This room imports ``commit_log`` and ``reading``. Begin with ``opening.py`` and ``location.py``.
 """

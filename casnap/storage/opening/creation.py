@@ -1,4 +1,4 @@
-"""Making stores: their first objects, and the places where casnap refuses to make one."""
+"""Make stores: their first objects, and the places where casnap refuses to make one."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ _SETTLED = 1.0
 
 
 class CreatedStore(NamedTuple):
-    """A complete store.
+    """The result of making a store.
 
     Attributes:
         is_new: Whether there was no store before.
-        config: The record of the store.
-        root: Its first root, if this process has just put it.
+        config: The store's ``casnap.json``.
+        root: The store's first root, if this process has just put it; else None.
     """
 
     is_new: bool
@@ -66,10 +66,10 @@ def create_store(
     is_explicit: bool,
     settings: Mapping[str, Any] | None = None,
 ) -> CreatedStore:
-    """Make a store, or finish a making that was cut off; do nothing if the store is complete.
+    """Make a store; or finish making one if that was cut off. If the store is complete, do nothing.
 
     Args:
-        backend: The backend of the store.
+        backend: The backend of the place.
         chunk_size: The chunk size in bytes, a power of two from 64 KiB to 64 MiB.
         is_explicit: Whether the user named this very place as a store.
         settings: The settings of a new store.
@@ -109,7 +109,7 @@ def create_store(
 
 
 def chunk_size_of(size: object) -> int:
-    """Return the bytes of a chunk size that a user gave. ``64k`` can only mean 64 KiB here.
+    """Return a chunk size that a user gave, in bytes. Here ``64k`` means 64 KiB.
 
     Raises:
         TypeError: The size is neither a number nor a text.
@@ -139,10 +139,14 @@ def _first_root(config: StoreConfig, settings: dict[str, Any]) -> Root:
 
 
 def _adopted_config(backend: Backend, *, is_ours: bool) -> StoreConfig:
-    """Return the record that all processes adopt which make one store at the same time.
+    """Return the ``casnap.json`` on which all processes agree that make a store at the same time.
 
-    Such processes exist only where all puts win. They adopt the record in root 0 if there is one,
-    and else the record that was put last.
+    Only at a place without put-if-absent can several processes make the same store. They agree on
+    the copy in root 0 if there is a root, and otherwise on the record that was put last.
+
+    Args:
+        backend: The backend of the place.
+        is_ours: Whether this process has put a record.
     """
     time.sleep(_SETTLED)
     config = read_config(backend)
@@ -172,16 +176,20 @@ def _put_config(
     *,
     is_explicit: bool,
 ) -> StoreConfig | None:
-    """Put the record of a new store. From then on the store exists.
+    """Put ``casnap.json`` of a new store. From then on the store exists.
 
     Args:
-        backend: The backend of the store.
-        names: The names that are already at the place.
+        backend: The backend of the place.
+        names: The names that already exist in the folder ``casnap-store/``.
         chunk_size: The chunk size in bytes.
         is_explicit: Whether the user named this very place as a store.
 
     Returns:
-        The record; None if another process was faster, or parts of a store were there.
+        The record; None if another process was faster, or parts of a store are there already.
+
+    Raises:
+        StoreError: No store can be made here.
+        ValueError: The chunk size is too large for this place.
     """
     if chunk_size > backend.max_chunk_bytes:
         most = backend.max_chunk_bytes >> 20
@@ -223,7 +231,7 @@ def _foreign_error(backend: Backend, names: set[str]) -> StoreError:
 
 
 def _is_marked(backend: Backend) -> bool:
-    """Whether the place is the folder of a snapshot."""
+    """Whether the place is the folder of a snapshot: it has a marker."""
     try:
         backend.read_marker(MARKER)
     except FileNotFoundError:

@@ -1,6 +1,7 @@
-"""Checkpoints of other libraries, found where a snapshot was looked for.
+"""Find checkpoints of other libraries at a path where a snapshot was looked for.
 
-A program that has changed libraries finds no snapshot, and would begin its run anew without a word.
+Without the advice from here, a program that has changed to casnap would find no snapshot, and begin
+its run anew without a word.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ _MOST = 1000
 
 
 class CheckpointForm(NamedTuple):
-    """A form of checkpoints of another library.
+    """A form in which another library stores checkpoints.
 
     Attributes:
-        name: The name of the form in messages.
-        telltales: Globs. A checkpoint of this form is a file that one of them matches, or a folder
-            with such a file.
-        is_sure: Whether no other files match the globs.
-        reader: The program that reads the form, if ``casnap import`` does not; else "".
+        name: The name of the form, for messages.
+        telltales: Globs of file names. A checkpoint of this form is a file that matches one of
+            them, or a folder with such a file.
+        is_sure: Whether only checkpoints of this form have files that match.
+        reader: The program that reads the form; "" if ``casnap import`` does.
     """
 
     name: str
@@ -38,7 +39,10 @@ class CheckpointForm(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """How to read a checkpoint of the form, in words after "a checkpoint of {name}, which"."""
+        """How to read a checkpoint of this form.
+
+        The words continue a sentence that begins with "There is a checkpoint of {name}, which".
+        """
         return f"{self.reader} loads" if self.reader else "`casnap import` imports as a snapshot"
 
 
@@ -63,7 +67,7 @@ _LATEST = "latest"
 
 
 def form_of(path: Path) -> CheckpointForm | None:
-    """Return the form of another library's checkpoint at a path, judged by names; None if none."""
+    """Return the form of a checkpoint at a path, judged by file names; None if there is none."""
     try:
         if is_file(path):
             return next((form for form in _FILES if _matches(form, path.name)), None)
@@ -76,14 +80,14 @@ def form_of(path: Path) -> CheckpointForm | None:
 
 
 class ForeignCheckpoints:
-    """Finds checkpoints of other libraries, by their names.
+    """Finds checkpoints of other libraries by their file names.
 
     Args:
-        path: The file or folder that may be a checkpoint, or a folder that may hold some.
+        path: A file or folder that may be a checkpoint, or a folder that may contain some.
 
     Attributes:
-        NOTICE_HEAD: The first bytes of a new notice: a file of casnap where another library's would
-            be.
+        NOTICE_HEAD: The first bytes of a new notice. A notice is a file of casnap that stands where
+            another library looks for its own file.
     """
 
     NOTICE_HEAD = NOTICE_HEADS[0]
@@ -93,10 +97,10 @@ class ForeignCheckpoints:
 
     @staticmethod
     def is_notice(path: Path) -> bool:
-        """Whether a file is none of another library, but a notice of casnap in its place.
+        """Whether a file with the name of another library's file is a notice of casnap.
 
         Raises:
-            PlaceError: It cannot be read.
+            PlaceError: The file cannot be read.
         """
         if not is_file(path):
             return False
@@ -104,14 +108,14 @@ class ForeignCheckpoints:
             return file.read(64).startswith(NOTICE_HEADS)
 
     def advice(self) -> str:
-        """Return advice for an error if the path is a checkpoint of another library; else ""."""
+        """Return advice for an error if the path is another library's checkpoint; else ""."""
         form = form_of(self._path)
         return (
             "" if form is None else f". There is a checkpoint of {form.name}, which {form.advice}"
         )
 
     def advice_within(self) -> str:
-        """Return a message about other libraries' checkpoints in the folder; "" if it has none."""
+        """Return a message about other libraries' checkpoints in the folder; "" without any."""
         folder = self._path
         try:
             entries = sorted(
@@ -134,15 +138,15 @@ class ForeignCheckpoints:
         )
 
     def check_none(self, saver: str = "") -> None:
-        """Check that the folder of a new snapshot holds no checkpoint of another library.
+        """Check that the folder for a new snapshot contains no checkpoint of another library.
 
         Args:
-            saver: The name of the form of the library that saves. A checkpoint of this form counts
-                even if its names are not sure.
+            saver: The name of the form of the library that takes the snapshot. A checkpoint of this
+                form counts even if other files may match its names.
 
         Raises:
-            SnapshotExistsError: The folder holds one. A search by the name could find either of
-                them.
+            SnapshotExistsError: The folder contains one. Who looks for the snapshot by its path
+                could find the checkpoint instead.
             PlaceError: The folder cannot be looked at.
         """
         folder = self._path
@@ -159,7 +163,11 @@ class ForeignCheckpoints:
 
 
 def _folder_form(folder: Path, forms: Sequence[CheckpointForm]) -> CheckpointForm | None:
-    """Return the first form that a folder, or the last checkpoint of DeepSpeed in it, matches."""
+    """Return the first of some forms that a folder matches; None if it matches none.
+
+    A folder that DeepSpeed has written also matches by the checkpoint that its file ``latest``
+    names.
+    """
     folders = [folder]
     if is_file(latest := folder / _LATEST):
         with translated(str(latest)), latest.open(errors="replace") as file:
@@ -170,7 +178,7 @@ def _folder_form(folder: Path, forms: Sequence[CheckpointForm]) -> CheckpointFor
 
 
 def _has(folder: Path, form: CheckpointForm) -> bool:
-    """Whether a folder has a file that a telltale of a form matches."""
+    """Whether a folder has a file that matches a telltale of a form, and is not a notice."""
     # Ask for a plain name directly: the folder may have too many names to look at.
     names = [glob for glob in form.telltales if "*" not in glob]
     if len(names) < len(form.telltales) and is_folder(folder):
@@ -187,6 +195,6 @@ def _matches(form: CheckpointForm, name: str) -> bool:
 
 
 def entries_of(folder: Path) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder, at most a thousand."""
+    """Return the entries of a folder; if there are more than a thousand, the first thousand."""
     with os.scandir(folder) as entries:
         return list(islice(entries, _MOST))

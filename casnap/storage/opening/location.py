@@ -1,8 +1,9 @@
-"""Finding the store and the snapshot name that a path means.
+"""Find the store that a path means, and the name in the store.
 
 A local path is a store plus a name. The store is the nearest folder above that holds
-``casnap-store/``, as ``git`` finds its repository. A store that was made unasked, by a path alone,
-serves only the names right in its folder. ``backends/uris.py`` says what a URI means.
+``casnap-store/``, as ``git`` finds its repository. A store that was made only because a snapshot
+was taken to a path serves only the names right in its folder. ``backends/uris.py`` says what a URI
+means.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ _MOST_LINKS = 40
 
 
 class Location(NamedTuple):
-    """A place in a store.
+    """A store, or a place in it.
 
     Attributes:
         backend: The backend of the store, whether or not the store exists.
         name: A name or prefix in the store; "" for the store itself.
-        exists: Whether there is a store. None if that is not known: a remote store is not asked
-            before it is opened, which costs no more; or the backend did not answer.
+        exists: Whether the store exists. None if this is not known: a remote store is not asked
+            before it is opened, to save a request; or the place could not be looked at.
     """
 
     backend: Backend
@@ -72,7 +73,7 @@ class Location(NamedTuple):
 
     @property
     def uri(self) -> str:
-        """The path or URI of the store, or of the view of it that the prefix means."""
+        """The path or URI of the store; with a prefix, that of a view of the store."""
         return joined(self.backend.uri, self.name, is_view=True)
 
     @classmethod
@@ -84,13 +85,13 @@ class Location(NamedTuple):
         may_take: bool = True,
         is_typed: bool = False,
     ) -> Location:
-        """Return the store and the name that a snapshot's path means.
+        """Return the store and the name that the path of a snapshot means.
 
         Args:
             path: A path or URI.
             storage_options: How a remote place is reached.
-            may_take: Whether the caller may take snapshots to the store, or make others there.
-            is_typed: Whether a person has typed the path, and sees which store was found.
+            may_take: Whether the caller may put snapshots into the store that is found.
+            is_typed: Whether a person has typed the path, and is shown which store was found.
 
         Raises:
             InvalidNameError: The path is a store itself, has no name at its end, or a name that is
@@ -133,13 +134,13 @@ class Location(NamedTuple):
         may_take: bool = True,
         is_typed: bool = False,
     ) -> Location:
-        """Return the store that a URI or a backend means, and the prefix in it if it lies below.
+        """Return the store that a URI or a backend means, and the prefix if the path is below it.
 
         Args:
             uri: A path, URI or backend.
             storage_options: How a remote place is reached.
-            may_take: Whether the caller may take snapshots to the store, or make others there.
-            is_typed: Whether a person has typed the path, and sees which store was found.
+            may_take: Whether the caller may put snapshots into the store that is found.
+            is_typed: Whether a person has typed the path, and is shown which store was found.
 
         Raises:
             StoreError: The path is a file, or cannot be looked at.
@@ -170,7 +171,7 @@ class Location(NamedTuple):
         return cls(backend, check_name(inner), exists=True)
 
     def link_advice(self) -> str:
-        """Return advice for an error if the name is not in the store, but leads over a link."""
+        """Return advice for an error if the name leads over a link in the store; else ""."""
         backend, name = self.backend, self.name
         if backend.folder is None or not name:
             return ""
@@ -192,7 +193,11 @@ class Location(NamedTuple):
         )
 
     def only_marker_error(self) -> NotAStoreError | None:
-        """Return the error for a folder with a marker, but in no store; None without a marker."""
+        """Return the error to raise for a folder that has a marker, but lies in no store.
+
+        Returns:
+            The error; None if the folder has no marker.
+        """
         backend, name = self.backend, self.name
         if backend.folder is None:
             # The error of a remote place says how to name a store further up.
@@ -211,10 +216,11 @@ class Location(NamedTuple):
         )
 
     def row_in(self, table: Table) -> Row:
-        """Return the row of a snapshot.
+        """Return the row of the snapshot from a table.
 
         Raises:
-            SnapshotNotFoundError: There is no such snapshot. The message says what may be meant.
+            SnapshotNotFoundError: The table has no such snapshot. The message says what may be
+                meant.
         """
         backend, name = self.backend, self.name
         row = table.get(name)
@@ -229,10 +235,10 @@ class Location(NamedTuple):
         return row
 
     def check_path_is_free(self) -> None:
-        """Check that a snapshot can have its folder: no file or other store is on the way to it.
+        """Check that no file or other store is at the path of the snapshot or above it.
 
         Raises:
-            SnapshotExistsError: A file or a store is at the path of the snapshot, or above it.
+            SnapshotExistsError: There is a file or a store.
         """
         backend, name = self.backend, self.name
         place = backend.folder
@@ -255,7 +261,7 @@ class Location(NamedTuple):
 
 
 class _MarkerFields(msgspec.Struct):
-    """The fields of a marker that an error tells."""
+    """The fields of a marker that an error message shows."""
 
     commit: str
     name: str = ""
@@ -263,14 +269,14 @@ class _MarkerFields(msgspec.Struct):
 
 
 class _Use(NamedTuple):
-    """What a store is looked for: to read from it, or to write to it.
+    """What the caller wants to do with the store that is found.
 
-    Reading needs no trust in a store. But a store that a stranger has put above the path must not
-    capture snapshots that are taken.
+    To read from a store, the caller need not trust it. But a store that another user has put above
+    the path must not receive the caller's snapshots.
 
     Attributes:
-        may_take: Whether the caller may take snapshots to the store, or make others there.
-        is_typed: Whether a person has typed the path, and sees which store was found.
+        may_take: Whether the caller may put snapshots into the store.
+        is_typed: Whether a person has typed the path, and is shown which store was found.
     """
 
     may_take: bool
@@ -284,7 +290,7 @@ def _locate_uri(uri: Uri, storage_options: Mapping[str, Any] | None) -> Location
 
 
 def _named(backend: Backend, name: str) -> Location:
-    """Return the location of a store that was named by its backend or URI.
+    """Return the location of a store that was given by its backend or URI.
 
     Raises:
         DamagedError: The store has lost its ``casnap.json``.
@@ -307,11 +313,11 @@ def _named(backend: Backend, name: str) -> Location:
 def _local(
     path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
 ) -> tuple[str, str]:
-    """Return a local path as the user gave it, and as the system knows it.
+    """Return a local path in two forms: as the user gave it, and as the system needs it.
 
     Raises:
-        InvalidNameError: The path lies in the inner folder of a store.
-        ValueError: It has storage options.
+        InvalidNameError: The path lies in a store's folder ``casnap-store/``.
+        ValueError: The path has storage options.
     """
     text = given_path(path)
     _check_no_options(text, storage_options)
@@ -343,15 +349,23 @@ def _resolved(folder: Path) -> Path:
 
 
 def has_object(backend: Backend, key: str) -> bool:
-    """Whether an object exists. Listing its folder would be slow: it may hold many snapshots."""
+    """Whether an object exists.
+
+    To list its folder would be slow if the store has many snapshots.
+    """
     return backend.size_if_there(key) is not None
 
 
 def _find_store(folder: Path, use: _Use) -> tuple[Path, str] | None:
-    """Return the nearest store at or above a folder, and the path from the store to the folder.
+    """Return the nearest store at or above a folder, and the folder's path relative to the store.
 
-    The search goes up from the folder as it is written, since below a store a link is a name like
-    any other; then up from the place that the folder resolves to. It stays on one mount.
+    The search first goes up from the folder as the user wrote it, links included, since below a
+    store a link counts as a name. Then it goes up from the real path of the folder. It does not
+    leave the mount of the folder.
+
+    Args:
+        folder: The folder.
+        use: What the caller wants to do with the store.
 
     Raises:
         DamagedError: A store of this user lacks its ``casnap.json``.
@@ -385,7 +399,7 @@ def _find_seen_store(folder: Path, use: _Use) -> tuple[Path, str] | None:
 
 
 def _mounted_above(way: Path) -> Iterator[Path]:
-    """Yield a folder, then the folders above it on the same mount."""
+    """Yield a folder and the folders above it, as far as they are on the same mount."""
     device: int | None = None
     for place in (way, *way.parents):
         info = status(place)
@@ -399,14 +413,16 @@ def _mounted_above(way: Path) -> Iterator[Path]:
 
 
 def _between(place: Path, ancestor: Path) -> Iterator[Path]:
-    """Yield a path, then the folders above it, up to an ancestor but without it."""
+    """Yield a path and the folders above it, up to but without an ancestor."""
     while place != ancestor:
         yield place
         place = place.parent
 
 
 def _has_below(place: Path, folder: str) -> bool:
-    """Whether a store has a snapshot with a name, or below it; False if the store is damaged.
+    """Whether a store has a snapshot named ``folder``, or one below it.
+
+    False if the store is damaged.
 
     Raises:
         PlaceError: The store cannot be looked at.
@@ -425,14 +441,14 @@ def _has_below(place: Path, folder: str) -> bool:
 
 
 def _holds_store(place: Path, *, is_explicit: bool) -> bool:
-    """Whether a folder is the folder of a store.
+    """Whether a folder holds a store.
 
     Args:
         place: The folder.
-        is_explicit: Whether the user named the folder, as a store or as the folder of a snapshot.
+        is_explicit: Whether the user named this folder, as a store or as the folder of a snapshot.
 
     Raises:
-        DamagedError: The store is this user's, and lacks its ``casnap.json``.
+        DamagedError: The store belongs to this user, and lacks its ``casnap.json``.
     """
     inner = place / STORE_FOLDER
     # Look for roots before the record: a new store has its record before a root.
@@ -453,18 +469,18 @@ def _is_open_to_all(place: Path) -> bool:
 
 
 def _is_usable(place: Path, way: Path, use: _Use) -> bool:
-    """Whether a folder above a path is the folder of a store that the path may mean.
+    """Whether a folder above a path holds a store that the path may mean.
 
-    If every user may write to the folder, any of them may have put the store there. Such a store
-    gets no snapshots, and its faults do not stop users of the folders below.
+    If every user may write to the folder, any of them may have put the store there. Then no
+    snapshots are put into this store, and its faults do not matter for the path.
 
     Args:
         place: The folder.
         way: The path.
-        use: The use that a store is looked for.
+        use: What the caller wants to do with the store.
 
     Raises:
-        DamagedError: The store is this user's, and lacks its ``casnap.json``.
+        DamagedError: The store belongs to this user, and lacks its ``casnap.json``.
         PlaceError: The folder cannot be looked at.
     """
     inner = str(way.relative_to(place))
@@ -492,7 +508,10 @@ def _is_usable(place: Path, way: Path, use: _Use) -> bool:
 
 
 def _is_passed_over(place: Path) -> bool:
-    """Whether to skip an unusable store: all users may write there, and another user owns it."""
+    """Whether to ignore a store that cannot be used.
+
+    This is so if every user may write to its folder, and the store does not belong to this user.
+    """
     if not _is_open_to_all(place):
         return False
     try:
@@ -502,13 +521,14 @@ def _is_passed_over(place: Path) -> bool:
 
 
 def _serves(store: Path, inner: str) -> bool:
-    """Whether a store serves a path below it.
+    """Whether a store may hold snapshots at a path below its folder.
 
-    A store that a path alone has made serves only its own snapshots and the paths below them.
+    A store that was made only because a snapshot was taken to a path serves just the names right in
+    its folder, and paths below its own snapshots.
 
     Args:
         store: The folder of the store.
-        inner: The path below it.
+        inner: The path, relative to the store.
     """
     backend = LocalBackend(store)
     try:
@@ -524,7 +544,7 @@ def _serves(store: Path, inner: str) -> bool:
 
 
 def not_served_text(folder: Path) -> str:
-    """Return an addition to a message about a folder, if a store above does not serve it; or ""."""
+    """Return an addition to a message if a store above a folder does not serve it; else ""."""
     try:
         store = next((p for p in folder.parents if exists(p / STORE_FOLDER / CONFIG_KEY)), None)
         if store is None or serves_below(newest_root(LocalBackend(store))):
@@ -538,7 +558,13 @@ def not_served_text(folder: Path) -> str:
 
 
 def _has_roots(inner: Path, *, is_explicit: bool) -> bool:
-    """Whether a folder has roots. Unless the user named the folder, they must be this user's."""
+    """Whether a folder ``casnap-store/`` has a first root.
+
+    Args:
+        inner: The folder.
+        is_explicit: Whether the user named the store's folder. If not, the root counts only if it
+            belongs to this user.
+    """
     info = status(inner / root_key(0), follow=False)
     if info is None or not stat.S_ISREG(info.st_mode):
         return False
@@ -561,11 +587,15 @@ def _advice(store: Path) -> str:
 
 
 def is_ours(store: Path, uid: int) -> bool:
-    """Whether a user id, on files in the folder of a store, stands for this user.
+    """Whether files with a user id, in the folder of a store, belong to this user.
 
     Some volumes give all files to one user id: an access point of EFS, an export with
-    ``all_squash`` or, for root, ``root_squash``, CIFS. There, the id of a new file of this process
-    stands for this user.
+    ``all_squash`` or, for root, ``root_squash``, CIFS. There, the id that a new file of this
+    process gets belongs to this user.
+
+    Args:
+        store: The folder of the store.
+        uid: The user id.
     """
     if uid == os.geteuid():
         return True
@@ -579,13 +609,13 @@ def _is_own(path: Path) -> bool:
 
 
 def _led_to(folder: Path, way: Path, check: Callable[[], None] | None = None) -> LocalBackend:
-    """Return the backend of the place that a path leads to.
+    """Return the backend of the place to which a path leads.
 
-    If a stranger's link is on the path, the backend refuses changes.
+    If the path has a link that a stranger has made, the backend refuses changes.
 
     Args:
-        folder: The place.
-        way: The path.
+        folder: The real path of the place.
+        way: The path as the user wrote it.
         check: Another check to make before the first change there.
     """
     backend = LocalBackend(folder)
@@ -604,11 +634,11 @@ def _refuse_link(link: str, folder: str) -> None:
 
 
 def _link_of_a_stranger(way: Path) -> Path | None:
-    """Return a stranger's link on a path; None if there is none.
+    """Return a link on a path that a stranger has made; None if there is none.
 
-    A stranger is neither this user, nor root, nor the owner of the link's folder. Only links in
-    folders where every user may write count. In sticky folders, Linux itself follows no such link
-    if ``fs.protected_symlinks`` is set.
+    A stranger is neither this user, nor root, nor the owner of the folder with the link. The link
+    counts only if every user may write to that folder. (Linux itself does not follow such a link in
+    a sticky folder if ``fs.protected_symlinks`` is set.)
     """
     folder, rest = Path("/"), [*(Path.cwd() / way).parts[1:]]
     links_left = _MOST_LINKS
@@ -630,11 +660,16 @@ def _link_of_a_stranger(way: Path) -> Path | None:
 
 
 def _guarded(store: Path, way: Path, use: _Use, *, is_parent: bool) -> LocalBackend:
-    """Return the backend of a store that a path leads to.
+    """Return the backend of a store to which a path leads.
 
-    Unless a person has typed the path, the backend refuses to write if the store belongs to
-    neither this user nor root, or if others may write to it. The latter is allowed if
-    ``is_parent``.
+    The backend refuses to write if the store is not to be trusted, as :func:`_why_distrusted` says,
+    unless a person has typed the path.
+
+    Args:
+        store: The folder of the store.
+        way: The path as the user wrote it.
+        use: What the caller wants to do with the store.
+        is_parent: Whether the snapshot lies right in this folder.
     """
     is_ours = use.is_typed or _why_distrusted(store, is_parent=is_parent) is None
     check = None if is_ours else partial(_check_ours, store, is_parent=is_parent)
@@ -651,10 +686,10 @@ def _check_ours(store: Path, *, is_parent: bool) -> None:
 
 
 def _why_not_ours(store: Path, *, is_parent: bool) -> str | None:
-    """Return the same as :func:`_why_distrusted`, for all kinds of volumes.
+    """Return the same as :func:`_why_distrusted`, right also where volumes change owners.
 
-    On some volumes files do not get the owner or mode of their maker. To find out, this makes a
-    file in the store's folder, and removes it.
+    On some volumes, a new file does not get the owner or mode of its maker. To find out, this
+    function creates a file in the store's folder, and deletes it.
     """
     new_file = LocalBackend(store).new_file()
     refusal = _why_distrusted(store, is_parent=is_parent)
@@ -664,16 +699,17 @@ def _why_not_ours(store: Path, *, is_parent: bool) -> str | None:
 
 
 def _why_distrusted(store: Path, *, is_parent: bool, owners: Owners | None = None) -> str | None:
-    """Return why a store that a path leads to must get no snapshots, in words; None if it may.
+    """Return why no snapshots must be put into a store to which a path leads; None if they may.
 
     The store must belong to this user or to root, and other users must not be able to write to it.
-    Else a stranger could put a store there, and get the snapshots of all users who take below.
+    Otherwise a stranger could put a store above a path, and would get the snapshots of all users
+    who take to paths below.
 
     Args:
         store: The folder of the store.
-        is_parent: Whether the snapshot lies right in the folder, so that the path names the store.
+        is_parent: Whether the snapshot lies right in this folder, so that the path names the store.
             Other users may then write to it.
-        owners: The trusted owners; by default this user and root.
+        owners: Whose files count as this user's; by default this user's and root's.
 
     Raises:
         BackendError: The store was just moved or removed.

@@ -1,4 +1,4 @@
-"""The error where no store was found: it says what is there instead."""
+"""The error to raise when no store was found. It tells what is at the path instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _SHOWN = 8
 
 
 def no_store_error(folder: Path) -> NotAStoreError:
-    """Return the error for a folder that is in no store. It says what is there instead."""
+    """Return the error to raise for a folder that is in no store.
+
+    It tells what is there instead.
+    """
     if narrow := not_served_text(folder):
         return NotAStoreError(f"{folder} is not a casnap store, nor in one{narrow}")
     base = f"{folder} is not a casnap store, nor is any folder above it"
@@ -36,7 +39,7 @@ def no_store_error(folder: Path) -> NotAStoreError:
 
 
 def _stores_below(folder: Path) -> list[str]:
-    """Return the names of the stores right in a folder."""
+    """Return the names of the folders right below a folder that hold stores."""
     try:
         entries = entries_of(folder)
     except OSError:

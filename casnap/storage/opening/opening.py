@@ -1,4 +1,4 @@
-"""Opening the store at a place, or making it."""
+"""Open the store at a place, or make it."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def open_at(
     """Open a store, or make it.
 
     Args:
-        place: The place of the store. With a name, it means a folder of snapshots in the store.
+        place: The place of the store, or of a folder of snapshots in it.
         create: Whether to make the store if there is none.
         is_explicit: Whether the user named this very place as a store.
         chunk_size: The chunk size of a new store, in bytes.
         settings: The settings of a new store.
         exclusive: Whether the user vouches that no other process writes to the store.
-        config: The record of the store, if it was read before.
-        look_ahead: Whether a use follows at once, so that a remote store looks for its newest root
+        config: The store's ``casnap.json``, if it was read before.
+        look_ahead: Whether the store is used at once. If it is remote, its newest root is then read
             now.
         cache_bytes: The most bytes of chunks of remote stores that this host caches; 0 for no
-            cache, None for the bound in the environment.
-        markers: Whether snapshots get markers.
+            cache. With None, ``CASNAP_CACHE_BYTES`` has the limit.
+        markers: Whether to put a marker, a file for people, for each snapshot.
 
     Returns:
         The open store, and whether it was made just now.
@@ -95,7 +95,18 @@ def _made(
     *,
     is_explicit: bool,
 ) -> tuple[Repository, bool]:
-    """Make a store, or finish a making that was cut off, and open the store."""
+    """Make a store, or finish making one if that was cut off; open it.
+
+    Args:
+        backend: The backend of the place.
+        chunk_size: The chunk size of a new store, in bytes.
+        settings: The settings of a new store.
+        open_here: Opens the store.
+        is_explicit: Whether the user named this very place as a store.
+
+    Returns:
+        The open store, and whether it was made just now.
+    """
     from casnap.storage.opening.creation import create_store
 
     created = create_store(
@@ -113,9 +124,10 @@ def _made(
 
 
 def _warn_of_neighbours(store: Path) -> None:
-    """Warn once about stores beside each other that this process has made by paths alone.
+    """Log a warning, once, if this process has made a second store beside one of its own.
 
-    Names with slashes, such as ``step_5/model``, make a store of each step.
+    This counts only stores that were made because a snapshot was taken to a path. Paths that end in
+    ``step_5/model`` make a store of each ``step_5``.
     """
     first = _made_by_paths.setdefault(store.parent, store)
     if first is not None and first != store:
@@ -136,7 +148,7 @@ _made_by_paths: dict[Path, Path | None] = {}
 
 
 def _absent_error(backend: Backend) -> NotAStoreError:
-    """Return the error for a place without a store. It says what is there instead."""
+    """Return the error to raise for a place without a store. It tells what is there instead."""
     from casnap.storage.opening.no_store import no_store_error
 
     if error := Location(backend, "").only_marker_error() or _no_name_error(backend):
@@ -146,7 +158,11 @@ def _absent_error(backend: Backend) -> NotAStoreError:
 
 
 def _no_name_error(backend: Backend) -> NotAStoreError | None:
-    """Return the error for a name that the store right above lacks; None if there is no store."""
+    """Return the error to raise if the folder above is a store that has no snapshot of this name.
+
+    Returns:
+        The error; None if the folder above is not a store.
+    """
     folder = backend.folder
     try:
         if folder is None or not exists(folder.parent / STORE_FOLDER / CONFIG_KEY):
@@ -165,13 +181,13 @@ def _at(backend: Backend, *, or_none: bool, look_ahead: bool, marks: bool) -> Re
     """Open a remote store.
 
     Args:
-        backend: The place.
+        backend: The backend of the place.
         or_none: Whether to return None if there is no store.
-        look_ahead: Whether to look for the newest root now, so that the next use need not.
-        marks: Whether snapshots get markers.
+        look_ahead: Whether to read the newest root now, so that the next use need not.
+        marks: Whether to put a marker, a file for people, for each snapshot.
 
     Raises:
-        NotAStoreError: There is no store, or its creation was cut off; unless ``or_none``.
+        NotAStoreError: There is no store, or its creation was cut off; not if ``or_none`` is set.
     """
     try:
         return Repository.at(backend, look_ahead=look_ahead, marks=marks)

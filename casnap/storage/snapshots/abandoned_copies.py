@@ -1,4 +1,4 @@
-"""Unfinished copies that no process continues: a collector drops them from the root."""
+"""Unfinished copies that no process continues. A collector drops them from the root."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _AFTER = 7 * 86400.0
 
 
 def without_abandoned(root: Root) -> Root:
-    """Return a root without the copies that no process has continued for a week.
+    """Return a root without the unfinished copies that no process has continued for a week.
 
-    A time of more than a week in the future counts like one in the past, so that no copy stays for
+    A copy whose time is more than a week in the future is dropped too; otherwise it would stay for
     ever.
     """
     now = time.time()
@@ -25,7 +25,10 @@ def without_abandoned(root: Root) -> Root:
 
 
 def drop_abandoned(store: Repository) -> None:
-    """Drop the copies that no process has continued for a week, in one commit, if there are any."""
+    """Drop the unfinished copies that no process has continued for a week, in one commit.
+
+    If there are none, no root is put.
+    """
     root = store.recent()
     if without_abandoned(root) is not root:
         Changes(store).commit(lambda *_: {}, without_abandoned)

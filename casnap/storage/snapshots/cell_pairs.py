@@ -1,4 +1,4 @@
-"""Pairs of chunks: a chunk of a snapshot, and the chunk of the same cell in the one before."""
+"""Pairs of chunks: a chunk of a snapshot, and the chunk of the same cell in an earlier snapshot."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _OTHERS, _ALIKE = 8, 0.5
 
 
 class CellPair(NamedTuple):
-    """A chunk of a snapshot, and the chunk of the same cell in the snapshot before.
+    """A chunk of a snapshot, and the chunk of the same cell in an earlier snapshot.
 
     Attributes:
         digest: The digest of the chunk.
-        base: The digest of the other chunk; None if there is none, or it is the same chunk or has
-            another length.
+        base: The digest of the earlier chunk; None if there is none, if it is the same chunk, or if
+            it has another length.
         nbytes: The raw length of the chunk.
     """
 
@@ -40,19 +40,23 @@ def snapshot_before(
     is_there: Callable[[str, Row], bool] = lambda name, row: True,
     last_there: Callable[[], Contents | None] = lambda: None,
 ) -> Contents | None:
-    """Return an earlier snapshot whose chunks may be bases for the chunks of another; None if none.
+    """Return the earlier snapshot whose chunks are to be the bases for another snapshot's chunks.
 
-    It is the snapshot before in the same folder. The first snapshot of a folder may be a fine-tune
-    of a snapshot in another folder. So for the first snapshot, this looks at the newest snapshots
-    of other folders, and returns the one that shares most bytes by path, dtype and shape.
+    This is the snapshot before in the same folder. The first snapshot of a folder may be a
+    fine-tune of a snapshot in another folder. So for a first snapshot, the newest snapshots of
+    other folders are compared with it, and the one is returned that shares most bytes by path,
+    dtype and shape.
 
     Args:
         contents: The snapshot to find bases for.
-        snapshots: The snapshots of its store.
-        is_there: Whether the destination of the chunks has a snapshot. Snapshots that it lacks are
-            skipped.
-        last_there: Returns the last earlier snapshot of the folder at the destination, even if its
-            store has deleted it. It is used if no earlier snapshot of the folder is in both stores.
+        snapshots: The names and rows of all snapshots in its store.
+        is_there: Whether the store to which the chunks are copied has a snapshot. Other snapshots
+            are skipped.
+        last_there: Returns the last earlier snapshot of the folder in the store to which the chunks
+            are copied. It is used if ``snapshots`` has no earlier snapshot that both stores have.
+
+    Returns:
+        The earlier snapshot; None if there is none.
     """
     earlier: dict[str, list[Contents]] = {}
     for name, row in sorted(snapshots, key=lambda each: -each[1].seq):
@@ -78,16 +82,19 @@ def bases_in(
     is_there: Callable[[str, Row], bool],
     last_there: Callable[[], Contents | None],
 ) -> dict[Digest, Digest]:
-    """Return the base of each chunk of a snapshot that has one, as :func:`cell_pairs` finds it.
+    """Return the bases for the chunks of a snapshot, as :func:`cell_pairs` finds them.
 
-    If this meets damage, it returns no bases: the earlier snapshot may have been collected
-    meanwhile. If the snapshot itself is damaged, the next reader will report it.
+    If something is damaged, no bases are returned: the earlier snapshot may have been collected
+    meanwhile. If the snapshot itself is damaged, its next reader reports this.
 
     Args:
         contents: The snapshot.
-        root: The root whose table lists the earlier snapshot.
-        is_there: See :func:`snapshot_before`.
-        last_there: See :func:`snapshot_before`.
+        root: The root whose table lists the earlier snapshots.
+        is_there: As for :func:`snapshot_before`.
+        last_there: As for :func:`snapshot_before`.
+
+    Returns:
+        The digest of each chunk that has a base → the digest of the base.
     """
     store = contents.store
     try:
@@ -105,7 +112,7 @@ def bases_in(
 
 
 def _alike_bytes(contents: Contents, other: Contents) -> int:
-    """Return the bytes of the tensors that another snapshot has too, by path, dtype and shape."""
+    """Return how many bytes of tensors a snapshot shares with another, by path, dtype and shape."""
     nbytes = 0
     for _, digest, digest_of_other in _subtrees(contents, other):
         if digest_of_other is not None:
@@ -119,7 +126,14 @@ def _alike_bytes(contents: Contents, other: Contents) -> int:
 
 
 def cell_pairs(contents: Contents, before: Contents | None) -> Iterator[CellPair]:
-    """Yield the pairs of a snapshot, each chunk once, without the subtrees that both share."""
+    """Yield the pairs of a snapshot's chunks and those of an earlier one. Each chunk comes once.
+
+    Trees of entries that both snapshots have are skipped, and so are short chunks.
+
+    Args:
+        contents: The snapshot.
+        before: The earlier snapshot; None if there is none.
+    """
     visited: set[Digest] = set()
     for key, digest, digest_before in _subtrees(contents, before):
         if digest == digest_before:
@@ -148,7 +162,7 @@ def cell_pairs(contents: Contents, before: Contents | None) -> Iterator[CellPair
 def _subtrees(
     contents: Contents, before: Contents | None
 ) -> Iterator[tuple[str, bytes, bytes | None]]:
-    """Yield each key of a snapshot with its tree, and its tree in the snapshot before, or None."""
+    """Yield each key of a snapshot with the digest of its tree, and of its earlier tree or None."""
     manifest = contents.manifest
     manifest_before = None if before is None else before.manifest
     for rank, trees in ((None, manifest.shared), *manifest.ranks.items()):

@@ -1,4 +1,4 @@
-"""Commits that change only the table and the settings of a store."""
+"""Commits that add no snapshot: they change only the table and the settings of a store."""
 
 from __future__ import annotations
 
@@ -35,22 +35,23 @@ class Changes:
     def commit(
         self, change: Change, update_root: Callable[[Root], Root] = lambda root: root
     ) -> bool:
-        """Commit a change of the table; return False, and put no root, if it changes nothing.
+        """Commit a change of the table. If it changes nothing, put no root, and return False.
 
         Args:
-            change: Gets the table and the number of the next root. Returns the rows to set, with
-                None for each row to remove.
-            update_root: Returns the last root with other fields changed for the next root.
+            change: Called with the table and the number of the next root. Returns the rows to set,
+                by name, with None for each row to remove.
+            update_root: Returns the newest root with fields other than the table changed, as the
+                next root must have them.
         """
         return self.commit_with(lambda _: change, update_root)
 
     def edit_row(self, name: str, commit_id: str, edit: Callable[[Row], Row | None]) -> None:
-        """Edit the row of a snapshot, or remove it, in one commit.
+        """Change or remove the row of a snapshot, in one commit.
 
         Args:
             name: The full name of the snapshot.
-            commit_id: The commit id that it must have.
-            edit: Gets the row, and returns the new one; None removes it.
+            commit_id: The commit id that the snapshot must have, in hex.
+            edit: Called with the row; returns the new row, or None to remove it.
 
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name and commit id.
@@ -73,12 +74,12 @@ class Changes:
         edit: Callable[[dict[str, Any]], dict[str, Any]],
         edit_rows: Callable[[Iterable[tuple[str, Row]]], dict[str, Row | None]] = lambda _: {},
     ) -> bool:
-        """Change settings of the store, in one commit; return False if nothing changed.
+        """Change the settings of the store, in one commit. Return False if nothing changed.
 
         Args:
-            edit: Gets the settings, and returns the new ones.
-            edit_rows: Gets the snapshots, and returns the rows to change too if the settings
-                change.
+            edit: Called with the settings; returns the new ones.
+            edit_rows: Called with the names and rows of all snapshots if the settings change;
+                returns the rows to change in the same commit.
         """
 
         def update_root(root: Root) -> Root:
@@ -100,7 +101,12 @@ class Changes:
         change_in: Callable[[Session], Change],
         update_root: Callable[[Root], Root] = lambda root: root,
     ) -> bool:
-        """Commit as :meth:`commit` does, for a change that stores nodes in the session."""
+        """Commit as :meth:`commit` does, for a change that also stores nodes.
+
+        Args:
+            change_in: Returns the change, given the session in which to store nodes.
+            update_root: As for :meth:`commit`.
+        """
 
         def some(change: Change, table: Table, seq: int) -> dict[str, Row | None] | None:
             changes = change(table, seq)

@@ -54,8 +54,10 @@ class Listed(NamedTuple):
     """An entry of a snapshot, as :meth:`Contents.listed` yields it.
 
     Attributes:
-        name: The path that means this entry alone. It has a rank if the entry is a rank's own.
-        path: The path in the form of the question. It has a rank only if the question named one.
+        name: A path that means only this entry. It begins with a rank if the entry belongs to a
+            rank.
+        path: The path in the form that the caller used. It begins with a rank only if the text that
+            the caller gave does.
         entry: The entry.
         owner: The rank that the entry belongs to; None for a global entry.
     """
@@ -70,10 +72,10 @@ class Node(NamedTuple):
     """A node of the tree of a snapshot, with its references.
 
     Attributes:
-        key: The kind and the digest of the node: nodes of two kinds may have the same bytes.
+        key: The kind and the digest of the node. Nodes of two kinds may have the same digest.
         digest: The digest of the node.
-        below: The keys of the nodes that it names.
-        chunks: The digests of the chunks that it names.
+        below: The keys of the nodes that the node names.
+        chunks: The digests of the chunks that the node names.
     """
 
     key: bytes
@@ -83,12 +85,12 @@ class Node(NamedTuple):
 
 
 class Entries:
-    """The entries of one key of the app state as a rank sees them: global entries, and its own.
+    """The entries below one key of the app state that a rank sees: global entries, and its own.
 
     Args:
         contents: The snapshot.
-        owners: The digest of each tree → the rank that owns it; None for the global tree. Earlier
-            trees win.
+        owners: The digest of each tree of entries → the rank that owns the tree; None for the
+            global tree. If two trees have an entry of the same path, the first tree counts.
     """
 
     def __init__(self, contents: Contents, owners: Mapping[bytes, int | None]) -> None:
@@ -98,7 +100,10 @@ class Entries:
 
     @property
     def tops(self) -> tuple[bytes, ...]:
-        """The digests of the top nodes of the trees; if two trees have a path, the earlier wins."""
+        """The digests of the top nodes of the trees.
+
+        If two trees have the same path, the first counts.
+        """
         return tuple(self._digests)
 
     @property
@@ -106,16 +111,16 @@ class Entries:
         return map(self._contents.tree, self._digests)
 
     def owner(self, path: str) -> int | None:
-        """Return the rank that owns the entry of a path; None for a global entry."""
+        """Return the rank that owns the entry at a path; None for a global entry."""
         trees = zip(self._trees, self._owners.values(), strict=True)
         return next((owner for tree, owner in trees if tree.get(path) is not None), None)
 
     def get(self, path: str) -> Entry | None:
-        """Return the entry of a path below the key, or None."""
+        """Return the entry at a path below the key; None if there is none."""
         return next((e for tree in self._trees if (e := tree.get(path)) is not None), None)
 
     def items(self, start: str = "") -> Iterator[tuple[str, Entry]]:
-        """Yield path and entry, in the order of the paths, from ``start`` on."""
+        """Yield paths and entries, in the order of the paths, from the path ``start`` on."""
         if len(self._digests) == 1:
             yield from self._contents.tree(self._digests[0]).items(start)
             return
@@ -127,15 +132,16 @@ class Entries:
             before = path
 
     def items_below(self, prefix: str) -> Iterator[tuple[str, Entry]]:
-        """Yield path and entry, for paths that begin with ``prefix``."""
+        """Yield the paths that begin with ``prefix``, each with its entry."""
         return takewhile(lambda item: item[0].startswith(prefix), self.items(prefix))
 
 
 class Contents:
     """The contents of one snapshot.
 
-    Paths are ``<rank>/<key>/<path>``. A global entry is found under every rank, and without one.
-    A path without a rank may also mean rank 0's entry, if no other rank has its own.
+    Paths are ``<rank>/<key>/<path>``. A global entry is found under every rank, and also without a
+    rank. A path without a rank may also mean rank 0's entry, if no other rank has one of its own
+    there.
 
     Args:
         store: The store.
@@ -152,16 +158,16 @@ class Contents:
 
     @property
     def label(self) -> str:
-        """The snapshot as a user would name it."""
+        """The path or URI of the snapshot, as a user would write it."""
         return joined(self.store.backend.uri, self.name)
 
     @property
     def top(self) -> bytes:
-        """The key of the top of the tree, as :class:`Node` has it."""
+        """The ``key`` of the snapshot's top :class:`Node`, its manifest."""
         return MANIFEST + self.row.manifest.digest
 
     def nodes(self, visited: set[bytes]) -> Iterator[Node]:
-        """Yield the nodes of the tree that were not visited, each before the nodes below it.
+        """Yield the snapshot's nodes that were not visited yet, each before those below it.
 
         Args:
             visited: The keys of visited nodes. The keys of the yielded nodes are added.
@@ -180,10 +186,13 @@ class Contents:
     def nodes_of(
         self, users: Mapping[bytes, frozenset[int]]
     ) -> Iterator[tuple[frozenset[int], bytes]]:
-        """Yield each node of trees once: the ranks that use it, and its bytes.
+        """Yield each node of some trees once, with the ranks that use the node.
 
         Args:
             users: The digest of each tree → the ranks that use the tree.
+
+        Yields:
+            The ranks, and the bytes of the node.
 
         Raises:
             DamagedError: A node is missing or damaged.
@@ -196,20 +205,20 @@ class Contents:
 
     @property
     def manifest(self) -> Manifest:
-        """The top of the tree, decoded.
+        """The snapshot's manifest, decoded.
 
         Raises:
-            UnsupportedFormatError: Only a later version can read the snapshot.
+            UnsupportedFormatError: Only a later version of casnap can read the snapshot.
             DamagedError: The manifest is missing or damaged.
         """
         self.check_features()
         return self.unchecked_manifest
 
     def check_features(self) -> None:
-        """Check that this version can read the snapshot.
+        """Check that this version of casnap can read the snapshot.
 
         Raises:
-            UnsupportedFormatError: The snapshot has a feature that this version lacks.
+            UnsupportedFormatError: The snapshot has a feature that this version does not know.
         """
         if unknown := self.row.unknown_features:
             names = ", ".join(map(repr, unknown))
@@ -220,7 +229,11 @@ class Contents:
 
     @cached_property
     def unchecked_manifest(self) -> Manifest:
-        """The top of the tree, even if only a later version can read the snapshot."""
+        """The snapshot's manifest, even if only a later version of casnap can read the snapshot.
+
+        Raises:
+            DamagedError: The manifest is missing or damaged.
+        """
         ref = self.row.manifest
         node = self.store.node(Digest(ref.digest), ref.hint)
         manifest = decode_kept(node, Manifest, f"the manifest of {self.label}")
@@ -237,7 +250,11 @@ class Contents:
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
-        """The user's metadata."""
+        """The metadata that the user gave to the snapshot.
+
+        Raises:
+            DamagedError: The metadata are missing or damaged.
+        """
         if not self.row.metadata_node:
             return self.row.metadata
         node = self.store.node(Digest(self.row.metadata_node))
@@ -253,7 +270,7 @@ class Contents:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Explain a ``DamagedError`` in a block of code, if the snapshot itself is gone.
+        """Replace a ``DamagedError`` in a block if its cause is that the snapshot is gone.
 
         Raises:
             SnapshotNotFoundError: The snapshot was deleted, replaced or thinned, and its chunks
@@ -274,16 +291,20 @@ class Contents:
             ) from e
 
     def keys(self) -> set[str]:
-        """Return the keys of the app state, of all ranks."""
+        """Return the keys of the app states of all ranks."""
         subtrees = (self.manifest.shared, *self.manifest.ranks.values())
         return {key_of(component) for subtree in subtrees for component in subtree}
 
     def trees(self, rank: int | None) -> dict[str, Entries]:
-        """Return the entries that a rank sees, by the component of their key.
+        """Return the entries that a rank sees, for each key of the app state.
 
         Args:
-            rank: The rank. Its own entries win over global ones. A rank beyond the world sees only
-                global entries. None is for paths without a rank: global entries win over rank 0's.
+            rank: The rank. Its own entries take precedence over global ones. A rank that the
+                snapshot does not have sees only global entries. None is for paths without a rank:
+                global entries take precedence over those of rank 0.
+
+        Returns:
+            The path component of each key → the entries.
         """
         shared, of_rank = self.manifest.shared, self.manifest.ranks.get(str(rank or 0), {})
         layers: list[tuple[dict[str, bytes], int | None]] = [(of_rank, rank or 0), (shared, None)]
@@ -292,7 +313,10 @@ class Contents:
         return self._layers(layers)
 
     def _seen_by(self, rank: int | None) -> dict[str, Entries]:
-        """Return the result of :meth:`trees`, made once, since many paths may be looked for."""
+        """Return the result of :meth:`trees` for a rank.
+
+        It is kept, since many paths may be looked up.
+        """
         if rank not in self._seen:
             self._seen[rank] = self.trees(rank)
         return self._seen[rank]
@@ -305,7 +329,7 @@ class Contents:
         }
 
     def tree(self, digest: bytes) -> Tree[Entry]:
-        """Return the tree of a key, by the digest of its top."""
+        """Return a tree of entries, given the digest of its top node."""
         tree = self._trees.get(digest)
         if tree is None:
             tree = entry_tree(Digest(digest), self.store.node)
@@ -313,26 +337,26 @@ class Contents:
         return tree
 
     def entries(self, rank: int = 0) -> Iterator[tuple[str, Entry]]:
-        """Yield ``<key>/<path>`` and the entry, for all entries that a rank sees."""
+        """Yield all entries that a rank sees, each with its path ``<key>/<path>``."""
         for key, entries in sorted(self.trees(rank).items()):
             for inner, entry in entries.items():
                 yield key + inner, entry
 
     def own_paths(self, rank: int) -> Iterator[str]:
-        """Yield ``<key>/<path>`` of all entries that belong to a rank alone."""
+        """Yield the path ``<key>/<path>`` of each entry that belongs to a rank alone."""
         for key, digest in self.manifest.ranks[str(rank)].items():
             yield from (key + inner for inner, _ in self.tree(digest).items())
 
     def ranks(self) -> Iterator[int]:
-        """Yield the ranks of the world that took this snapshot."""
+        """Yield the numbers of the ranks that took the snapshot."""
         yield from range(len(self.manifest.ranks))
 
     def keepers(self, path: str, *, only_leaves: bool = False) -> list[int]:
-        """Return the ranks that have entries of their own at or below a path without a rank.
+        """Return the ranks that have entries of their own at or below a path.
 
         Args:
-            path: The path, ``<key>/<path>``.
-            only_leaves: Whether to leave containers out.
+            path: The path without a rank: ``<key>/<path>``.
+            only_leaves: Whether to ignore containers.
         """
         key, slash, inner = path.partition("/")
         keepers = []
@@ -349,13 +373,17 @@ class Contents:
         return keepers
 
     def find(self, path: str) -> tuple[str, Entry, Entries] | None:
-        """Return the path without its rank, the entry there, and the entries of its key; or None.
+        """Find an entry by its path.
 
         A path that begins with a rank means an entry that the rank sees. A path that begins with
         ``global`` means a global entry. Any other path means a global entry, or else rank 0's.
 
+        Returns:
+            The path without its rank, the entry, and all entries below the same key; None if there
+            is no such entry.
+
         Raises:
-            TypeError: The path is no str.
+            TypeError: The path is not a str.
         """
         _check_path(path)
         head, slash, tail = path.partition("/")
@@ -374,15 +402,15 @@ class Contents:
         return None if entry is None else (bare, entry, trees[key])
 
     def entry(self, path: str, *, only_leaves: bool = False) -> tuple[str, Entry, Entries]:
-        """Find an entry as :meth:`find` does, but raise if the path may mean several.
+        """Find an entry as :meth:`find` does, but raise an error if several may be meant.
 
         Args:
             path: The path.
             only_leaves: Whether several ranks may have containers of their own there.
 
         Raises:
-            EntryNotFoundError: There is no entry of this path. Or several ranks have entries of
-                their own at or below it, and the path has no rank. The message names them.
+            EntryNotFoundError: There is no entry of this path. Or the path has no rank, and several
+                ranks have entries of their own at or below it. The message names them.
         """
         match = self.find(path)
         if match is None:
@@ -393,12 +421,17 @@ class Contents:
         return match
 
     def has(self, path: str) -> bool:
-        """Whether :meth:`entry` finds an entry."""
+        """Whether a path means exactly one entry."""
         match = self.find(path)
         return match is not None and len(self._rivals(path, match)) < 2
 
     def _rivals(self, path: str, match: tuple[str, Entry, Entries]) -> list[int]:
-        """Return the ranks that a path without a rank may mean: they have own entries there."""
+        """Return the ranks that a path without a rank may mean, as each has its own entries there.
+
+        Args:
+            path: The path that the user gave.
+            match: What :meth:`find` has found for it.
+        """
         full, entry, entries = match
         if full != path or self.row.world_size == 1:
             return []
@@ -406,12 +439,12 @@ class Contents:
         return [] if is_global and not isinstance(entry, ContainerEntry) else self.keepers(path)
 
     def check_one_keeper(self, path: str, keepers: list[int], asked: str | None = None) -> None:
-        """Check that a path without a rank means the entry of one rank.
+        """Check that a path without a rank means the entry of only one rank.
 
         Args:
             path: The path.
             keepers: The ranks that have an entry of their own there.
-            asked: The path that the user gave, if it is a prefix of ``path``.
+            asked: The path that the user gave, if it is only a prefix of ``path``.
 
         Raises:
             EntryNotFoundError: Several ranks have an entry there.
@@ -425,12 +458,12 @@ class Contents:
             )
 
     def listed(self, start: str = "") -> Iterator[Listed]:
-        """Yield the entries whose path begins with a text, each once.
+        """Yield each entry whose path begins with a text.
 
         Args:
-            start: The text. If it begins with a rank and a slash, the entries that the rank sees
-                are yielded; if with ``global/``, global entries alone; otherwise global entries,
-                and the entries of all ranks.
+            start: The text. If it begins with a rank and a slash, the entries that this rank sees
+                are yielded. If it begins with ``global/``, only global entries are. Otherwise
+                global entries and the entries of all ranks are.
         """
         head, slash, tail = start.partition("/")
         shared, ranks = self.manifest.shared, self.manifest.ranks
@@ -448,16 +481,16 @@ class Contents:
 
     @staticmethod
     def is_pattern(path: str) -> bool:
-        """Whether a path has wildcards, so that it may be a glob."""
+        """Whether a path contains wildcards, and so may be a glob."""
         return _WILDCARDS.search(path) is not None
 
     def matching(self, pattern: str) -> list[Listed]:
-        """Return the tensors and values whose path a glob matches; ``*`` crosses ``/``.
+        """Return the tensors and values whose paths match a glob. ``*`` matches slashes too.
 
-        If entries have the pattern itself as their path, only these are returned.
+        If the pattern is itself the path of entries, only these are returned.
 
         Raises:
-            TypeError: The pattern is no str.
+            TypeError: The pattern is not a str.
         """
         _check_path(pattern)
         matches = re.compile(translate(pattern)).match
@@ -469,7 +502,7 @@ class Contents:
         return exact or [each for each in candidates if matches(each.path)]
 
     def _means_global(self, component: str) -> bool:
-        """Whether the first component of a path stands for the global entries, not for a key."""
+        """Whether the first component of a path is the word ``global``, and not a key."""
         return component == GLOBAL and all(component not in trees for trees in self._subtrees())
 
     def _subtrees(self) -> list[dict[str, bytes]]:
@@ -494,7 +527,7 @@ class Contents:
         )
 
     def thinned_text(self) -> str:
-        """Return which keys the snapshot has lost, and advice, for a message."""
+        """Return which keys the snapshot has lost by thinning, and advice, for a message."""
         keys = ", ".join(map(key_of, self.manifest.thinned))
         return (
             f"it was thinned, and has lost {keys:.500}. To resume, restore a whole snapshot, such "
@@ -502,7 +535,7 @@ class Contents:
         )
 
     def _paths(self) -> list[str]:
-        """Return all paths without their ranks, each once; empty if there are very many."""
+        """Return all paths, without ranks. If there are very many, return none."""
         subtrees = self._subtrees()
         trees = {(key, digest): None for subtree in subtrees for key, digest in subtree.items()}
         if self.row.stats.entries >= 1e5 or len(trees) >= 1e3:
@@ -510,11 +543,13 @@ class Contents:
         return list({key + p: None for key, digest in trees for p, _ in self.tree(digest).items()})
 
     def chunks(self, path: str, entry: Entry) -> list[tuple[Digest, int]]:
-        """Return digest and raw length of each chunk of an entry; empty if it holds its own bytes.
+        """Return the digest and the raw length of each chunk of an entry.
+
+        The result is empty if the entry itself contains its bytes.
 
         Raises:
-            DamagedError: Shape, length and digests do not fit each other.
-            UnsupportedFormatError: Only a later version can read the entry.
+            DamagedError: Shape, length and digests of the entry do not fit each other.
+            UnsupportedFormatError: Only a later version of casnap can read the entry.
         """
         payload = entry.payload
         if payload.nbytes <= INLINE_BYTES:
@@ -524,11 +559,11 @@ class Contents:
         return list(zip(digests, cells.sizes(), strict=True))
 
     def cells(self, path: str, entry: Entry) -> Grid:
-        """Return the cells that the bytes of an entry are cut into.
+        """Return the grid that cuts the bytes of an entry into cells.
 
         Raises:
-            DamagedError: Shape and length do not fit each other.
-            UnsupportedFormatError: Only a later version can read the entry.
+            DamagedError: Shape and length of the entry do not fit each other.
+            UnsupportedFormatError: Only a later version of casnap can read the entry.
         """
         check_known(self.label, [(path, entry)])
         nbytes, chunk_size = entry.payload.nbytes, self.store.config.chunk_size
@@ -545,15 +580,15 @@ class Contents:
         return grid_of(entry.shape, itemsize, chunk_size)
 
     def digests(self, payload: Payload, cells: Grid, path: str) -> bytes:
-        """Return the digests of a payload's chunks, one behind the other.
+        """Return the concatenated digests of a payload's chunks.
 
         Args:
             payload: The payload.
-            cells: The grid of its entry.
+            cells: The grid of the entry.
             path: The path of the entry, for messages.
 
         Raises:
-            DamagedError: There are not as many digests as cells, or a list is damaged.
+            DamagedError: There are more or fewer digests than cells, or a list is damaged.
         """
         digests = payload.digests
         if not 0 <= payload.depth <= MAX_LIST_DEPTH:
@@ -573,10 +608,10 @@ class Contents:
         return digests
 
     def named_chunks(self, payload: Payload) -> dict[Digest, None]:
-        """Return the digests of the chunks that a payload names, each once.
+        """Return the digests of the chunks that a payload names, as the keys of a dict.
 
         Raises:
-            DamagedError: The lists of digests are malformed.
+            DamagedError: A list of digests is malformed.
         """
         if not 0 <= payload.depth <= MAX_LIST_DEPTH or len(payload.digests) % DIGEST_SIZE:
             raise DamagedError(f"{self.label} has an entry with a malformed list of digests")
@@ -587,7 +622,13 @@ class Contents:
         return named
 
     def _joined_lists(self, digests: bytes, most: int, path: str) -> bytes:
-        """Return the digests in lists, joined; stop once there are more than ``most`` digests."""
+        """Return the concatenated digests in some lists. Stop reading once there are too many.
+
+        Args:
+            digests: The concatenated digests of the lists.
+            most: The number of digests that is expected at most.
+            path: The path of the entry, for messages.
+        """
         joined = bytearray()
         try:
             for digest in split_digests(digests):
@@ -614,7 +655,7 @@ def _check_path(path: object) -> None:
 
 
 def _walk_below(trees: Mapping[str, Entries], start: str) -> Iterator[tuple[str, Entry, Entries]]:
-    """Yield path, entry and the entries of its key, in order, for paths that begin with a text."""
+    """Yield the paths that begin with a text, each with its entry and its key's entries."""
     for key, entries in sorted(trees.items()):
         if key.startswith(start) or start.startswith(f"{key}/"):
             for inner, entry in entries.items_below(start[len(key) :]):

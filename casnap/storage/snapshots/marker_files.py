@@ -1,7 +1,7 @@
-"""Markers: a file in the folder of each snapshot on a disk, for ``ls``, ``glob`` and ``exists``.
+"""Markers: on a disk, a file in the folder of each snapshot, for ``ls``, ``glob`` and ``exists``.
 
-A marker is written after the commit of its snapshot, and removed with the snapshot. It is never
-read as truth: it only tells people which snapshot a folder is, or was.
+A marker is written after the commit of its snapshot, and removed with the snapshot. Casnap does not
+rely on markers: they only tell people which snapshot a folder stands for, or once stood for.
 """
 
 from __future__ import annotations
@@ -30,9 +30,14 @@ _MOST_NAMES = 10_000
 def mark(store: Repository, name: str, row: Row) -> None:
     """Write the marker of a snapshot that was just committed.
 
-    An error only gives a warning, since the snapshot is committed. If the snapshot was deleted or
-    overwritten since, its marker on a disk is removed, or replaced by the marker of the snapshot
-    that has the name now.
+    An error is only logged as a warning, since the snapshot is committed. On a disk, this also
+    looks whether the snapshot was deleted or overwritten meanwhile. Its marker is then removed, or
+    replaced by that of the snapshot that has the name now.
+
+    Args:
+        store: The store.
+        name: The full name of the snapshot.
+        row: The row of the snapshot.
     """
     if not store.marks:
         return
@@ -57,7 +62,13 @@ def mark(store: Repository, name: str, row: Row) -> None:
 
 
 def _row_now(store: Repository, name: str, row: Row) -> Row | None:
-    """Return the newest row of a name, for which a row was just committed."""
+    """Return the row that a name has in the newest root; None if no snapshot has the name now.
+
+    Args:
+        store: The store.
+        name: The name.
+        row: The row that was just committed under this name.
+    """
 
     def newest(root: Root) -> Row | None:
         return row if root.seq == row.seq else store.table(root).get(name)
@@ -66,13 +77,13 @@ def _row_now(store: Repository, name: str, row: Row) -> Row | None:
 
 
 class _Marker(msgspec.Struct):
-    """The one field of a marker that casnap reads here."""
+    """The only field of a marker that this module reads."""
 
     commit: str
 
 
 def commit_in(marker: bytes) -> bytes | None:
-    """Return the commit id that a marker names; None if it is no marker."""
+    """Return the commit id that a marker contains; None if the bytes are not a marker."""
     try:
         return bytes.fromhex(json_decoder(_Marker).decode(marker).commit)
     except (ValueError, RecursionError):
@@ -80,9 +91,10 @@ def commit_in(marker: bytes) -> bytes | None:
 
 
 def unmark(store: Repository, deleted: Mapping[str, bytes]) -> None:
-    """Remove the markers of deleted snapshots, if the store has markers.
+    """Remove the markers of deleted snapshots. If the store has no markers, do nothing.
 
-    A marker that names another commit stays: the name was taken again meanwhile.
+    A marker with another commit id stays, since a new snapshot has taken the name meanwhile. An
+    error is only logged.
 
     Args:
         store: The store.
@@ -111,7 +123,7 @@ class Markers:
         store: The store.
 
     Attributes:
-        FILE: The name of a marker.
+        FILE: The file name of a marker.
     """
 
     FILE = MARKER
@@ -120,7 +132,7 @@ class Markers:
         self._store = store
 
     def commit_in(self, folder: str) -> bytes | None:
-        """Return the commit that the marker in a folder names; None if there is no marker.
+        """Return the commit id that the marker in a folder contains; None if there is no marker.
 
         Raises:
             PlaceError: The folder cannot be looked at.
@@ -128,13 +140,13 @@ class Markers:
         return _marked_commit(self._store.backend, folder)
 
     def replace(self, name: str, row: Row, removed_rows: Mapping[str, Row]) -> None:
-        """Write the marker of a new snapshot; remove the markers of what its commit removed.
+        """Write the marker of a new snapshot; remove those of snapshots that its commit removed.
 
         Args:
             name: The name of the new snapshot.
-            row: Its row.
-            removed_rows: The rows of the removed snapshots, by name. If a row has the name of the
-                new snapshot, the new one has replaced it.
+            row: The row of the new snapshot.
+            removed_rows: The rows of the removed snapshots, by name. One of them may have the same
+                name, if the new snapshot has replaced it.
         """
         mark(self._store, name, row)
         deleted = {
@@ -163,7 +175,7 @@ class Listing(NamedTuple):
     Attributes:
         backend: The backend of the store.
         run: The full name of the folder.
-        names: The names in it.
+        names: The names in the folder.
     """
 
     backend: Backend
@@ -171,16 +183,16 @@ class Listing(NamedTuple):
     names: frozenset[str]
 
     def commit_of(self, name: str) -> bytes | None:
-        """Return the commit that the marker in a folder of the run names; None without a marker."""
+        """Return the commit id in the marker of a subfolder of the run; None without a marker."""
         return _marked_commit(self.backend, "/".join(part for part in (self.run, name) if part))
 
 
 def listing_of(backend: Backend, run: str) -> Listing | None:
-    """List the folder of a run; return None if there is no such folder.
+    """List the folder of a run; return None if the folder does not exist.
 
     Args:
-        backend: The backend of a store in a folder of this machine.
-        run: The full name of the folder; "" for the folder of the store.
+        backend: The backend of a store on this machine.
+        run: The full name of the folder; "" for the store's own folder.
     """
     assert backend.folder is not None
     path = str(backend.folder / run)
@@ -194,16 +206,16 @@ def listing_of(backend: Backend, run: str) -> Listing | None:
 
 
 def unknown_markers(store: Repository) -> dict[str, bytes]:
-    """Return the markers whose commit no snapshot has; nothing for a remote store.
+    """Return the markers with commit ids that no snapshot has; nothing for a remote store.
 
-    A marker is written after its commit, and removed with its snapshot. So if no snapshot has the
-    commit, its root was lost, or a user has copied the folder from elsewhere.
+    A marker is written after its commit, and removed with its snapshot. So if no snapshot has its
+    commit id, the root of the commit was lost, or a user has copied the folder from elsewhere.
 
-    This looks at the folders of all runs that have a snapshot, and at the folders right in the
-    store's folder. It skips links, and folders with very many names.
+    The function looks at the folders of all runs that have a snapshot, and at the folders right in
+    the store's own folder. It skips links, and folders with very many names.
 
     Returns:
-        The name of each marked folder → the commit in its marker.
+        The name of each folder with such a marker → the commit id in the marker.
     """
     backend = store.backend
     if backend.folder is None:

@@ -1,4 +1,4 @@
-"""Removing snapshots: by a retention, or by name."""
+"""Remove snapshots that a retention, or another judge, does not keep."""
 
 from __future__ import annotations
 
@@ -39,13 +39,12 @@ Judge = Callable[[Table], Iterable[Verdict]]
 
 
 class PruneChange(ABC):
-    """A change of the table that removes the snapshots that are not kept.
+    """A change of the table that removes snapshots. Each try to commit judges the table anew.
 
-    If a try to commit fails, the next one judges the newer table: snapshots may have been tagged or
-    replaced meanwhile.
+    Snapshots may have been tagged or replaced since a try that failed.
 
     Attributes:
-        verdicts: The last verdicts.
+        verdicts: The verdicts of the last try.
     """
 
     def __init__(self) -> None:
@@ -53,10 +52,10 @@ class PruneChange(ABC):
 
     @abstractmethod
     def judge(self, table: Table) -> list[Verdict]:
-        """Return the verdicts on the snapshots of a table."""
+        """Return the verdicts on snapshots of a table."""
 
     def __call__(self, table: Table, _seq: int) -> dict[str, Row | None]:
-        """Return the rows to remove."""
+        """Judge the table, and return None for the name of each snapshot to remove."""
         self.verdicts = self.judge(table)
         return {v.name: None for v in self.verdicts if not v.kept}
 
@@ -68,7 +67,7 @@ class RetentionChange(PruneChange):
         store: The store.
         retention: The rules.
         folder: The folder of the runs; "" for the whole store.
-        taken_commit: The commit of a snapshot in the folder that was just taken, and must stay.
+        taken_commit: The commit id of a snapshot in the folder that was just taken, and must stay.
     """
 
     def __init__(
@@ -87,11 +86,11 @@ class RetentionChange(PruneChange):
 
     @override
     def judge(self, table: Table) -> list[Verdict]:
-        """Return the verdicts on the snapshots of a table."""
+        """Return the verdicts on the snapshots in the folder."""
         return self.judge_rows(table.items_in(self._folder))
 
     def judge_rows(self, named_rows: Iterable[tuple[str, Row]]) -> list[Verdict]:
-        """Return the verdicts on snapshots. The rows must be of whole runs."""
+        """Return the verdicts on all snapshots of some runs, given their names and rows."""
         unread: set[str] = set()
         if self._taken is None or self._retention.asks_metadata:
             named_rows = ((n, self._with_metadata(n, row, unread)) for n, row in named_rows)
@@ -107,7 +106,7 @@ class RetentionChange(PruneChange):
         ]
 
     def _warn_of_no_step(self, verdicts: Iterable[Verdict]) -> None:
-        """Warn, once for a run, that ``keep_every`` keeps snapshots since they have no step."""
+        """Log a warning, once for each run, if ``keep_every`` keeps snapshots that have no step."""
         for verdict in verdicts:
             run = f"{self._store.config.store_id} {verdict.row.run_of(verdict.name)}"
             has_step = step_of(verdict.name, verdict.row) is not None
@@ -122,7 +121,10 @@ class RetentionChange(PruneChange):
             )
 
     def _with_metadata(self, name: str, row: Row, unread: set[str]) -> Row:
-        """Return a row with its metadata. If they cannot be read, note its name in ``unread``."""
+        """Return a row that contains its metadata.
+
+        If the metadata cannot be read, the row has none, and the name is added to ``unread``.
+        """
         try:
             metadata = Contents(self._store, name, row).metadata
         except (DamagedError, BackendError) as e:
@@ -133,7 +135,10 @@ class RetentionChange(PruneChange):
 
 
 def prune(store: Repository, change: PruneChange, *, dry_run: bool = False) -> PruneReport:
-    """Remove the snapshots that are not kept, in one commit; a dry run only reports them."""
+    """Remove the snapshots that a change does not keep, in one commit.
+
+    A dry run only reports them.
+    """
     if dry_run:
         store.read_at_newest(lambda root: change(store.table(root), 0))
     elif Changes(store).commit(change):
@@ -142,10 +147,10 @@ def prune(store: Repository, change: PruneChange, *, dry_run: bool = False) -> P
 
 
 class JudgedChange(PruneChange):
-    """A change of the table that removes the snapshots that a judge does not keep.
+    """A change of the table that removes the snapshots that a function does not keep.
 
     Args:
-        judge: Returns verdicts on snapshots of a table.
+        judge: Returns verdicts on the snapshots of a table.
     """
 
     def __init__(self, judge: Judge) -> None:
@@ -154,12 +159,12 @@ class JudgedChange(PruneChange):
 
     @override
     def judge(self, table: Table) -> list[Verdict]:
-        """Return the verdicts of the judge, in the order of commits."""
+        """Return the verdicts of the function, in the order of the snapshots' commits."""
         verdicts = {verdict.name: verdict for verdict in self._judge(table)}
         rows = Table.in_commit_order((name, verdict.row) for name, verdict in verdicts.items())
         return [verdicts[name] for name, _ in rows]
 
 
 def unmark_pruned(store: Repository, change: PruneChange) -> None:
-    """Remove the markers of the snapshots that were not kept."""
+    """Remove the markers of the snapshots that a change has removed."""
     unmark(store, {v.name: v.row.commit for v in change.verdicts if not v.kept})

@@ -1,8 +1,8 @@
-"""Published tags: each is on one snapshot of a store, and a commit moves it to another one.
+"""Published tags: such a tag is on only one snapshot of a store, and a commit moves it to another.
 
 A setting of the store says, for each published tag, which snapshot has it, since when, and who
-moved it. Roots are never removed, so the moves of a tag are a chain: the root before a move has the
-move before (``docs/decisions/0066-publish-and-thin.md``).
+moved it. Roots are never removed, so the moves of a tag form a chain: the root before a move has
+the move before (``docs/decisions/0066-publish-and-thin.md``).
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ _TAG_CHARS = 100
 
 
 class TagMove(Struct, frozen=True, kw_only=True):
-    """A move of a published tag.
+    """A move of a published tag to a snapshot.
 
     Attributes:
-        name: The full name of the snapshot that the tag was moved to.
-        commit: The commit id of that snapshot.
+        name: The full name of the snapshot.
+        commit: The commit id of the snapshot, in hex.
         root: The number of the root that moved the tag. It grows with each move, so it also numbers
             the published versions.
-        time: Seconds since the epoch, by the clock of the process that moved the tag.
+        time: When the tag was moved, in seconds since the epoch, by the clock of the process that
+            moved it.
         by: The user and the host that moved the tag, as they call themselves.
-        previous: The full name of the snapshot that the tag was moved from; "" for none.
+        previous: The full name of the snapshot that had the tag before; "" if none had.
     """
 
     name: str
@@ -58,7 +59,7 @@ class TagMove(Struct, frozen=True, kw_only=True):
 
 
 class Tags:
-    """The tags of a store's snapshots. A published tag is on one snapshot; a commit moves it.
+    """The tags of a store's snapshots. A published tag is on only one snapshot; a commit moves it.
 
     Args:
         store: The store.
@@ -72,10 +73,13 @@ class Tags:
 
     @staticmethod
     def move_in(root: Root, tag: str) -> TagMove | None:
-        """Return the last move of a tag; None if there is none, or the setting is malformed.
+        """Return the last move of a tag, according to a root.
+
+        Returns:
+            The move; None if the tag was never published, or the setting is malformed.
 
         Raises:
-            InvalidNameError: The tag is no str.
+            InvalidNameError: The tag is not a str.
         """
         tag = tag_text(tag)
         setting = root.settings.get(Tags.SETTING)
@@ -89,7 +93,13 @@ class Tags:
 
     @staticmethod
     def row_in(root: Root, table: Table, tag: str) -> tuple[str, Row] | None:
-        """Return name and row of the snapshot that a tag is published on; None if there is none."""
+        """Return the name and row of the snapshot that has a published tag; None if none has.
+
+        Args:
+            root: The root that says where the tag is.
+            table: The table of this root.
+            tag: The tag.
+        """
         move = Tags.move_in(root, tag)
         if move is None:
             return None
@@ -103,7 +113,7 @@ class Tags:
 
     @staticmethod
     def checked(tag: object) -> str:
-        """Return a tag to give to a snapshot.
+        """Check a tag that a snapshot is to get, and return it.
 
         Raises:
             InvalidNameError: The text cannot be a tag.
@@ -120,16 +130,16 @@ class Tags:
         raise InvalidNameError(f"the tag {tag!r:.80} {problem}; choose another, like 'best'")
 
     def find(self, tag: str, folder: str) -> tuple[str, Row]:
-        """Return name and row of the one snapshot that has a tag.
+        """Return the name and row of the one snapshot that has a tag.
 
         Args:
-            tag: The tag. If it is not published, this looks at all snapshots.
+            tag: The tag. If it is not published, all snapshots are searched for it.
             folder: The folder that the snapshot must lie in; "" for the whole store.
 
         Raises:
-            InvalidNameError: The tag is no str.
+            InvalidNameError: The tag is not a str.
             SnapshotNotFoundError: No snapshot in the folder has the tag.
-            SnapshotError: Several snapshots have the tag, and it is published on none.
+            SnapshotError: Several snapshots have the tag, and it is not published.
         """
         return self._store.read_at_newest(lambda root: self._find_in(root, tag, folder))
 
@@ -161,11 +171,11 @@ class Tags:
         return having[0]
 
     def add(self, name: str, commit_id: str, tags: tuple[str, ...]) -> None:
-        """Give a snapshot tags.
+        """Give tags to a snapshot.
 
         Args:
             name: The full name of the snapshot.
-            commit_id: The commit id that it must have.
+            commit_id: The commit id that the snapshot must have.
             tags: The tags.
 
         Raises:
@@ -181,16 +191,16 @@ class Tags:
         Changes(self._store).edit_row(name, commit_id, lambda row: with_tags(row, tags))
 
     def remove(self, name: str, commit_id: str, tags: tuple[str, ...]) -> None:
-        """Remove tags from a snapshot. Tags that it does not have are ignored.
+        """Remove tags from a snapshot. Tags that the snapshot does not have are ignored.
 
         Args:
             name: The full name of the snapshot.
-            commit_id: The commit id that it must have.
+            commit_id: The commit id that the snapshot must have.
             tags: The tags.
 
         Raises:
             SnapshotNotFoundError: There is no such snapshot any more.
-            InvalidNameError: A tag is no str.
+            InvalidNameError: A tag is not a str.
         """
         Changes(self._store).edit_row(name, commit_id, lambda row: without_tags(row, tags))
 
@@ -202,20 +212,24 @@ class Tags:
         check: Callable[[Table, int], None] = lambda *_: None,
         again: Callable[[Root, TagMove], Root] = lambda root, _: root,
     ) -> TagMove:
-        """Move a tag to a snapshot, from all others that have it, in one commit; return the move.
+        """Move a tag to a snapshot, in one commit. All other snapshots lose the tag.
 
         Args:
             tag: The tag.
             name: The full name of the snapshot.
-            commit_id: The commit id that it must have.
+            commit_id: The commit id that the snapshot must have.
             check: Called in each try to commit, with the table and the number of the next root. It
-                raises if the tag must not be moved.
-            again: Called if the snapshot has the tag already. Returns the last root with other
-                fields changed for the next root.
+                raises an error if the tag must not be moved.
+            again: Called with the newest root and the last move if the snapshot has the tag
+                already. It returns the root, with fields changed that the next root must have
+                changed.
+
+        Returns:
+            The move.
 
         Raises:
             SnapshotNotFoundError: There is no such snapshot any more.
-            SnapshotError: The store has 100 published tags, and takes no more.
+            SnapshotError: The store has 100 published tags already.
         """
         changes: dict[str, Row | None] = {}
         previous = ""
@@ -264,10 +278,10 @@ class Tags:
         return move
 
     def moves(self, tag: str) -> Iterator[TagMove]:
-        """Yield the moves of a published tag, the newest first. Each move reads one root.
+        """Yield the moves of a published tag, the newest first. One root is read for each move.
 
         Raises:
-            InvalidNameError: The tag is no str.
+            InvalidNameError: The tag is not a str.
             DamagedError: A root is damaged or missing.
         """
         move = Tags.move_in(self._store.newest(), tag)
@@ -283,7 +297,7 @@ class Tags:
 
 
 def _check_movable(root: Root, table: Table, name: str, tags: tuple[str, ...], uri: str) -> None:
-    """Check that no new tag of a snapshot is published on another snapshot.
+    """Check that a snapshot may get tags: none of them is published on another snapshot.
 
     Raises:
         SnapshotError: A tag is published on another snapshot.
@@ -311,7 +325,7 @@ def _user_and_host() -> str:
 
 
 def with_tags(row: Row, tags: Iterable[str]) -> Row:
-    """Return a row with more tags.
+    """Return a row with some tags added.
 
     Raises:
         InvalidNameError: A text cannot be a tag.
@@ -329,17 +343,19 @@ def without_tags(row: Row, tags: Iterable[str]) -> Row:
     """Return a row without some tags.
 
     Raises:
-        InvalidNameError: A tag is no str.
+        InvalidNameError: A tag is not a str.
     """
     kept_tags = {*row.tags}.difference(map(tag_text, tags))
     return msgspec.structs.replace(row, tags=tuple(sorted(kept_tags)))
 
 
 def tag_text(tag: object) -> str:
-    """Return a tag to look for. Any str will do, since a store is untrusted and may have any tag.
+    """Check that a tag to look for is a str, and return it.
+
+    Any str is allowed: a store is untrusted, and may have any tag.
 
     Raises:
-        InvalidNameError: The tag is no str.
+        InvalidNameError: The tag is not a str.
     """
     if not isinstance(tag, str):
         raise InvalidNameError(

@@ -1,7 +1,7 @@
-"""References between tree nodes: the walk from a table or snapshot down to its chunks.
+"""References between tree nodes: how to walk from a table or snapshot down to its chunks.
 
-A reference to a chunk is its digest. A reference to a node is a byte for the kind of the node, then
-its digest.
+A reference to a chunk is the chunk's digest. A reference to a node is a byte for the kind of node,
+followed by the node's digest.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ _TOGETHER = 64
 
 
 def tops_of(root: Root) -> list[bytes]:
-    """Return the references of a root: to its table, and to the manifests of unfinished copies."""
+    """Return the references in a root: to its table, and to the manifests of unfinished copies."""
     table = [] if root.table is None else [TABLE + root.table.digest]
     return table + [MANIFEST + copy.parts.digest for copy in root.copies.values()]
 
 
 def is_node(reference: bytes) -> bool:
-    """Whether a reference is to a node, not to a chunk."""
+    """Whether a reference is one to a node, not to a chunk."""
     return len(reference) > DIGEST_SIZE
 
 
 def digest_in(reference: bytes) -> Digest:
-    """Return the digest that a reference ends in."""
+    """Return the digest in a reference."""
     return Digest(reference[-DIGEST_SIZE:])
 
 
 def references(load: Load, node: bytes) -> list[bytes]:
-    """Return the references that a node holds.
+    """Return the references in a node, to chunks and other nodes.
 
     Args:
         load: Returns the verified bytes of a node.
-        node: A reference to the node.
+        node: The reference to the node.
 
     Raises:
         DamagedError: The node is missing, damaged, or of another kind.
@@ -79,13 +79,13 @@ def _below_table(load: Load, digest: Digest) -> list[bytes]:
 
 
 def references_of_row(row: Row) -> list[bytes]:
-    """Return the references of a row: its manifest, and the node of its metadata if it has one."""
+    """Return the references in a row: to its manifest, and to its metadata's node if it has one."""
     data = [DATA + row.metadata_node] if row.metadata_node else []
     return [MANIFEST + row.manifest.digest, *data]
 
 
 def _children(tree: Tree[Any], kind: bytes, digest: Digest) -> list[bytes] | None:
-    """Return references to the children of a tree's top, or None if the top is a leaf."""
+    """Return references to the nodes below a tree's top node; None if the top is a leaf."""
     if [child for _, child, _ in tree.children] == [digest]:
         return None
     return [kind + child for _, child, _ in tree.children]
@@ -98,7 +98,17 @@ def _checked(reference: bytes, node: Digest) -> bytes:
 
 
 def _listed(digests: bytes, depth: int, node: Digest) -> list[bytes]:
-    """Return the references in a list: to chunks, or to lists one level further down."""
+    """Return the references in a list of digests: to chunks, or at greater depth to other lists.
+
+    Args:
+        digests: The concatenated digests.
+        depth: 0 if the digests are those of chunks; else the depth of the lists that they name,
+            plus 1.
+        node: The digest of the node with the list, for messages.
+
+    Raises:
+        DamagedError: The list is malformed.
+    """
     n, odd = divmod(len(digests), DIGEST_SIZE)
     if not 0 <= depth <= MAX_LIST_DEPTH or odd or n > LIST_DIGESTS:
         raise DamagedError(f"tree node {node.hex()} holds a malformed list of digests")
@@ -110,12 +120,13 @@ def _listed(digests: bytes, depth: int, node: Digest) -> list[bytes]:
 def walk(
     store: Repository, tops: Iterable[bytes], visited: set[bytes]
 ) -> Iterator[tuple[bytes, list[bytes]]]:
-    """Yield a reference to each node at or below others, with the references in that node.
+    """Walk down from some nodes. Yield the reference to each node, with the references in the node.
 
     Args:
         store: The store.
-        tops: References to the nodes to begin with.
-        visited: References to visited nodes, which are not visited again. New ones are added.
+        tops: The references to the nodes to begin with.
+        visited: The references to nodes that are not visited again. The walk adds those that it
+            visits.
 
     Raises:
         DamagedError: A node is missing or damaged.

@@ -1,7 +1,7 @@
 """The rules of a retention, which say which snapshots to keep.
 
-The rules are pure functions: from the rows of a table and the time, they return which snapshots to
-keep, and why. ``pruning.py`` changes stores by them.
+The rules are pure functions of the rows of a table and the time. ``pruning.py`` applies them to
+stores.
 """
 
 from __future__ import annotations
@@ -81,15 +81,18 @@ class Retention:
 
     @property
     def asks_metadata(self) -> bool:
-        """Whether any rule asks for a snapshot's metadata."""
+        """Whether a rule depends on the metadata of snapshots."""
         return self.keep_every is not None or bool(self.keep_best)
 
     def reasons(self, run: Run, now: float) -> dict[str, list[str]]:
-        """Return the reasons to keep each snapshot of a run, by name; empty if it is not kept.
+        """Return, for each snapshot of a run, the reasons to keep it; no reason if it is not kept.
 
         Args:
             run: The run. Snapshots that a rewind has moved aside come first.
             now: The time, in seconds since the epoch.
+
+        Returns:
+            The name of each snapshot → the reasons.
         """
         reasons: dict[str, list[str]] = {name: [] for name, _ in run.snapshots}
         for name, reason in self._reasons_to_keep(run, now):
@@ -124,9 +127,10 @@ def _multiples(snapshots: Sequence[tuple[str, Row]], every: int) -> Iterator[tup
 
 
 def step_of(name: str, row: Row) -> int | None:
-    """Return the step of a snapshot; None if neither its metadata nor its name have it.
+    """Return the step of a snapshot; None if neither its metadata nor its name tell it.
 
-    Other numbers in a name may be an epoch, a metric or a version.
+    If a name has several numbers, only one after ``step=`` or ``step_`` counts: others may be an
+    epoch, a metric or a version.
     """
     step = row.metadata.get("step")
     if isinstance(step, int) and not isinstance(step, bool):
@@ -156,7 +160,10 @@ def _best(
 
 
 def unknown_metrics(retention: Retention, rows: Iterable[Row]) -> list[str]:
-    """Return the metrics of ``keep_best`` that no row has as a number: these keep all rows."""
+    """Return the metrics of ``keep_best`` for which no row has a number.
+
+    Such a rule keeps all rows.
+    """
     metadata = [row.metadata for row in rows]
     metrics = (metric for metric, *_ in _best_rules(retention.keep_best))
     return [m for m in metrics if all(_number(each.get(m)) is None for each in metadata)]
@@ -206,7 +213,7 @@ def check_retention(retention: object) -> None:
     """Check that an argument is a :class:`Retention`.
 
     Raises:
-        TypeError: It is not.
+        TypeError: The argument is something else.
     """
     if not isinstance(retention, Retention):
         raise TypeError(
@@ -220,12 +227,12 @@ def check_retention(retention: object) -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict of a retention on one snapshot.
+    """The verdict on one snapshot: whether it is kept, and why.
 
     Attributes:
         name: The full name of the snapshot.
-        row: Its row in the table.
-        reasons: A line for each rule that keeps the snapshot; empty if none keeps it.
+        row: The row of the snapshot.
+        reasons: A line for each rule that keeps the snapshot; empty if no rule keeps it.
     """
 
     name: str
@@ -234,18 +241,18 @@ class Verdict:
 
     @property
     def kept(self) -> bool:
-        """Whether the snapshot is kept."""
+        """Whether a rule keeps the snapshot."""
         return bool(self.reasons)
 
 
 @dataclass(frozen=True)
 class PruneReport:
-    """The result of pruning, or of a dry run of it.
+    """The result of pruning, or of a dry run.
 
     Attributes:
-        verdicts: A verdict on each snapshot that was judged, in the order of their commits.
+        verdicts: The verdict on each snapshot that was judged, in the order of their commits.
         dry_run: Whether nothing was changed.
-        thinned: The keys that thinned snapshots lost, by the name of the snapshot.
+        thinned: The name of each thinned snapshot → the keys that it lost.
     """
 
     verdicts: list[Verdict]
@@ -254,12 +261,12 @@ class PruneReport:
 
     @property
     def deleted(self) -> list[Verdict]:
-        """The snapshots that no rule keeps."""
+        """The verdicts on the snapshots that no rule keeps."""
         return [v for v in self.verdicts if not v.kept]
 
     @property
     def kept(self) -> list[Verdict]:
-        """The snapshots that a rule keeps."""
+        """The verdicts on the snapshots that a rule keeps."""
         return [v for v in self.verdicts if v.kept]
 
 
@@ -272,10 +279,10 @@ def judge_runs(
     """Return a verdict on each snapshot of some runs.
 
     Args:
-        rows: Names and rows of whole runs.
+        rows: The names and rows of all snapshots of the runs.
         retention: The rules.
         now: The time, in seconds since the epoch.
-        new_commit: The commit of a snapshot that was just taken, which is kept in any case.
+        new_commit: The commit id of a snapshot that was just taken, which is kept in any case.
     """
     ordered = Table.in_commit_order(rows)
     reasons = {}

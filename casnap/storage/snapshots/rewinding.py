@@ -1,8 +1,8 @@
 """Rewinding: a run goes back to an earlier snapshot, and the later snapshots are moved aside.
 
-One commit renames them. Their new names lie below ``rewound-<number of the root>`` in the folder of
-the run, or below the next free number. A note in each row says that it was moved aside
-(``docs/decisions/0071-going-back.md``).
+One commit renames the later snapshots. Their new names lie in the folder ``rewound-N`` below the
+folder of the run. N is the number of the commit's root, or the next number that is free. A note in
+each row says that the snapshot was moved aside (``docs/decisions/0071-going-back.md``).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Rewound:
     """The result of a rewind.
 
     Attributes:
-        name: The full name of the snapshot that the run goes on from.
-        row: The row of that snapshot.
+        name: The full name of the snapshot that the run goes back to.
+        row: The row of this snapshot.
         moved: The old full name of each snapshot that was moved aside → its new full name.
     """
 
@@ -45,18 +45,18 @@ def rewind(
 ) -> Rewound:
     """Rewind a run to one of its snapshots: move all later snapshots aside, in one commit.
 
-    If the snapshot was itself moved aside before, it gets its name in the run again.
+    If an earlier rewind had moved the snapshot itself aside, it gets its name in the run again.
 
     Args:
         store: The store.
-        name: The full name of the snapshot that the run goes on from.
-        notes_of_renamed: Gets the newest root, and returns changes for the notes of each snapshot
-            that gets another name.
+        name: The full name of the snapshot to go back to.
+        notes_of_renamed: Called with the newest root; returns changes of the notes of each snapshot
+            that is renamed.
 
     Raises:
         SnapshotNotFoundError: There is no such snapshot.
-        SnapshotExistsError: A needed name is taken.
-        SnapshotError: The snapshot is thinned, and no run resumes from a thinned snapshot.
+        SnapshotExistsError: A name that is needed is taken.
+        SnapshotError: The snapshot is thinned, so that no run can resume from it.
     """
     backend = store.backend
     before: dict[str, Row] = {}
@@ -93,7 +93,13 @@ def rewind(
 
 
 def _thinned_error(backend: Backend, name: str, whole: Sequence[str]) -> SnapshotError:
-    """Return the error for a thinned snapshot, given the whole snapshots before it in its run."""
+    """Return the error to raise for a rewind to a thinned snapshot.
+
+    Args:
+        backend: The backend of the store.
+        name: The full name of the snapshot.
+        whole: The names of the whole snapshots before it in its run.
+    """
     there = f"the newest whole one before it is {joined(backend.uri, whole[-1])}" if whole else ""
     return SnapshotError(
         f"{joined(backend.uri, name)} is thinned: it has lost what a resume needs, so no run goes "
@@ -103,10 +109,15 @@ def _thinned_error(backend: Backend, name: str, whole: Sequence[str]) -> Snapsho
 
 
 def _free_folder(table: Table, run: str, seq: int) -> str:
-    """Return the folder for the snapshots that a commit moves aside.
+    """Return the folder into which a commit moves snapshots.
 
-    Its name has the number of the commit's root. If a copy from another store, or a user, has used
-    that name, it has the next free number.
+    Its name contains the number of the commit's root. If snapshots already lie in that folder, such
+    as copies from another store, it contains the next free number.
+
+    Args:
+        table: The table that the commit changes.
+        run: The folder of the run.
+        seq: The number of the commit's root.
     """
     while True:
         folder = f"{run}/rewound-{seq}".lstrip("/")
@@ -116,10 +127,15 @@ def _free_folder(table: Table, run: str, seq: int) -> str:
 
 
 def _in(folder: str, name: str) -> str:
-    """Return the name of a snapshot moved into another folder."""
+    """Return the name that a snapshot gets when it is moved into a folder."""
     return f"{folder}/{name.rpartition('/')[2]}".lstrip("/")
 
 
 def _turned(row: Row, notes: Mapping[str, Any]) -> Row:
-    """Return a row with its note of being moved aside turned on or off, and with more notes."""
+    """Return the row of a renamed snapshot, with its note of a rewind set or removed.
+
+    Args:
+        row: The row before.
+        notes: Changes of other notes; None removes a note.
+    """
     return row.with_notes({REWOUND: None if row.is_rewound else True, **notes})

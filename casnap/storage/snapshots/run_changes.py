@@ -1,4 +1,4 @@
-"""Changing the runs of a store: pruning, thinning, rewinding."""
+"""Change the runs of a store: prune, thin, rewind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Runs:
         """Check that an argument is a :class:`Retention`.
 
         Raises:
-            TypeError: It is not.
+            TypeError: The argument is something else.
         """
         check_retention(retention)
 
@@ -55,7 +55,7 @@ class Runs:
 
         Args:
             retention: The rules.
-            on_release: See :data:`OnRelease`.
+            on_release: Called after the commit, as :data:`OnRelease` says.
             dry_run: Whether to change nothing, and only report.
 
         Raises:
@@ -77,11 +77,11 @@ class Runs:
     def prune_judged(
         self, judge: Judge, on_release: OnRelease, *, dry_run: bool = False
     ) -> PruneReport:
-        """Remove the snapshots that a judge does not keep, in one commit.
+        """Remove the snapshots that a function does not keep, in one commit.
 
         Args:
-            judge: Returns verdicts on snapshots of a table. Each try to commit calls it.
-            on_release: See :data:`OnRelease`.
+            judge: Returns verdicts on the snapshots of a table. It is called in each try to commit.
+            on_release: Called after the commit, as :data:`OnRelease` says.
             dry_run: Whether to change nothing, and only report.
         """
         report = prune(self._store, JudgedChange(judge), dry_run=dry_run)
@@ -96,12 +96,15 @@ class Runs:
         *,
         dry_run: bool = False,
     ) -> dict[str, tuple[str, ...]]:
-        """Thin these runs; return the keys that each snapshot lost, by name.
+        """Thin these runs.
 
         Args:
             rules: The rules.
-            on_release: See :data:`OnRelease`.
+            on_release: Called after the commit, as :data:`OnRelease` says.
             dry_run: Whether to change nothing, and only return what would be lost.
+
+        Returns:
+            The name of each thinned snapshot → the keys that it lost.
 
         Raises:
             ValueError: There is no rule, or one is malformed.
@@ -128,7 +131,11 @@ class Runs:
         return thinned
 
     def forget(self, name: str, commit_id: str) -> None:
-        """Remove a snapshot, even if a tag or something else holds it.
+        """Remove a snapshot, even if it has a tag or another hold.
+
+        Args:
+            name: The full name of the snapshot.
+            commit_id: The commit id that the snapshot must have, in hex.
 
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name and commit id.
@@ -142,13 +149,13 @@ class Runs:
         """Rewind a run to one of its snapshots: move all later snapshots aside, in one commit.
 
         Args:
-            name: The full name of the snapshot that the run goes on from.
-            notes_of_renamed: Gets the newest root, and returns changes for the notes of each
-                snapshot that gets another name.
+            name: The full name of the snapshot to go back to.
+            notes_of_renamed: Called with the newest root; returns changes of the notes of each
+                snapshot that is renamed.
 
         Raises:
             SnapshotNotFoundError: There is no such snapshot.
-            SnapshotExistsError: A needed name is taken.
-            SnapshotError: The snapshot is thinned, and no run resumes from a thinned snapshot.
+            SnapshotExistsError: A name that is needed is taken.
+            SnapshotError: The snapshot is thinned, so that no run can resume from it.
         """
         return rewind(self._store, name, notes_of_renamed)

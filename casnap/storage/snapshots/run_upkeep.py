@@ -20,11 +20,11 @@ _warned: set[str] = set()
 
 
 class Upkeep(NamedTuple):
-    """The changes that a commit makes to the earlier snapshots of a run.
+    """The changes to the earlier snapshots of a run that a commit makes when it adds a snapshot.
 
     Attributes:
         pruned: The rows of the snapshots that are removed, by name.
-        thinned: The new rows of the snapshots that lose keys, by name.
+        thinned: The new rows of the snapshots that are thinned, by name.
     """
 
     pruned: dict[str, Row]
@@ -41,18 +41,18 @@ class Upkeep(NamedTuple):
         replaced: Collection[str] = (),
         counts: Callable[[Row], bool] = lambda row: True,
     ) -> Upkeep:
-        """Return the changes that the commit of a new snapshot must make to its run.
+        """Return the changes to the earlier snapshots of a run.
 
-        An error only gives a warning, since the new snapshot must not fail with it. The next commit
-        looks at the run again.
+        An error is only logged as a warning, so that the new snapshot is committed all the same.
+        The next commit repeats the upkeep.
 
         Args:
             table: The table that the commit changes.
-            added: Name and row of the new snapshot, which stays as it is.
+            added: The name and row of the new snapshot, which stays as it is.
             retention: The rules; None keeps all snapshots.
             session: The session that commits. It stores the new manifests.
-            replaced: Names of snapshots that are removed in any case.
-            counts: Whether the rules judge and count a snapshot at all.
+            replaced: The names of snapshots that the commit removes in any case.
+            counts: Returns whether the rules apply to a snapshot, and count it.
         """
         if retention is None:
             return cls({}, {})
@@ -78,7 +78,10 @@ class Upkeep(NamedTuple):
 def _warn_of_metric(
     store: Repository, name: str, retention: Retention, verdicts: Iterable[Verdict]
 ) -> None:
-    """Warn, once for a store, if ``keep_best`` keeps all snapshots since none has the metric."""
+    """Log a warning, once for each store, if ``keep_best`` keeps all snapshots.
+
+    It does so while no snapshot has the metric.
+    """
     unknown = unknown_metrics(retention, (verdict.row for verdict in verdicts))
     store_id = store.config.store_id
     if unknown and store_id not in _warned:

@@ -1,4 +1,4 @@
-"""Runs: the snapshots of a folder, in the order of their commits."""
+"""Runs: the snapshots of a folder, in the order in which they were committed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from casnap.storage.reading.table import Table
 
 
 class Run(NamedTuple):
-    """A run, or a part of it: snapshots of one folder.
+    """The snapshots of one folder, or some of them.
 
     Attributes:
         folder: The full name of the folder.
-        snapshots: Names and rows of the snapshots, the oldest first.
+        snapshots: The name and row of each snapshot, the oldest first.
     """
 
     folder: str
@@ -31,9 +31,9 @@ class Run(NamedTuple):
 
 
 def runs_of(rows: Iterable[tuple[str, Row]]) -> list[Run]:
-    """Return the runs of snapshots, for rules about the last snapshots of a run.
+    """Group snapshots by run, for rules about the newest snapshots of a run.
 
-    In each run, snapshots that a rewind has moved aside come first: the run goes on without them.
+    In each run, snapshots that a rewind has moved aside come first: the run went on without them.
     """
     ordered = sorted(Table.in_commit_order(rows), key=lambda item: not item[1].is_rewound)
     runs: dict[str, list[tuple[str, Row]]] = {}
@@ -43,9 +43,10 @@ def runs_of(rows: Iterable[tuple[str, Row]]) -> list[Run]:
 
 
 def folders_of(rows: Iterable[tuple[str, Row]]) -> list[Run]:
-    """Return snapshots by the folder that they lie in, in their given order.
+    """Group snapshots by the folder that each lies in, in the given order.
 
-    Unlike in :func:`runs_of`, snapshots that a rewind has moved aside have a folder of their own.
+    Unlike :func:`runs_of`, this puts snapshots that a rewind has moved aside into a group of their
+    own.
     """
     folders: dict[str, list[tuple[str, Row]]] = {}
     for name, row in rows:

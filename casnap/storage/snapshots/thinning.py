@@ -1,4 +1,4 @@
-"""Thinning: older snapshots of a run lose the keys that only a resume needs, and keep the rest.
+"""Thinning: older snapshots of a run lose the keys that only a resume needs, and keep the others.
 
 Thinning gives the row of a snapshot another manifest, which lacks these keys and lists their names.
 The row notes which patterns were applied, so that no manifest is read again
@@ -44,8 +44,8 @@ class Thinned:
     """A snapshot that was thinned.
 
     Attributes:
-        before: Its row before it was thinned.
-        keys: The keys that it lost.
+        before: The row of the snapshot before it was thinned.
+        keys: The keys that the snapshot lost.
     """
 
     before: Row
@@ -53,7 +53,7 @@ class Thinned:
 
 
 def check_rules(rules: object) -> dict[str, int]:
-    """Return checked rules of thinning, with counts as ints.
+    """Check rules of thinning that a user gave, and return them with counts as ints.
 
     Raises:
         ValueError: There is no rule, or one is malformed.
@@ -83,16 +83,20 @@ def thin_table(
     put: Callable[[bytes], NodeRef],
     added: str = "",
 ) -> tuple[dict[str, Row], dict[str, Thinned]]:
-    """Return the new rows of the snapshots that rules thin, and the thinned snapshots, by name.
+    """Thin the snapshots for which rules are due. The caller commits the new rows.
 
     A snapshot with a hold, such as a tag, stays whole.
 
     Args:
         store: The store.
-        rows: Names and rows of whole runs.
+        rows: The names and rows of all snapshots of some runs.
         rules: The rules.
         put: Stores a node, even if the store has it, and returns a reference to it.
         added: The name of the snapshot that the same commit adds, which stays whole.
+
+    Returns:
+        The new rows, by the name of the snapshot; and the thinned snapshots, by name. A snapshot
+        that has no matching key gets a new row too, which notes the patterns.
 
     Raises:
         DamagedError: A manifest is missing or damaged.
@@ -127,7 +131,12 @@ def _applied_to(row: Row) -> list[str]:
 
 
 def _without_keys(contents: Contents, patterns: list[str]) -> tuple[Manifest, list[str]]:
-    """Return a manifest without the keys that patterns match, and the components of these keys."""
+    """Return a snapshot's manifest without the keys that match patterns.
+
+    Returns:
+        The manifest, and the path components of the removed keys. If all keys match, none is
+        removed.
+    """
     manifest = contents.manifest
 
     def stays(component: str) -> bool:
@@ -180,7 +189,7 @@ def check_keys(store: Repository, rows: Iterable[tuple[str, Row]], rules: Rules)
 
 
 def putting_in(session: Session) -> Callable[[bytes], NodeRef]:
-    """Return a function that stores the new manifests of a change of the table in its session."""
+    """Return a function that stores a manifest in a session, for :func:`thin_table`."""
     # Store a manifest even if a pack has it: it is too late for the session to rely on that pack.
     return lambda node: session.ref(session.put_table_node(node))
 
@@ -192,16 +201,19 @@ def thin_run(
     session: Session,
     added: str,
 ) -> dict[str, Row]:
-    """The commit of a new snapshot also thins older ones: return their new rows, by name.
+    """Thin older snapshots of a run, in the commit that adds a new snapshot.
 
-    An error only gives a warning: the next commit will thin them.
+    An error is only logged as a warning: the next commit thins these snapshots.
 
     Args:
         store: The store.
-        rows: Names and rows of the run.
+        rows: The names and rows of the run.
         rules: The rules; None for none.
         session: The session that commits.
         added: The name of the new snapshot.
+
+    Returns:
+        The new rows of the older snapshots, by name.
     """
     if rules is None:
         return {}
@@ -220,7 +232,7 @@ def thin_run(
 def _warn_of_keys(
     store: Repository, rows: Iterable[tuple[str, Row]], rules: Rules, added: str
 ) -> None:
-    """Warn, once for a run, if a pattern matches no key of any snapshot."""
+    """Log a warning, once for each run, if a pattern matches no key of any snapshot."""
     run = (store.config.store_id, folder_of(added), frozenset(rules))
     if run not in _checked:
         _checked.add(run)
@@ -244,7 +256,8 @@ def thin(
         store: The store.
         rules: The rules.
         folder: The folder; "" for the whole store.
-        pruning: The change that the same commit makes too, which removes snapshots; None for none.
+        pruning: Another change that the same commit makes, and that removes snapshots; None for
+            none.
         dry_run: Whether to change nothing, and return the snapshots that would be thinned.
     """
     thinned: dict[str, Thinned] = {}

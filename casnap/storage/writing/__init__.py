@@ -1,4 +1,4 @@
-"""Writing: new packs and segments, and the commit that puts the next root.
+"""Write new packs and segments, and commit: put the next root.
 
 This room imports ``commit_log``, ``packs``, ``lookup`` and ``reading``. Begin with ``session.py``.
 """

@@ -1,4 +1,4 @@
-"""Choosing the smallest form of a chunk that its readers can afford: delta, planes, or raw."""
+"""Choose the smallest form of a chunk that readers can afford: delta, planes, or raw."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class ChosenForm(NamedTuple):
 
     Attributes:
         content: The stored bytes.
-        codec: Their codec.
-        base: The digest of the base, if they are a delta.
+        codec: The codec of these bytes.
+        base: The digest of the base if they are a delta; else None.
     """
 
     content: bytes | memoryview
@@ -37,12 +37,12 @@ class ChosenForm(NamedTuple):
 
 
 class Base(NamedTuple):
-    """A possible base of a delta: another chunk of the store, of the same length.
+    """A possible base for a delta: another chunk of the store.
 
     Attributes:
         digest: The digest of the base.
-        raw: Its bytes.
-        chain: Its chain, from :meth:`ChunkForms.chains_below`.
+        raw: The bytes of the base.
+        chain: The chain of the base, from :meth:`ChunkForms.chains_below`.
     """
 
     digest: Digest
@@ -51,7 +51,7 @@ class Base(NamedTuple):
 
 
 class ChunkForms:
-    """Chooses forms for new chunks of one store.
+    """Chooses and writes the forms of new chunks of one store.
 
     Args:
         index: The index of the store.
@@ -69,25 +69,25 @@ class ChunkForms:
     def chains_below(
         self, view: IndexView, digests: Iterable[Digest]
     ) -> dict[Digest, list[Record]]:
-        """Return the chains of chunks, as :func:`~.chains.chains_below` does.
+        """Return the chains of some chunks, as :func:`~.chains.chains_below` does.
 
-        Chunks that were written since count too.
+        A chunk that :meth:`write` has written counts with its new form.
 
         Args:
-            view: The index as the writing change sees it.
-            digests: The chunks.
+            view: The index as the base of the change sees it.
+            digests: The digests of the chunks.
         """
         return chains_below(digests, partial(self._find, view))
 
     def choose(self, digest: Digest, raw: memoryview, base: Base | None) -> ChosenForm | None:
-        """Return the smallest form of a chunk; None if no form is smaller than the chunk.
+        """Return the smallest form of a chunk; None if no form is smaller than the raw chunk.
 
         Several threads may call this.
 
         Args:
             digest: The digest of the chunk.
-            raw: Its bytes.
-            base: A chunk that it may resemble.
+            raw: The bytes of the chunk.
+            base: A possible base; None for none.
         """
         delta = None if base is None else self._delta(digest, raw, base)
         if delta is not None and len(delta.content) <= _LARGE_SHARE * len(raw):
@@ -98,7 +98,7 @@ class ChunkForms:
         return delta
 
     def _delta(self, digest: Digest, raw: memoryview, base: Base) -> ChosenForm | None:
-        """Return a chunk as a delta; None if that saves little, or readers cannot afford it."""
+        """Return a chunk as a delta; None if that saves little, or costs readers too much."""
         sizes = [place.stored_size for _, place in base.chain]
         if can_carry(base.chain, digest) and _is_affordable([0, *sizes], len(raw)):
             delta = encode_delta(raw, base.raw, base.digest)
@@ -112,7 +112,7 @@ class ChunkForms:
         Args:
             new_packs: The packs to write to.
             digest: The digest of the chunk.
-            nbytes: Its raw length.
+            nbytes: The raw length of the chunk.
             form: The form.
         """
         place = Place(b"", 0, len(form.content), nbytes, int(form.codec))
@@ -120,17 +120,17 @@ class ChunkForms:
         new_packs.copy_stored(digest, form.content, nbytes, form.codec)
 
     def _find(self, view: IndexView, digests: list[Digest]) -> list[Place | None]:
-        """Return the place of each chunk: where this object wrote it, or its newest live place."""
+        """Return a place for each chunk: of the form that was written, or the newest live one."""
         others = [digest for digest in digests if digest not in self._written]
         places = dict(zip(others, self._index.find_newest(view, others), strict=True))
         return [self._written.get(digest) or places[digest] for digest in digests]
 
 
 def _is_affordable(sizes: list[int], nbytes: int) -> bool:
-    """Whether readers can afford a chain.
+    """Whether a chain costs readers no more than is allowed.
 
     Args:
-        sizes: The stored length of each link. The chunk that is no delta comes last.
+        sizes: The stored lengths of the deltas of the chain, and last that of the whole chunk.
         nbytes: The raw length of the chunk.
     """
     weights = (min(_MOST_WEIGHT, max(1.0, _WEIGHT * size / nbytes)) for size in sizes[:-1])

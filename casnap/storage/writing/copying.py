@@ -1,4 +1,4 @@
-"""Copying chunks and nodes out of packs into new packs, of the same store or of another one."""
+"""Copy chunks and nodes out of packs into new packs, of the same store or of another one."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ Report = Callable[[Digest, int], None]
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Hold the turn to copy chunks from buffers of the pool into other buffers of it.
+    """Hold the right to copy chunks by way of the pool's buffers, which one thread has at a time.
 
-    If two threads copied at the same time, each could hold the buffers that the other waits for.
+    A copy holds buffers for reading while it waits for buffers for writing. Two copies at the same
+    time could each hold the buffers that the other waits for. Threads in the background have
+    another pool, and so a permission of their own.
     """
     with _turn_in_background if works_in_background() else _turn:
         yield
@@ -49,18 +51,19 @@ def copy_verified(
 ) -> None:
     """Read chunks and nodes, verify them, and write them into new packs.
 
-    The caller must hold the turn (:func:`one_at_a_time`).
+    The caller must be in a block of :func:`one_at_a_time`.
 
     Args:
         source: The store to read from.
-        chunks: Digests, each with whether it is a node.
+        chunks: The digests, each with whether it is that of a node.
         new_packs: The packs to write to.
         report: Called after each chunk and node.
-        keeps_delta: Called with a chunk that is stored as a delta, and with its base, from any
-            thread. Returns whether to write the delta instead of the raw chunk. None: never.
+        keeps_delta: Called, from any thread, with the digest of a chunk that is stored as a delta,
+            and the digest of its base. Returns whether to write the delta instead of the raw chunk.
+            None: never.
 
     Raises:
-        DamagedError: Some chunks or nodes have no whole place. All others were written.
+        DamagedError: Some chunks or nodes are whole at no place. All others were written.
         BackendError: Some cannot be read, and may be whole.
     """
 
@@ -86,13 +89,14 @@ def copy_verified(
 
 
 class ChunkBuffer:
-    """Memory to read groups of chunks into, again and again.
+    """A buffer into which groups of chunks are read, one group after the other.
 
-    Fresh memory would take longer than hashing the chunks. A chunk that does not fit gets memory of
-    its own. The caller must hold the turn (:func:`one_at_a_time`) while it uses the buffer.
+    To allocate memory for each group would take longer than to hash the chunks. A chunk that does
+    not fit into the buffer gets memory of its own. The caller must be in a block of
+    :func:`one_at_a_time`.
 
     Args:
-        nbytes: The bytes of the memory.
+        nbytes: The bytes of the buffer.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -102,14 +106,14 @@ class ChunkBuffer:
         self._lock = threading.Lock()
 
     def clear(self) -> None:
-        """Free the buffer: the chunks in it are no longer valid."""
+        """Empty the buffer. The bytes of chunks that were read before are no longer valid."""
         self._used = 0
 
     def read(self, source: Repository, digests: Iterable[Digest]) -> dict[Digest, memoryview]:
-        """Read chunks; return their bytes, which are valid until the buffer is cleared.
+        """Read chunks into the buffer; return their bytes by digest, valid until :meth:`clear`.
 
         Raises:
-            DamagedError: Some chunks have no whole place.
+            DamagedError: Some chunks are whole at no place.
             BackendError: Some chunks cannot be read, and may be whole.
         """
         raws: dict[Digest, memoryview] = {}

@@ -1,4 +1,4 @@
-"""One commit for many ranks: each rank hands its packs over to the rank that commits."""
+"""One commit for many ranks: each rank tells the rank that commits which packs to name."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ MOST_RECORDS = 1 << 16
 
 
 class Handover(Struct, array_like=True):
-    """The packs that one rank has written and relies on, for a root that another rank puts.
+    """What one rank tells the rank that commits: the packs that it has written and relies on.
 
     Attributes:
-        relied_on: The ids of the packs that the rank relies on, one behind the other.
-        base_seq: The root number that the ids of its own packs begin with.
-        new_bytes: The stored bytes of chunks and nodes that it added.
-        records: The records of these chunks and nodes, as a sealed segment that is not written yet.
-            Empty if there are no records, or too many for the segment of the committing rank.
-        weight: If there are too many: how many records, bases and packs need another segment.
+        relied_on: The concatenated ids of the packs that the rank relies on.
+        base_seq: The number of the root that the rank's own packs are written under.
+        new_bytes: The stored bytes of the chunks and nodes that the rank added.
+        records: The records of these chunks and nodes, as a sealed segment that is not stored yet.
+            Empty if there are none, or too many for the segment of the rank that commits.
+        weight: If they are too many, the number of records, bases and packs that need another
+            segment; else 0.
         segments: The segments that the rank wrote, for itself and other ranks.
-        sample: The id of one of its packs; empty if it wrote none.
-        place: Bytes that are equal for ranks which write to the same place.
-        fenced: Why packs of the rank are gone, such as by a collector; "" if none are.
-        full: Why the rank could not write all its packs; "" if there was room.
-        requests: How many requests it has made, by kind.
+        sample: The id of one of the rank's packs; empty if it wrote none.
+        place: Bytes that are equal for ranks that write to the same place.
+        fenced: Why packs of the rank are gone, for example deleted by a collector; "" if none are.
+        full: Why the rank could not write all its packs; "" if it could.
+        requests: How many requests the rank has made, by kind.
     """
 
     relied_on: bytes = b""
@@ -59,10 +60,10 @@ class Handover(Struct, array_like=True):
 
     @staticmethod
     def segment_writers(handovers: Sequence[Handover]) -> list[int]:
-        """Return the ranks that write segments.
+        """Return the ranks that write segments: of records too many for the committing rank.
 
-        Each writes one for itself and for the ranks after it, up to the next rank that writes. So
-        there are few segments, however many ranks there are: a reader reads each by itself.
+        Each writes one segment for itself and the ranks after it, up to the next rank that writes.
+        So even with many ranks there are few segments, which a reader reads one by one.
 
         Args:
             handovers: The handovers of all ranks, in their order.
@@ -79,15 +80,15 @@ class Handover(Struct, array_like=True):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all packs of the rank are written and there, so that a root may name them."""
+        """Whether all packs of the rank are written and exist, so that a root may name them."""
         return not (self.fenced or self.full)
 
     def check_whole(self) -> None:
-        """Check that all packs of the rank are written and there.
+        """Check that the rank could write all its packs, and that they exist.
 
         Raises:
             FencedError: Some packs are gone.
-            StorageFullError: The rank found no room.
+            StorageFullError: The rank found the disk full.
         """
         if self.fenced:
             raise FencedError(self.fenced)
@@ -96,24 +97,27 @@ class Handover(Struct, array_like=True):
 
 
 class OtherRanks:
-    """The handovers of the other ranks of a take, for the rank that commits. By default, none.
+    """What the other ranks of a take have handed over to the rank that commits.
+
+    By default, no ranks.
 
     Args:
-        gather: See :meth:`~casnap.storage.writing.session.Session.include`.
-        check: See :meth:`~casnap.storage.writing.session.Session.include`.
+        gather: Returns the handovers, as for
+            :meth:`~casnap.storage.writing.session.Session.include`.
+        check: Raises if the other ranks have given up.
 
     Raises:
         FencedError: A pack that a rank wrote or relies on is gone.
-        StorageFullError: A rank found no room.
+        StorageFullError: A rank found the disk full.
 
     Attributes:
-        base_seq: The least root number that ids of the ranks' packs begin with.
+        base_seq: The least root number that any of the ranks' packs is written under.
         new_bytes: The stored bytes that the ranks added to the store.
-        requests: How many requests they have made, by kind.
-        relied_on: The packs that they rely on.
-        segments: The segments that they wrote.
-        packs: Their packs that no segment lists yet.
-        samples: One pack of each rank, or of each place where ranks write.
+        requests: How many requests the ranks have made, by kind.
+        relied_on: The packs that the ranks rely on.
+        segments: The segments that the ranks wrote.
+        packs: The ranks' packs that no segment lists yet.
+        samples: One pack for each rank, or at least for each place where ranks write.
         records: The records of ``packs``.
         check: Raises if the other ranks have given up.
     """
@@ -150,11 +154,11 @@ class OtherRanks:
         self.records = [record for segment in segments_of_ranks for record in segment.records]
 
     def move_past_fence(self, root: Root, live_packs: PackSet) -> None:
-        """Have the ranks hand over anew if a fence has passed their packs, or a pack is gone.
+        """Have the ranks hand over again if a fence has passed their packs, or a pack is gone.
 
         Args:
             root: The root that the commit will follow.
-            live_packs: The packs that the root names.
+            live_packs: The packs that this root names.
 
         Raises:
             FencedError: A pack that a rank wrote or relies on is gone.
@@ -163,11 +167,11 @@ class OtherRanks:
             self._take_over(root.seq)
 
     def _is_kept(self, store: Repository) -> bool:
-        """Whether no collector may delete the ranks' packs: no fence has passed them."""
+        """Whether no fence has passed the ranks' packs, so that no collector may delete them."""
         return store.newest().fence <= self.base_seq
 
     def check_written(self, store: Repository) -> None:
-        """Check that this rank sees the files that the other ranks wrote.
+        """Check that this rank sees the files that the other ranks have written.
 
         Raises:
             FencedError: A collector may have deleted the files.

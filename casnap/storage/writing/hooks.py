@@ -1,4 +1,7 @@
-"""The hooks of a commit: the public classes add notes, make room on the disk, and collect."""
+"""The hooks of a commit.
+
+By these, the public classes add notes, make room on the disk, and collect.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +43,15 @@ def _freed_nothing() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class CommitHooks:
-    """The functions that takes and copies call, in this order.
+    """The functions that takes and copies call around a commit, in this order.
 
     Attributes:
         notes: Returns the notes for the row of a new snapshot, given its full name.
-        make_room: Called before a take writes anything.
-        on_full: Called if the disk is full. It returns if there is more room now, and else raises.
-        on_release: Called after a commit, with the rows of the snapshots that it deleted.
+        make_room: Called before a take writes anything, with a function that returns how many bytes
+            it may write.
+        on_full: Called if the disk is full. It returns if there is more room now, and otherwise
+            raises.
+        on_release: Called after a commit, with the rows of the snapshots that the commit removed.
         on_commit: Called after ``on_release``.
         count_freed: Returns how many bytes were freed since its last call, for the stats of a take.
     """

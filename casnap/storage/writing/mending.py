@@ -1,6 +1,6 @@
-"""The writes of a repair: packs of whole data, and roots that name them instead of damaged packs.
+"""The writes of a repair: packs of whole data, and roots that name these instead of damaged packs.
 
-A repair changes nothing in place, and deletes nothing.
+A repair overwrites nothing, and deletes nothing.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 
 class Mending:
-    """Writes the packs and roots of one repair. :meth:`run` makes it.
+    """Writes the packs and roots of one repair. :meth:`run` makes the object.
 
     Args:
         store: The store.
-        crew: The crew of the background threads.
+        crew: The crew of the threads in the background.
     """
 
     def __init__(self, store: Repository, crew: Crew) -> None:
@@ -42,12 +42,13 @@ class Mending:
 
     @classmethod
     def run(cls, store: Repository, work: Callable[[Mending], T]) -> T:
-        """Call the work of a repair, and return its result.
+        """Do the work of a repair, and return its result.
+
+        Meanwhile no other thread of this process copies chunks.
 
         Args:
             store: The store.
-            work: The work, which gets the object to write with. Meanwhile no other thread of this
-                process copies chunks.
+            work: Does the work, given the object by which to write.
         """
 
         def mend(crew: Crew) -> T:
@@ -67,26 +68,27 @@ class Mending:
 
     @property
     def has_saved(self) -> bool:
-        """Whether packs of whole data wait for a root."""
+        """Whether there are new packs that no root names yet."""
         return self._saved is not None
 
     def begin(self, root: Root, places: Iterable[Place]) -> None:
-        """Begin new packs.
+        """Begin new packs for whole data from damaged packs.
 
         Args:
             root: The root that was surveyed.
-            places: The places in damaged packs. The new packs use the best codec of these places.
+            places: The places in damaged packs. The new packs use that codec of these which makes
+                chunks smallest.
         """
         codec = codec_among(place.codec for place in places)
         self._saved = NewPacks(self._store, root.seq, self._crew, codec)
 
     def save(self, digest: Digest, raw: memoryview, *, is_node: bool) -> None:
-        """Write a verified chunk or node to a new pack, unless that was done before."""
+        """Write a verified chunk or node to a new pack, unless it was written before."""
         assert self._saved is not None
         self._saved.copy(digest, raw, is_node=is_node)
 
     def drop(self) -> None:
-        """End the new packs. If no root names them, the collector will delete them."""
+        """Close the new packs. If no root names them, a later collection deletes them."""
         if self._saved is not None:
             self._saved.close()
         self._saved = None
@@ -96,11 +98,11 @@ class Mending:
     def adopt(
         self, packs: Mapping[PackId, list[Record]], unreadable: Collection[SegmentRef]
     ) -> None:
-        """Put a root that lists packs again which no segment lists.
+        """Put a root that lists packs which no segment lists any more.
 
         Args:
             packs: The packs, each with the records of its whole chunks and nodes.
-            unreadable: Segments that the new root does not name.
+            unreadable: Segments that the new root does not name, since they cannot be read.
         """
         put_root_after(self._store, lambda root: self._entering(packs, unreadable, root))
 
@@ -110,7 +112,13 @@ class Mending:
         unreadable: Collection[SegmentRef],
         root: Root,
     ) -> Root:
-        """Return the root after ``root``, which lists the packs under new names."""
+        """Return the root after a root. It lists copies of the packs under new ids.
+
+        Args:
+            packs: The packs, each with the records of its whole chunks and nodes.
+            unreadable: Segments that the new root does not name, since they cannot be read.
+            root: The root before.
+        """
         new_packs: dict[PackId, PackId] = {}
         for pack in packs:
             # A collector may be deleting the pack under its old name.
@@ -138,10 +146,10 @@ class Mending:
 
         Args:
             root: The root that was surveyed.
-            damaged: Packs that the new root does not list.
-            unreadable: Segments that the new root does not name.
+            damaged: The packs that the new root does not list any more.
+            unreadable: Segments that the new root does not name, since they cannot be read.
             condemned: The packs that the new root condemns.
-            lost: The digests that the new root lists as lost.
+            lost: The concatenated digests that the new root lists as lost.
 
         Returns:
             Whether the root was put. If not, the store has changed, and the caller must survey it
@@ -166,7 +174,9 @@ class Mending:
     def _mended(
         self, root: Root, damaged: frozenset[PackId], unreadable: Collection[SegmentRef]
     ) -> tuple[SegmentRef, ...]:
-        """Return the segments of a root without damaged packs, and with the new packs.
+        """Return the segments of a root, without damaged packs and with the new packs.
+
+        The segments are written.
 
         Raises:
             FileNotFoundError: A collector has deleted a new pack.
@@ -188,7 +198,14 @@ class Mending:
         damaged: frozenset[PackId],
         unreadable: Collection[SegmentRef],
     ) -> bool:
-        """Whether the findings of a survey of one root also hold for a newer root."""
+        """Whether the results of a survey of one root also hold for a newer root.
+
+        Args:
+            newer: The newer root.
+            root: The root that was surveyed.
+            damaged: The damaged packs.
+            unreadable: The segments that cannot be read.
+        """
         return (
             (newer.condemned, newer.lost) == (root.condemned, root.lost)
             and set(unreadable) <= set(newer.segments)
@@ -204,8 +221,8 @@ class Mending:
     ) -> bool:
         """Put a root that has the snapshots of an older root, and lists the packs of both roots.
 
-        So no chunk is lost at once: a collection condemns the packs that no snapshot needs, and
-        deletes them once their grace is over.
+        Because all packs stay listed, no chunk is lost at once: a collection condemns the packs
+        that no snapshot needs, and deletes them once their grace is over.
 
         Args:
             newest: The newest root, which was surveyed.
@@ -237,7 +254,14 @@ class Mending:
         packs: Sequence[PackId],
         records_of: Callable[[PackId], list[Record]],
     ) -> dict[str, Any]:
-        """Return segments and condemned packs of a whole root, with the later packs added."""
+        """Return ``segments`` and ``condemned`` of a root that lists the packs of two roots.
+
+        Args:
+            whole: The older root.
+            newest: The newest root.
+            packs: The packs of the newest root.
+            records_of: Returns the records of such a pack.
+        """
         view = self._store.index.view(whole)
         later = [pack for pack in packs if pack not in view.packs]
         if not later:
@@ -250,7 +274,7 @@ class Mending:
         }
 
     def _readable(self, root: Root, unreadable: Collection[SegmentRef]) -> IndexView:
-        """Return the index by the readable segments of a root."""
+        """Return the index as a root sees it, without the segments that cannot be read."""
         refs = tuple(ref for ref in root.segments if ref not in unreadable)
         return self._store.index.view(msgspec.structs.replace(root, segments=refs))
 

@@ -1,4 +1,4 @@
-"""Writing chunks, tree nodes, and copies of both into new packs."""
+"""Write chunks, tree nodes, and copies of both into new packs."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class NewPacks:
 
     Args:
         store: The store.
-        base_seq: The root number that the ids of the packs begin with.
-        crew: The crew of the background threads.
-        codec: The codec of chunks.
+        base_seq: The number of the root that the packs are written under.
+        crew: The crew of the threads in the background.
+        codec: The codec of new chunks and nodes.
 
     Attributes:
-        base_seq: The root number that the ids of the packs begin with.
-        nodes: The bytes and the place of each node that :meth:`add_node` has added.
+        base_seq: The number of the root that the packs are written under.
+        nodes: For each node that :meth:`add_node` has added, its bytes and its place.
     """
 
     def __init__(self, store: Repository, base_seq: int, crew: Crew, codec: Codec) -> None:
@@ -61,22 +61,22 @@ class NewPacks:
 
     @property
     def stored_bytes(self) -> int:
-        """The stored bytes of the chunks and nodes that were added."""
+        """The stored bytes of the chunks in full packs, and of the nodes that were added."""
         return self._chunks.stored_bytes + sum(p.stored_size for _, p in self.nodes.values())
 
     def filler(self) -> PackFiller:
-        """Return a filler, with which one thread fills packs of chunks."""
+        """Return a new filler, by which one thread fills packs of chunks."""
         return self._chunks.filler()
 
     def claim(self, digests: list[Digest], is_new: list[bool]) -> list[bool]:
-        """Claim digests for the calling thread; a digest can be claimed once.
+        """Claim chunks or nodes for the calling thread. Each can be claimed once.
 
         Args:
-            digests: The digests.
-            is_new: Whether the store lacks each of them.
+            digests: The digests of the chunks or nodes.
+            is_new: For each, whether the store lacks it.
 
         Returns:
-            Whether the caller must write each of them.
+            For each, whether the calling thread must write it.
         """
         claimed = []
         with self._lock:
@@ -87,21 +87,21 @@ class NewPacks:
         return claimed
 
     def add_node(self, digest: Digest, node: bytes) -> None:
-        """Write a claimed node. Only one thread may call this."""
+        """Write a node that was claimed before. Only one thread may call this."""
         self._node_filler.add_known([(digest, node)])
         self.nodes[digest] = (node, self._node_filler.last_place())
 
     def copy(
         self, digest: Digest, raw: memoryview, *, is_node: bool, is_verified: bool = False
     ) -> None:
-        """Write a chunk or node, unless it was claimed. Any thread may call this.
+        """Write a chunk or node, unless it was claimed before. Any thread may call this.
 
         Args:
-            digest: The digest.
+            digest: The digest of the chunk or node.
             raw: The bytes.
-            is_node: Whether they are a node.
+            is_node: Whether the bytes are a node.
             is_verified: Whether the bytes were verified, in memory that no other thread writes to.
-                Else they are hashed again in the pack.
+                If not, they are hashed again in the pack.
         """
         with self._lock:
             if digest in self._claimed:
@@ -117,11 +117,11 @@ class NewPacks:
     def copy_stored(
         self, digest: Digest, stored_form: bytes | memoryview, nbytes: int, codec: Codec
     ) -> None:
-        """Write a chunk in a given form, unless it was claimed. Any thread may call this.
+        """Write a chunk in a stored form, unless it was claimed before. Any thread may call this.
 
         Args:
             digest: The digest of the chunk.
-            stored_form: The stored bytes; the caller has verified that they give the chunk.
+            stored_form: The stored bytes. The caller has verified that they give the chunk.
             nbytes: The raw length of the chunk.
             codec: The codec of the form.
         """
@@ -131,11 +131,13 @@ class NewPacks:
                 self._copies[0].add_stored(digest, stored_form, nbytes, codec, base)
 
     def room(self, nbytes: int, count: int) -> Room | None:
-        """Return room for copies of chunks that lie side by side. Any thread may call this.
+        """Reserve memory in a pack, into which the caller puts copies of chunks.
+
+        Any thread may call this.
 
         Args:
-            nbytes: The bytes of the room.
-            count: The most chunks in it.
+            nbytes: The bytes of the memory.
+            count: The most chunks that the caller puts there.
 
         Returns:
             The room; None if the chunks must be copied one by one.
@@ -151,11 +153,11 @@ class NewPacks:
         room.keep(new_chunks)
 
     def use(self, codec: Codec) -> None:
-        """Use another codec for the chunks and nodes that are written from now on."""
+        """Use another codec for chunks and nodes that are written from now on."""
         self._chunks.codec = self._nodes.codec = codec
 
     def finish_chunks(self) -> None:
-        """Wait until all chunks and copies are written; nodes may still follow."""
+        """Wait until all chunks and copies are written. Nodes may still be added."""
         for filler in self._copies:
             filler.seal()
         self._chunks.finish()
@@ -164,16 +166,16 @@ class NewPacks:
         """Wait until all packs are written.
 
         Args:
-            find: Finds chunks and nodes in earlier packs. If it is given, the last pack of nodes
-                gets hints to the chunks and nodes that its nodes name.
-            upper_nodes: Nodes of earlier commits to put into the hints.
+            find: Finds the places of chunks and nodes in earlier packs. If it is given, the last
+                pack of nodes gets hints to the chunks and nodes that its nodes name.
+            upper_nodes: Nodes of earlier commits whose bytes the hints contain.
         """
         self.finish_chunks()
         self._node_filler.seal(b"" if find is None else self._hints(find, upper_nodes))
         self._nodes.finish()
 
     def _hints(self, find: Find, upper_nodes: Sequence[bytes]) -> bytes:
-        """Return the hints for the open pack of nodes; b"" if it is too large to be read whole."""
+        """Return the hints for the open pack of nodes; b"" if the pack is too large for hints."""
         open_pack = self._node_filler.filling
         if open_pack is None or open_pack[1] > MOST_HINTED_BYTES:
             return b""
@@ -196,10 +198,10 @@ class NewPacks:
         return hints
 
     def move(self, base_seq: int) -> None:
-        """Copy the packs to new ids, made under a newer root, so that no collector deletes them.
+        """Give the packs ids under a newer root, so that no collector deletes them.
 
         Args:
-            base_seq: The number of that root.
+            base_seq: The number of the newer root.
 
         Raises:
             FileNotFoundError: A pack is gone.
@@ -214,12 +216,12 @@ class NewPacks:
         return self._chunks.lengths | self._nodes.lengths
 
     def segment(self) -> Segment:
-        """Return the segment of all packs that were written."""
+        """Return a segment of all packs that were written."""
         packs = (*self._chunks.packs, *self._nodes.packs)
         return Segment(packs, [*self._chunks.records, *self._nodes.records])
 
     def close(self) -> None:
-        """End the threads and give the memory back."""
+        """End the threads, and give the memory back."""
         for filler in (self._node_filler, *self._copies):
             filler.seal()
         # The threads of both writers end here, even if a later step fails.
@@ -227,6 +229,6 @@ class NewPacks:
             writer.close()
 
     def delete(self) -> None:
-        """Delete the packs."""
+        """Delete the packs from the store."""
         for writer in (self._chunks, self._nodes):
             writer.delete_packs()

@@ -1,9 +1,9 @@
-"""The reliance of a change: chunks and nodes that earlier commits wrote, and the change needs.
+"""The reliance of a change: the chunks and nodes of earlier commits that the change needs.
 
 A change announces itself to collectors before it first looks at the index. The index says what was
-written, not what still exists: somebody may have deleted a file by hand, or a partly restored
-backup may have cut it off. So the change looks at each pack when it first relies on it, while it
-can still store missing chunks anew.
+written, not what still exists: somebody may have deleted a pack, or a backup that was restored in
+part may have left it too short. So the change looks at each pack when it first relies on it, while
+it can still store missing chunks anew.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ _DELTA = int(Codec.DELTA)
 
 
 class Reliance:
-    """The chunks and nodes that a change relies on, with their packs.
+    """The chunks and nodes of earlier commits that a change needs, and their packs.
 
-    Collectors see the reliance until it ends.
+    Collectors see a note of the change until the reliance ends.
 
-    Each session has one. A caller that asks what the store holds before its session begins makes
-    another one, which the session later adopts.
+    Each session has a reliance. A caller that asks which chunks the store has before its session
+    begins makes another one, which the session later takes over.
 
     Args:
         store: The store.
         base_root: The root that rank 0 has just read for all ranks; by default a recent one.
-        announced: The number to announce to collectors, of a root no newer than the base; None
-            announces nothing.
-        at_once: Whether to announce at once, even if that costs requests.
+        announced: The root number to announce to collectors, no greater than that of the base; None
+            to announce nothing.
+        at_once: Whether to announce the change at once, even if that costs requests.
 
     Attributes:
-        base: The index as the base of the change sees it: the root that the change began from.
-        renew: Renews the announcement. Call it now and then while the change goes on.
+        base: The index as the base of the change sees it. The base is the root that the change
+            began from.
+        renew: Keeps the change announced. Threads call it from time to time.
     """
 
     def __init__(
@@ -76,13 +77,16 @@ class Reliance:
 
     @property
     def packs(self) -> KeysView[PackId]:
-        """The packs that the change relies on."""
+        """The ids of the packs that the change relies on."""
         return self._digests.keys()
 
     def rely_on(self, digests: list[Digest]) -> list[Place | None]:
-        """Rely on the digests that live, existing packs hold; return a place of each, or None.
+        """Rely on chunks and nodes that live packs hold, if these packs exist and are long enough.
 
-        If a chunk is stored as a delta, the change relies on all bases below it too.
+        If a chunk is stored as a delta, the change also relies on all bases of its chain.
+
+        Returns:
+            For each digest a place, or None if no such pack holds it.
         """
         self.renew()
         places = dict(zip(digests, self._find(digests), strict=True))
@@ -96,7 +100,7 @@ class Reliance:
         return [places[digest] for digest in digests]
 
     def adopt(self, earlier: Reliance) -> None:
-        """Take over an earlier reliance. A call of :meth:`confirm` must follow."""
+        """Take over an earlier reliance. The caller must then call :meth:`confirm`."""
         with self._lock:
             for pack, digests in earlier._digests.items():
                 self._digests.setdefault(pack, bytearray()).extend(digests)
@@ -109,7 +113,10 @@ class Reliance:
                     self._digests.setdefault(PackId(place.pack), bytearray()).extend(digest)
 
     def _find(self, digests: list[Digest]) -> list[Place | None]:
-        """Find digests in packs that exist; drop missing and short packs from the view."""
+        """Find digests in packs that exist.
+
+        Missing and short packs are no longer considered live.
+        """
         while True:
             view = self._view
             places = self._store.index.find(view, digests, only_live=True)
@@ -134,12 +141,15 @@ class Reliance:
                 self._view = replace(self._view, live=self._view.live.without(bad))
 
     def _has_appeared(self, pack: PackId, root: Root) -> bool:
-        """Wait for a pack that the newest root names, if this host may not see it yet."""
+        """Wait for a pack that the newest root names; return whether this host sees it now."""
         newest = self._store.newest
         return self._store.backend.appears(pack_key(pack), lambda: newest() == root)
 
     def _bad(self, places: Iterable[Place | None]) -> set[PackId]:
-        """Return the packs of places that are missing or too short; look at each pack only once."""
+        """Return which packs of some places are missing or too short.
+
+        Each pack is looked at only once.
+        """
         ends: dict[PackId, int] = {}
         for place in places:
             if place is not None:
@@ -150,16 +160,17 @@ class Reliance:
         return {pack for pack, end in ends.items() if self._lengths[pack] < end}
 
     def confirm(self, latest: IndexView) -> None:
-        """Check the reliance by a newer root, and replace packs that are not live any more.
+        """Check that a newer root still has the packs that the change relies on.
 
-        If live packs have all digests that a pack is needed for, the change relies on them instead.
-        Else a condemned pack stays relied on, so that the commit rescues it.
+        If live packs hold all that a condemned or missing pack is needed for, the change relies on
+        these packs instead. Otherwise a condemned pack stays relied on, so that the commit rescues
+        it.
 
         Args:
             latest: The index as the newer root sees it.
 
         Raises:
-            FencedError: A needed digest is in no pack that the root names.
+            FencedError: No pack that the root names holds a needed chunk or node.
         """
         self._view = replace(latest, live=latest.live.without(self._lost))
         for pack in latest.live.lacking(self._digests):
@@ -170,7 +181,7 @@ class Reliance:
                 raise FencedError
 
     def stands(self) -> bool:
-        """Whether packs that the newest root names still have all that the change relies on."""
+        """Whether the packs of the newest root still hold all that the change relies on."""
         try:
             self.confirm(self._store.view())
         except FencedError:
@@ -178,10 +189,10 @@ class Reliance:
         return True
 
     def end(self) -> None:
-        """Take back the announcement to collectors."""
+        """Withdraw the announcement to collectors."""
         self.renew = _do_nothing
         self._end.close()
 
 
 def _do_nothing() -> None:
-    """Renew no announcement, since there is none."""
+    """Do nothing: there is no announcement to renew."""

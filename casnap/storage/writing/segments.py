@@ -1,4 +1,4 @@
-"""Writing segments for the next root: a commit adds one, merges small ones, drops freed packs."""
+"""Write the segments of the next root: add one, merge small ones, leave out freed packs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_segment(
         store: The store.
         view: The index as the last root sees it.
         segment: The new segment.
-        base: The root number that ids of segments begin with.
+        base: The number of the root that segments are written under.
     """
     *large, segment = _divided(segment)
     refs = [write_segment(store, part, base) for part in large]
@@ -61,12 +61,12 @@ Groups: TypeAlias = tuple[tuple[SegmentRef, ...], ...]
 
 @dataclass(frozen=True)
 class Rewriting:
-    """New segments in place of old ones, without some packs.
+    """New segments that replace old ones. They leave out some packs.
 
     Attributes:
-        base: The root number that the ids of the new segments begin with.
+        base: The number of the root that the new segments are written under.
         without: The packs that were left out.
-        groups: The old segments.
+        groups: The old segments. Each group was merged into one new segment.
         new_refs: The new segments.
     """
 
@@ -76,10 +76,10 @@ class Rewriting:
     new_refs: tuple[SegmentRef, ...]
 
     def fits(self, root: Root, without: frozenset[PackId]) -> bool:
-        """Whether the root after ``root`` can have the new segments.
+        """Whether the root after a root can have the new segments.
 
-        It can if ``root`` still names all old segments, the same packs are to be left out, and the
-        fence has not passed the new segments.
+        It can if three conditions hold: the root still names all old segments, the same packs are
+        to be left out, and the fence has not passed the new segments.
 
         Args:
             root: The last root.
@@ -89,23 +89,25 @@ class Rewriting:
         return names_all and root.fence <= self.base and without == self.without
 
     def applied(self, root: Root) -> tuple[SegmentRef, ...]:
-        """Return the segments of the root after ``root``, which this must fit."""
+        """Return the segments of the root after a root for which :meth:`fits` is true."""
         replaced = set(chain(*self.groups))
         return tuple(ref for ref in root.segments if ref not in replaced) + self.new_refs
 
     def discard(self, store: Repository) -> None:
-        """Delete the new segments. No root may name them."""
+        """Delete the new segments. The caller knows that no root names them."""
         for ref in self.new_refs:
             store.backend.delete(segment_key(ref.id))
 
 
 def segments_to_rewrite(view: IndexView, without: Collection[PackId], costs: Costs) -> Groups:
-    """Return the segments that list packs to leave out, and small segments if there are many.
+    """Return groups of segments to rewrite: those that list packs to leave out.
+
+    If there are many small segments, these are among them too.
 
     Args:
         view: The index as a root sees it.
         without: The packs to leave out.
-        costs: The costs of the store's place.
+        costs: The costs of requests at the store's place.
     """
     segments = view.root.segments
     affected = [ref for ref in segments if not view.segments[SegmentId(ref.id)].isdisjoint(without)]
@@ -119,19 +121,19 @@ def segments_to_rewrite(view: IndexView, without: Collection[PackId], costs: Cos
 def rewrite_segments(
     store: Repository, view: IndexView, groups: Groups, without: frozenset[PackId]
 ) -> Rewriting:
-    """Write segments anew, without some packs.
+    """Merge each group of segments into a new segment, without some packs.
 
-    A new segment keeps every place of every other pack, duplicates too: a take in flight may rely
-    on any of them.
+    A new segment keeps every place in every other pack, also if a chunk has several places: a take
+    that is under way may rely on any of them.
 
     Args:
         store: The store.
         view: The index as a root sees it.
-        groups: The segments.
+        groups: The groups of segments.
         without: The packs to leave out.
 
     Raises:
-        StorageFullError: There is no room. The segments that were written before are deleted.
+        StorageFullError: The disk is full. The new segments were deleted.
     """
     new_refs: list[SegmentRef] = []
     try:
@@ -146,7 +148,13 @@ def rewrite_segments(
 def drop_packs(
     store: Repository, view: IndexView, without: Collection[PackId]
 ) -> tuple[SegmentRef, ...]:
-    """Rewrite segments without some packs; return the segments of the next root."""
+    """Rewrite segments without some packs; return the segments of the next root.
+
+    Args:
+        store: The store.
+        view: The index as the last root sees it.
+        without: The packs to leave out.
+    """
     groups = segments_to_rewrite(view, without, store.backend.costs)
     return rewrite_segments(store, view, groups, frozenset(without)).applied(view.root)
 
@@ -159,7 +167,11 @@ def _write_merged(
     without: Collection[PackId],
     base: int,
 ) -> list[SegmentRef]:
-    """Write a new segment and old ones as one; return it, or nothing if it lists no pack."""
+    """Merge a new segment and stored ones, and write the result.
+
+    Returns:
+        The reference to the merged segment in a list; an empty list if it would list no pack.
+    """
     content, packs = encode_segment(new_segment), new_segment.packs
     if refs:
         parts = [store.index.sealed_or_kept(ref) for ref in refs]
@@ -173,24 +185,24 @@ def _write_merged(
 
 
 def write_segment(store: Repository, segment: Segment, base: int) -> SegmentRef:
-    """Write a segment without merging it, so that another process may name it in a root."""
+    """Write a segment without merging it, for a root that another process puts."""
     ident = _put_segment(store, encode_segment(segment), base)
     return SegmentRef(ident, len(segment.records), segment.deltas)
 
 
 def write_segments(store: Repository, segment: Segment, base: int) -> tuple[SegmentRef, ...]:
-    """Write a segment without merging it; a large one becomes several."""
+    """Write a segment without merging it. A large one is written as several."""
     return tuple(write_segment(store, part, base) for part in _divided(segment))
 
 
 def write_sealed(store: Repository, sealed: Iterable[bytes], base: int) -> SegmentRef:
-    """Write segments that ranks have sealed as one segment."""
+    """Merge the sealed segments of several ranks, and write the result."""
     content, _ = merged_segment((part, "what a rank wrote") for part in sealed)
     return SegmentRef(_put_segment(store, content, base), *segment_counts(content))
 
 
 def _divided(segment: Segment) -> list[Segment]:
-    """Divide a large segment, by its packs, into smaller ones."""
+    """Divide a segment into smaller ones if it is large. Each pack stays in one piece."""
     if _weight(segment.records) <= MERGE_MOST:
         return [segment]
     of_pack: dict[bytes, list[Record]] = {pack: [] for pack in segment.packs}
@@ -210,17 +222,20 @@ def _divided(segment: Segment) -> list[Segment]:
 
 
 def weight_of(segment: Segment) -> int:
-    """Return the number of records, bases and packs of a segment, added up."""
+    """Return the number of a segment's records, bases and packs together."""
     return _weight(segment.records) + len(segment.packs)
 
 
 def _weight(records: list[Record]) -> int:
-    """Return the number of records and of their bases, added up."""
+    """Return the number of records and of their bases together."""
     return len(records) + count_deltas(records)
 
 
 def _put_segment(store: Repository, content: bytes, base: int) -> SegmentId:
-    """Write a segment, and make it and all packs durable. If that fails, the segment is deleted."""
+    """Write a segment, and make it durable, and all packs too.
+
+    If that fails, delete the segment.
+    """
     ident = SegmentId(new_id(base))
     try:
         store.backend.write(segment_key(ident), content)
@@ -233,7 +248,7 @@ def _put_segment(store: Repository, content: bytes, base: int) -> SegmentId:
 
 
 def _groups(refs: Iterable[SegmentRef]) -> list[list[SegmentRef]]:
-    """Divide segments into groups, each small enough to be merged into one segment."""
+    """Divide segments into groups. The segments of a group can be merged into one."""
     groups: list[list[SegmentRef]] = []
     total = MERGE_MOST
     for ref in refs:
@@ -248,17 +263,17 @@ def _groups(refs: Iterable[SegmentRef]) -> list[list[SegmentRef]]:
 def _to_merge(
     sizes: Mapping[SegmentRef, int], new_size: int, levels: Sequence[tuple[int, int]]
 ) -> list[SegmentRef]:
-    """Return the segments to merge with a new segment.
+    """Return which segments to merge with a new segment.
 
-    Once there are several segments of about one size, they become one. So the number of segments
-    grows with the logarithm of the number of records. So does the number of times that a record is
-    written again.
+    Once there are several segments of about the same size, they are merged. So the number of
+    segments grows with the logarithm of the number of records, and so does the number of times that
+    a record is written again.
 
     Args:
-        sizes: How many records, bases and packs each segment has.
-        new_size: How many the new segment has.
-        levels: For each level, the most records, bases and packs of its segments; and how many of
-            its segments to merge with a new one.
+        sizes: The number of records, bases and packs of each segment.
+        new_size: The number of records, bases and packs of the new segment.
+        levels: For each level of segments, the most records, bases and packs of a segment; and how
+            many segments of the level are merged with a new one.
     """
     merged: list[SegmentRef] = []
     total = new_size

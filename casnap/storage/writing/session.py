@@ -1,11 +1,13 @@
-"""Writing to a store: new chunks and nodes, and the root that names them.
+"""Write to a store: new chunks and nodes, and the root that names them.
 
-A session writes packs, and relies on packs of earlier commits. In the end it commits a change of
-the table, or hands over to the rank that commits for all ranks (``handovers.py``).
+A session writes packs, and relies on packs of earlier commits. At its end it commits a change of
+the table. If many ranks take together, the session of each other rank hands its packs over to the
+rank that commits for all (``handovers.py``).
+
 ``docs/commit-protocol.md`` has the protocol, and the argument for it. In short: a writer begins
 from root ``n``, and relies only on packs that are live in ``n``. It puts root ``m + 1`` if ``m``
-still names all packs that it relies on, and the fence of ``m`` has not passed the packs that it
-wrote.
+still names all packs that it relies on, and the fence of ``m`` has not passed the packs that it has
+written.
 """
 
 from __future__ import annotations
@@ -68,35 +70,36 @@ up."""
 
 
 class Session:
-    """The part of one process in a change: the packs it writes, the packs it relies on, the commit.
+    """The work of one process on one change of a store: the packs that it writes, and the commit.
 
     A session commits once, or hands over to the rank that commits. At the end of a ``with`` block
-    it gives memory back. If no root may name its packs, it deletes them.
+    it gives its memory back. If no root can name its packs, it deletes them.
 
     Args:
         store: The store.
-        crew: The crew of the background threads, which an error stops; by default one of its own.
+        crew: The crew of the threads in the background, which an error stops; by default a new one.
         codec: The codec of new chunks.
         requests_before: How many requests the backend had made when the change began, by kind.
         base_root: The root that rank 0 has just read for all ranks; by default a recent one.
-        earlier: A reliance from before the session, which may grow until the session commits or
-            hands over. The session then takes it over.
+        earlier: A reliance that was begun before the session. It may grow until the session commits
+            or hands over; then the session takes it over.
         puts_root: Whether this process puts the root. If so, it checks that the place keeps writers
             apart.
-        copies: Whether the session copies chunks out of packs. In one process, such sessions wait
+        copies: Whether the session copies chunks out of packs. Such sessions of one process wait
             for each other.
-        dry_run: Whether the session only says what it could rely on. If so, it leaves no trace.
+        dry_run: Whether the session only tells what it could rely on. If so, it writes nothing.
 
     Attributes:
         store: The store.
-        base: The index as the base of the change sees it: the root that the change began from.
+        base: The index as the base of the change sees it. The base is the root that the change
+            began from.
         commit_id: The commit id of the root to put.
         new_packs: The packs that the session writes.
-        may_be_referenced: Whether a root may exist, now or later, that names the new packs.
+        may_be_referenced: Whether a root may name the new packs, now or later.
 
     Raises:
         UnsupportedFormatError: The store uses a feature that this version cannot write.
-        StoreError: The place does not honour put-if-absent, or may only be read.
+        StoreError: The place does not honour put-if-absent, or this user may only read the store.
     """
 
     def __init__(
@@ -142,20 +145,20 @@ class Session:
 
     @property
     def requests(self) -> Counter[str]:
-        """How many requests the change has made so far, on all ranks, by kind."""
+        """How many requests all ranks have made for this change so far, by kind."""
         return Counter(self.store.backend.requests) - self._requests_before + self._others.requests
 
     @property
     def new_bytes(self) -> int:
-        """The stored bytes of new chunks and nodes, on all ranks."""
+        """The stored bytes of the new chunks and nodes of all ranks."""
         return self.new_packs.stored_bytes + self._others.new_bytes
 
     def writer(self, select_share: SelectNew | None = None) -> ChunkWriter:
-        """Return a writer, with which one thread stores chunks.
+        """Return a new writer, by which one thread stores chunks.
 
         Args:
-            select_share: Returns, for chunks that the store lacks, whether this rank must write
-                each; None: it writes all.
+            select_share: Called with chunks that the store lacks; returns which of them this rank
+                must write. With None, the rank writes all.
         """
         # Compressing a known chunk takes longer than hashing it twice. So a store that compresses
         # never guesses that all chunks are new.
@@ -163,41 +166,46 @@ class Session:
         return ChunkWriter(self, select_share, all_new=guess)
 
     def rely_on(self, digests: list[Digest]) -> list[Place | None]:
-        """Rely on the digests that live packs hold; return a place of each, or None."""
+        """Rely on the chunks and nodes that live packs hold.
+
+        Returns:
+            For each digest a place, or None if no live pack holds it.
+        """
         self.renew_announcement()
         return self._reliance.rely_on(digests)
 
     def renew_announcement(self) -> None:
-        """Renew the announcement to collectors. Call this now and then."""
+        """Keep the change announced to collectors. Threads call this from time to time."""
         for reliance in self._reliances:
             reliance.renew()
 
     def _adopt(self) -> None:
-        """Take over the earlier reliance. The caller must then confirm that its packs exist."""
+        """Take over the earlier reliance. The caller must then check that its packs exist."""
         earlier, self._earlier = self._earlier, None
         if earlier is not None:
             self._reliance.adopt(earlier)
 
     def claim_new(self, digests: list[Digest]) -> list[bool]:
-        """Return, for each digest, whether the caller must write it.
+        """Return, for each digest, whether the calling thread must write its chunk or node.
 
-        The caller must write a digest that no live pack has, and no other thread has claimed. The
-        session relies on the digests that live packs have.
+        It must if no live pack holds the chunk or node, and no other thread has claimed it. The
+        session relies on those that live packs hold.
         """
         is_new = [place is None for place in self.rely_on(digests)]
         return self.new_packs.claim(digests, is_new)
 
     def put_node(self, node: bytes) -> Digest:
-        """Store a tree node, or a list of digests, if the store lacks it; return its digest."""
+        """Store a tree node, or a list of digests, unless the store has it; return its digest."""
         digest = digest_of(node)
         if self.claim_new([digest])[0]:
             self.new_packs.add_node(digest, node)
         return digest
 
     def put_table_node(self, node: bytes) -> Digest:
-        """Store a node of the table, even if the store has it; return its digest.
+        """Store a node of the table, even if the store has it already; return its digest.
 
-        The table follows the newest root, and the session does not rely on nodes of that root.
+        The table is derived from the newest root, and the session does not rely on that root's
+        packs.
         """
         digest = digest_of(node)
         if self.new_packs.claim([digest], [True])[0]:
@@ -209,7 +217,8 @@ class Session:
 
         Args:
             digest: The digest of the node.
-            earlier: The reference in the root before, which is kept if the node is the same.
+            earlier: The reference in the root before, if any. If it is to the same node, it is
+                returned.
         """
         if earlier is not None and earlier.digest == digest:
             return earlier
@@ -220,20 +229,20 @@ class Session:
     # --- chunks and nodes of other stores ---
 
     def use(self, codec: Codec) -> None:
-        """Use another codec for the chunks and tree nodes that are written from now on."""
+        """Use another codec for chunks and tree nodes that are written from now on."""
         self._codec = codec
         self.new_packs.use(codec)
 
     def copy(self, source: Repository, digests: Iterable[Digest], report: Report) -> None:
-        """Copy verified chunks of another store, with the codec of this session.
+        """Copy chunks of another store, verified, in the codec of this session.
 
         Args:
             source: The other store.
-            digests: The chunks.
-            report: Called with digest and raw length of each chunk, from any thread.
+            digests: The digests of the chunks.
+            report: Called with the digest and raw length of each chunk, from any thread.
 
         Raises:
-            DamagedError: Some chunks have no whole place in the source.
+            DamagedError: Some chunks are whole at no place of the source.
             PlaceError: Some chunks cannot be read, and may be whole.
         """
 
@@ -249,13 +258,13 @@ class Session:
         raws: Mapping[Digest, memoryview],
         bases: Mapping[Digest, Digest],
     ) -> None:
-        """Store chunks in the smallest forms that readers can afford. Any thread may call this.
+        """Store each chunk in the smallest form that readers can afford. Any thread may call this.
 
         Args:
-            digests: The chunks.
-            raws: The verified bytes of the chunks, and of the bases that could be read.
-            bases: The digest of a chunk → the digest of another chunk, which it may resemble. The
-                session must rely on the other chunk.
+            digests: The digests of the chunks.
+            raws: The verified bytes of the chunks, and of those of their bases that could be read.
+            bases: The digest of a chunk → the digest of a possible base, on which the session must
+                rely.
         """
         chains = self._forms.chains_below(self.base, raws.keys() & bases.values())
         for digest in digests:
@@ -266,7 +275,7 @@ class Session:
             self._forms.write(self.new_packs, digest, len(raw), form)
 
     def _go_on(self) -> None:
-        """Renew the announcement to collectors; raise the error of the crew if it has failed."""
+        """Keep the change announced; raise the error of the crew if it has failed."""
         if self._crew.error is not None:
             raise self._crew.error
         self.renew_announcement()
@@ -287,16 +296,16 @@ class Session:
         gather: Callable[[int], Sequence[Handover]],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Include the handovers of other ranks in the commit.
+        """Include the packs of other ranks in the commit.
 
         Args:
-            gather: Returns the handovers. If it gets a root number other than 0, the ranks hand
-                over anew, and first copy packs with an older base to new ids under that root.
+            gather: Returns the handovers of the other ranks. If its argument is a root number other
+                than 0, the ranks first give packs with an older base new ids under this root.
             check: Raises if the other ranks have given up, and would not learn of a commit.
 
         Raises:
             FencedError: A pack that a rank wrote or relies on is gone.
-            StorageFullError: A rank found no room.
+            StorageFullError: A rank found the disk full.
             StoreError: A rank writes to another storage, such as a copy of the store.
         """
         self._others = OtherRanks(gather, check)
@@ -307,12 +316,14 @@ class Session:
         change: Change,
         update_root: Callable[[Root], Root] = lambda root: root,
     ) -> Root | None:
-        """Finish the packs, then write the segment and put the root; repeat if its number is taken.
+        """Finish the packs, write the segment, and put the root.
+
+        If the root's number is taken, try again.
 
         Args:
             change: The change of the table.
-            update_root: Gets the newest root, and returns it with those fields changed, besides the
-                table, that the next root shall have.
+            update_root: Returns the newest root with fields other than the table changed, as the
+                next root must have them.
 
         Returns:
             The root; None if the change returned None.
@@ -329,7 +340,7 @@ class Session:
         )
 
     def _put(self, root: Root) -> bool:
-        """Put a root; return False if another commit has its number."""
+        """Put a root. Return False if another commit has taken its number."""
         self._others.check()
         self.may_be_referenced = True
         try:
@@ -347,10 +358,15 @@ class Session:
     def _root_after(
         self, change: Change, update_root: Callable[[Root], Root], m: Root
     ) -> Root | None:
-        """Write all files that the root after ``m`` names, and return that root.
+        """Write all files that the root after ``m`` will name, and return that root.
 
-        If ``m`` lacks a pack that the session relies on, but others have put a newer root, this
-        goes on with the newer root.
+        If ``m`` lacks a pack that the session relies on, but there is a newer root, the newer root
+        is used instead.
+
+        Args:
+            change: The change of the table.
+            update_root: Returns ``m`` with other fields changed.
+            m: The newest root.
 
         Returns:
             The root; None if the change returned None.
@@ -386,7 +402,7 @@ class Session:
         )
 
     def _packs_relied_on(self, m: Root, latest: IndexView) -> set[PackId] | None:
-        """Return the packs that all ranks rely on; None if a root newer than ``m`` was put.
+        """Return the packs that all ranks rely on; None if there is a root newer than ``m``.
 
         Raises:
             FencedError: One of these packs is gone.
@@ -407,16 +423,19 @@ class Session:
         return None
 
     def _write_table(self, table: Table, changes: Mapping[str, Row | None]) -> Digest | None:
-        """Write the table with changes; return its digest, or None if it has no row left."""
+        """Write a changed table; return the digest of its top node, or None if it is empty."""
         slim = {name: row and self._slim(row) for name, row in changes.items()}
         return table.edit(slim, self.put_table_node)
 
     def _upper_lists(self, top: Digest | None) -> list[bytes]:
-        """Return the upper lists of the table that this commit does not write, from the top down.
+        """Return the upper lists of the table that earlier commits wrote, from the top down.
 
-        These lists lie in the packs of many commits. The hints of the last commit hold copies of
-        them, so that a reader needs one request for all. Lists that this host has not cached are
+        These lists are in the packs of many commits. The hints of this commit contain copies of
+        them, so that a reader needs one request for all. A list that this host has not cached is
         left out.
+
+        Args:
+            top: The digest of the table's top node.
         """
         new_nodes, cache = self.new_packs.nodes, self.store.index.cache
         todo = deque([] if top is None else [top])
@@ -434,9 +453,9 @@ class Session:
         return upper
 
     def _slim(self, row: Row) -> Row:
-        """Return the row with large metadata moved to a node of their own.
+        """Return a row whose metadata, if they are large, are moved to a node of their own.
 
-        So they are not written again with each change of the row's leaf.
+        Otherwise the metadata would be written again with each change of the leaf that has the row.
         """
         content = encode(row.metadata)
         if len(content) <= INLINE_METADATA_BYTES:
@@ -445,7 +464,7 @@ class Session:
         return msgspec.structs.replace(row, metadata={}, metadata_node=node)
 
     def _write_segment(self, latest: IndexView) -> tuple[SegmentRef, ...]:
-        """Write the segment of all new packs; return the segments of the next root."""
+        """Write the segment of all new packs; return the references to the next root's segments."""
         own_segment, others = self.new_packs.segment(), self._others
         packs = (*own_segment.packs, *others.packs)
         if not packs:
@@ -458,17 +477,17 @@ class Session:
         return (*segments, *others.segments)
 
     def hand_over(self, world: int, seq: int = 0) -> Handover:
-        """Finish the packs of this rank, and return the handover for the rank that commits.
+        """Finish the packs of this rank, and return what the rank that commits must know.
 
-        From now on a root may name the packs, until :meth:`withdraw`.
+        From then on a root may name the packs, until :meth:`withdraw`.
 
         Args:
             world: How many ranks hand over.
-            seq: A root number. Packs with an older base are copied to new ids under this root.
+            seq: A root number, or 0. Packs with an older base first get new ids under this root.
 
         Returns:
-            The handover. If a pack that this rank wrote or relies on is gone, or there is no room,
-            the handover says so. No root then names any packs, and all ranks delete theirs.
+            The handover. It has the reason if a pack that this rank wrote or relies on is gone, or
+            the disk is full. No root then names the packs of any rank, and all ranks delete theirs.
         """
         self._adopt()
         try:
@@ -512,15 +531,18 @@ class Session:
 
     @property
     def unlisted(self) -> bytes:
-        """The records of this rank that still need a segment, sealed; b"" if there are none."""
+        """The sealed records of this rank that are in no segment yet; b"" if there are none."""
         return encode_segment(self._unlisted) if self._unlisted.packs else b""
 
     def list_unlisted(self, sealed: Sequence[bytes]) -> Handover:
-        """Write segments of records that ranks handed over, and return a handover of them.
+        """Write a segment of the records that several ranks have not listed yet.
 
         Args:
-            sealed: The :attr:`unlisted` records of this rank and of the ranks that it writes for;
+            sealed: The :attr:`unlisted` records of this rank and of the ranks for which it writes;
                 empty if another rank writes the segment.
+
+        Returns:
+            A handover of the segment.
         """
         own, self._unlisted = self._unlisted, Segment((), [])
         base = self.new_packs.base_seq
@@ -535,7 +557,10 @@ class Session:
         return Handover(segments=tuple(self._segments), requests=dict(self.requests))
 
     def withdraw(self) -> None:
-        """Note that no root will name the packs that this rank has handed over."""
+        """Note that no root will name the packs that this rank has handed over.
+
+        The session deletes them.
+        """
         self.may_be_referenced = False
 
     def _cache_nodes(self) -> None:
@@ -545,10 +570,10 @@ class Session:
         self.store.index.pack_lengths.note(self.new_packs.lengths)
 
     def _move(self, seq: int) -> None:
-        """Copy the new packs to ids under a newer root, since a fence has passed them.
+        """Give the new packs ids under a newer root, since a fence has passed them.
 
         Args:
-            seq: The number of that root.
+            seq: The number of the newer root.
 
         Raises:
             FencedError: A collector has deleted a pack.
@@ -559,7 +584,7 @@ class Session:
             raise FencedError from None
 
     def _delete_segments(self) -> None:
-        """Delete the segments of a try to commit that has failed."""
+        """Delete the segments that a failed try to commit has written."""
         segments, self._segments = self._segments, []
         for segment in segments:
             self.store.backend.delete(segment_key(segment.id))
@@ -588,9 +613,9 @@ class Session:
 
 
 def _serving_all(root: Root, changes: Mapping[str, Row | None]) -> Root:
-    """Return the root, changed if need be so that its store serves the names that a commit sets.
+    """Return a root whose store serves the names that a commit sets; change its settings if needed.
 
-    A user who names a snapshot in a folder below the store wants the store to serve all paths.
+    A user who gives a snapshot a name with a folder wants the store to serve all paths.
     """
     names = (name for name, row in changes.items() if row is not None)
     if serves_below(root) or not any(map(is_deep, names)):
@@ -599,16 +624,19 @@ def _serving_all(root: Root, changes: Mapping[str, Row | None]) -> Root:
 
 
 class ChunkWriter:
-    """Stores chunks from one thread. It hashes them where they lie, and copies only new chunks.
+    """Stores chunks from one thread.
 
-    As long as all chunks are new, as in a first take, it copies them first and hashes them only
-    once, in the pack.
+    It hashes chunks in the caller's memory, and copies the new ones.
+
+    As long as all chunks are new, as in a first take, it copies each chunk first, and hashes only
+    the copy. This saves hashing new chunks twice.
 
     Args:
         session: The session.
-        select_share: Returns, for chunks that the store lacks, whether this rank must write each;
-            None: it writes all.
-        all_new: Whether to begin with the guess that all chunks are new; None never guesses so.
+        select_share: Called with chunks that the store lacks; returns which of them this rank must
+            write. With None, the rank writes all.
+        all_new: Whether to expect at first that all chunks are new. With None, this is never
+            expected.
     """
 
     def __init__(
@@ -620,7 +648,7 @@ class ChunkWriter:
         self._all_new = all_new
 
     def store(self, raws: Sequence[Raw]) -> list[Digest]:
-        """Store the chunks that no live pack has; return the digest of each chunk."""
+        """Store the chunks that no live pack holds; return the digests of all chunks."""
         if self._all_new:
             return self._filler.add(raws, self._select_new)
         digests = [digest_of(raw) for raw in raws]

@@ -1,10 +1,10 @@
-"""The tries of a writer: another root if a number was taken, another start if a change is stopped.
+"""When a writer tries again: its root's number was taken, or a collector or full disk stopped it.
 
-A collector that overtakes a change may do this to it, from the mildest case on:
+A collector may overtake a change. There are four cases, from the mildest on:
 
 1. The collector has condemned a pack that the change relies on. The root of the change rescues the
    pack (``session.py``).
-2. The collector's fence has passed packs that the change wrote. These packs get new names; no chunk
+2. The collector's fence has passed packs that the change wrote. These packs get new ids; no chunk
    is written again (``Session._move``).
 3. The collector has deleted such a pack, or one that the change relies on: :class:`FencedError`.
    The change starts again (:func:`again`), and is announced at once. So collectors wait for it.
@@ -42,13 +42,13 @@ def put_root_after(
     put: Callable[[Root], bool] | None = None,
     first_root: Callable[[], Root] | None = None,
 ) -> Root | None:
-    """Put the root after the newest one, and again as long as another commit takes its number.
+    """Put the root after the newest one. If another commit takes its number, try again.
 
     Args:
         store: The store.
-        prepare: Gets the last root, writes all files that the next root names, and returns the
-            next root; None if none is to be put.
-        put: Puts the root; returns False if its number is taken, so that it will never be put. By
+        prepare: Called with the newest root. It writes all files that the next root names, and
+            returns the next root; None to put no root.
+        put: Puts a root; returns False if its number is taken, so that it will never be put. By
             default :func:`~casnap.storage.commit_log.roots.put_root`.
         first_root: Returns the root to follow in the first try; by default the newest.
 
@@ -83,28 +83,28 @@ def again(
     start_over: Callable[[], bool] = lambda: True,
     give_up: Callable[[Obstacle], T] = _raise,
 ) -> T:
-    """Do work that writes to a store; start again if a collector or a full disk stops it.
+    """Do work that writes to a store. If a collector or a full disk stops the work, start it again.
 
-    From the first fence on, all changes of this process are announced at once, so that collectors
-    see the next try. Fences and full disks are counted apart. So however many fences came before, a
-    full disk still gets its chances to make room.
+    After the first fence, all changes of this process are announced at once, so that collectors see
+    the next try. Fences and full disks are counted separately, so that many fences do not use up
+    the tries after a full disk.
 
     Args:
         store: The store.
-        work: The work, from its beginning.
+        work: Does the work from its beginning.
         what: The work in words, for the log.
-        tries: How many fences, or how many full disks, to give up after; None: never.
-        on_full: Called if the disk is full. It returns if there may be room now, and else raises;
-            by default it raises.
+        tries: After how many fences, or how many full disks, to give up; None for never.
+        on_full: Called if the disk is full. It returns if there may be room now, and otherwise
+            raises an error; by default it raises the given error.
         start_over: Called before each new try; returns whether to try again. If many ranks do the
             work, they agree here.
         give_up: Called with the error of the last try; by default it raises the error.
 
     Returns:
-        The result of the work, or of ``give_up``.
+        The result of ``work``, or of ``give_up``.
 
     Raises:
-        FencedError: A collector was faster in the last try.
+        FencedError: A collector overtook the last try.
         StorageFullError: The disk is full, and nothing on it can be freed.
     """
     obstacles = Counter[type[Obstacle]]()
