@@ -54,7 +54,7 @@ def leaf_of_parts(path: str, shape: tuple[int, ...], parts: Iterable[Part]) -> I
 
 
 def boxes_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Region]:
-    """Yield the boxes that hold a run of row-major elements, in its order.
+    """Yield the boxes that together hold a run of row-major elements, in the order of the run.
 
     Args:
         shape: The shape of the tensor.
@@ -136,8 +136,8 @@ class Target(NamedTuple):
 
     Attributes:
         path: The path of the tensor.
-        shape: The shape that it must have; None for any. With None, elements of a box that lie
-            outside of the stored tensor become 0.
+        shape: The shape that the stored tensor must have; None for any. With None, elements of a
+            box that lie outside of the stored tensor become 0.
         parts: The boxes, each with the memory for its elements.
     """
 

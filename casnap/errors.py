@@ -104,7 +104,7 @@ class UnavailableError(StoreError):
 class UnclearCommitError(UnavailableError):
     """A commit was put, or may have been put, but it is not known whether it lasts.
 
-    The call may have succeeded. To repeat it is safe: a take of the same name replaces its own
+    The call may have succeeded. Repeating it is safe: a take of the same name replaces its own
     commit.
     """
 
@@ -132,7 +132,7 @@ class SnapshotNotFoundError(SnapshotError, KeyError):
 
 
 class StateError(CasnapError):
-    """The state that was handed in cannot be taken or restored."""
+    """The given state cannot be taken or restored."""
 
 
 class UnsupportedTypeError(StateError, TypeError):
@@ -148,7 +148,7 @@ class EntryNotFoundError(StateError, KeyError):
 
 
 class FileFormatError(CasnapError, ValueError):
-    """A file of another format cannot be read, cannot hold the exported state, or exists."""
+    """A file of another format cannot be read, cannot hold the exported state, or is in the way."""
 
 
 class DamagedError(CasnapError):
@@ -210,7 +210,10 @@ class RankError(CasnapError):
 
 
 def retold(error: BaseException, text: str) -> CasnapError:
-    """Return an error with another text: of the same type, or a CasnapError for a foreign type."""
+    """Return a copy of an error with another text. It has the same type, or is a CasnapError.
+
+    It is a plain CasnapError if the error is not one of casnap's.
+    """
     if not isinstance(error, CasnapError):
         return CasnapError(text)
     copy = type(error)(text)
@@ -219,7 +222,7 @@ def retold(error: BaseException, text: str) -> CasnapError:
 
 
 def with_article(noun: str) -> str:
-    """Return a noun, such as the name of a type, with "a" or "an"."""
+    """Return ``noun``, such as the name of a type, with "a" or "an" before it."""
     # By sound, not by letter: an ndarray, but a UserDict.
     is_vowel = noun.lower().startswith(("a", "e", "i", "o", "ndarray"))
     return f"{'an' if is_vowel else 'a'} {noun}"

@@ -1,4 +1,4 @@
-"""The door for guests: what a trainer, an engine or a report outside of the core builds on.
+"""The names that guests import: what a trainer, an engine or a report outside of casnap builds on.
 
 A guest imports the names of ``casnap`` and ``casnap.errors``, and the names below. Semantic
 versioning holds for all of them. ``docs/guides/own-trainer.md`` uses them.

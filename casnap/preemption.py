@@ -97,7 +97,7 @@ class Preemption:
         agree whether to stop, so that all of them stop after the same step.
 
         Args:
-            step: The number of the step, for the name of the last snapshot.
+            step: The number of the step, which the name of the last snapshot gets.
 
         Raises:
             CasnapError: The last take failed. Earlier snapshots are whole.
@@ -211,7 +211,7 @@ class Preemption:
         return bool(any_asked), longest
 
     def _most(self, *values: float) -> list[float]:
-        """Return, for each value, the largest one of all ranks."""
+        """Return the largest value on all ranks, for each of the values."""
         import torch
         import torch.distributed as dist
 

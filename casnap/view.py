@@ -102,7 +102,7 @@ class View:
         mirror_options: MirrorOptions | None = None,
         **options: Any,
     ) -> View:
-        """Return a view of the store at a place; the store is open if it exists.
+        """Return a view of the store at a place. If the store exists, it is open.
 
         Args:
             uri: Its path, URI or backend.
@@ -112,8 +112,8 @@ class View:
             threads: As for the class.
             environment: As for the class.
             mirror_options: As for the class.
-            options: Further arguments of :func:`casnap.storage.opening.opening.open_at`, which
-                also says what is raised.
+            options: Further arguments of :func:`casnap.storage.opening.opening.open_at`, which also
+                says what is raised.
         """
         place = Location.of_store(uri, storage_options, may_take=create)
         given = place.backend if isinstance(uri, Backend) else given_path(uri)
@@ -160,7 +160,7 @@ class View:
         return view
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the view, so that another process opens the store anew, by the same options."""
+        """Pickle the options, so that another process opens the store anew."""
         opening = self._opening
         if self._repository is not None:
             cache = self._repository.chunk_cache
@@ -277,7 +277,10 @@ class View:
     # second time would cut it.
 
     def local_name(self, given: str) -> str:
-        """Return the local name that a user means by a name, or by the path or URI of a snapshot.
+        """Return the local name of a snapshot that a user names.
+
+        Args:
+            given: A local name, or the path or URI of the snapshot.
 
         Raises:
             InvalidNameError: The name cannot be used, or is a path that leads elsewhere.
@@ -290,7 +293,10 @@ class View:
         return name_below(name_text(given), uri, place.uri)
 
     def full_name(self, given: str) -> str:
-        """Return the full name that a user means by a name, or by the path or URI of a snapshot.
+        """Return the full name of a snapshot that a user names.
+
+        Args:
+            given: A local name, or the path or URI of the snapshot.
 
         Raises:
             InvalidNameError: The name cannot be used.
@@ -334,7 +340,10 @@ class View:
     def read(self, look: Callable[[Table], V]) -> V:
         """Call a function with the newest table, and return its result.
 
-        If files of the newest root are missing, this reads as of the newest whole root.
+        If files of the newest root are missing, the table is that of the newest whole root.
+
+        Args:
+            look: The function.
         """
         roots: list[Root] = []
         try:
@@ -511,7 +520,7 @@ def find_view(
     create: bool,
     cache_bytes: Size | None = None,
 ) -> tuple[View, str]:
-    """Return the view that holds a snapshot, or is to hold it, and the local name.
+    """Find the store that holds a snapshot, or is to hold it.
 
     Args:
         path: The path of the snapshot; with ``store``, its name in that store.
@@ -520,6 +529,9 @@ def find_view(
             ``path`` lies.
         create: Whether to make the store if there is none.
         cache_bytes: How many bytes of chunks of remote stores this host keeps.
+
+    Returns:
+        The view, and the local name of the snapshot.
 
     Raises:
         ValueError: ``storage_options`` or ``cache_bytes`` were given for a local or open store.

@@ -99,7 +99,7 @@ class PathOrName(click.types.StringParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Leave the completion to the shell."""
+        """Let the shell itself complete the argument, as a path."""
         from click.shell_completion import CompletionItem
 
         return [CompletionItem(incomplete, type="file")]
@@ -150,7 +150,7 @@ class Commands(click.Group):
             raise CommandError(f"{prefix}{e.strerror or e}") from e
 
     def _with_flags(self, ctx: click.Context, message: str) -> str:
-        """Replace the Python arguments in a message by the flags of the command that was called.
+        """Replace Python arguments in a message by the flags of the command that was called.
 
         ``overwrite=True`` becomes ``--overwrite``, and ``rank=0 (--rank 0)`` becomes ``--rank 0``.
         """

@@ -54,12 +54,12 @@ _exclusive_option = click.option(
 
 
 def reading_options(command: Command) -> Command:
-    """Add the options of a command that reads a store."""
+    """Add to a command the options of all commands that read a store."""
     return _endpoint_option(json_option(command))
 
 
 def writing_options(command: Command) -> Command:
-    """Add the options of a command that writes to a store."""
+    """Add to a command the options of all commands that write to a store."""
     return _exclusive_option(reading_options(command))
 
 
@@ -310,13 +310,13 @@ def identity(backend: Backend, full: str, commit: str | None) -> dict[str, Any]:
 
 
 def identity_of(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the fields that identify a snapshot, for JSON."""
+    """Return, for JSON, the fields that identify a snapshot that exists."""
     contents = snapshot.contents
     return identity(contents.store.backend, contents.name, snapshot.commit_id)
 
 
 def snapshot_fields(snapshot: Snapshot, lacking: Collection[str]) -> dict[str, Any]:
-    """Return the row of a snapshot, for JSON.
+    """Return, for JSON, the fields of a snapshot's row.
 
     Args:
         snapshot: The snapshot.

@@ -70,7 +70,7 @@ def quote(text: str) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Return a time as a text: local date and time, and the offset of the zone from UTC."""
+    """Return a time as text: local date and time, and the time zone's offset from UTC."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S%z", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):
@@ -267,7 +267,7 @@ def emit(document: dict[str, Any], *stores: Store) -> None:
 
 
 def json_time(seconds: float | None) -> str | None:
-    """Return a time as ISO 8601 in UTC, such as ``2026-01-31T12:00:00.250000Z``, for JSON."""
+    """Return a time in ISO 8601 and UTC for JSON, such as ``2026-01-31T12:00:00.250000Z``."""
     if seconds is None:
         return None
     try:
@@ -278,7 +278,7 @@ def json_time(seconds: float | None) -> str | None:
 
 
 def report_fields(report: object, *numbers: str) -> dict[str, Any]:
-    """Return all attributes of a report, for JSON.
+    """Return all attributes of a report as fields for JSON.
 
     Args:
         report: The report.
@@ -315,7 +315,7 @@ def json_values(value: Any, *, json: bool = True) -> Any:
 
 @contextmanager
 def progress_bars(requests: Callable[[], Mapping[str, int]] = dict) -> Iterator[Progress | None]:
-    """Yield the callback for the progress of long work; None unless stderr is a terminal.
+    """Yield a callback that shows the progress of long work; None unless stderr is a terminal.
 
     Args:
         requests: Returns how many requests were made so far, by kind, for the bars to show.

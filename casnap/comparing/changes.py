@@ -84,7 +84,7 @@ class Change:
 
     @property
     def types(self) -> str:
-        """The type of the entry in words; the old and the new one if they differ."""
+        """The type of the entry in words; both types if the old entry has another."""
         texts = (None if e is None else type_text(e) for e in (self.old, self.new))
         return " → ".join(dict.fromkeys(text for text in texts if text is not None))
 

@@ -47,7 +47,10 @@ def diff(a: Contents, b: Contents, *, elements: bool = False) -> Diff:
 
 
 def _subtrees(a: Contents, b: Contents) -> Iterator[tuple[str, bytes | None, bytes | None]]:
-    """Yield each key with its rank prefix, and the digest of its subtree in each snapshot."""
+    """Yield each key, with its rank as a prefix if it has one, and its subtree in each snapshot.
+
+    A subtree is given by its digest; None if a snapshot lacks it.
+    """
     manifest_a, manifest_b = a.manifest, b.manifest
     ranks = (
         (f"{rank}/", manifest_a.ranks.get(rank, {}), manifest_b.ranks.get(rank, {}))

@@ -229,9 +229,15 @@ def _candidates(
 def _candidates_in(
     contents: Contents, pair: _TensorPair, box: Region, held: torch.Tensor
 ) -> Iterator[Want | Candidate]:
-    """Yield the chunks of a stored tensor that a box of the live one overlaps.
+    """Yield the chunks of a stored tensor of which a box of the live one has elements.
 
     A chunk that lies whole in the box is read only if its bytes differ.
+
+    Args:
+        contents: The snapshot.
+        pair: The stored and the live tensor.
+        box: The box.
+        held: The live elements in it.
     """
     path, old, _, measure = pair
     with naming(contents, path):

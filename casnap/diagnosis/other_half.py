@@ -69,7 +69,11 @@ class Meeting:
         self._until = self._end = 0.0
 
     def announce(self, patience: float) -> None:
-        """Put a key by which the other half finds this one; wait ``patience`` seconds for it."""
+        """Put a key by which the other half finds this one.
+
+        Args:
+            patience: How many seconds to wait for the other half.
+        """
         self._until = time.monotonic() + patience
         self._end = min(self._until + _TALK, self._site.end - _SPEED)
         self._put("hello", socket.gethostname())

@@ -51,7 +51,7 @@ class DoctorReport:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict of all rows; ``unknown`` counts as ``fair``."""
+        """The worst verdict of all rows. ``unknown`` counts as ``fair``."""
         found = {row.verdict for row in self.rows}
         return "bad" if "bad" in found else "good" if found <= {"good"} else "fair"
 

@@ -136,10 +136,13 @@ def check_place(out: Path) -> None:
 
 
 def check_outside(real: Path) -> None:
-    """Check that a real path is outside of any store.
+    """Check that a path is outside of any store.
+
+    Args:
+        real: The path, without links.
 
     Raises:
-        FileFormatError: It lies inside of a store.
+        FileFormatError: The path lies inside of a store.
     """
     if STORE_FOLDER in real.parts:
         raise FileFormatError(
@@ -151,8 +154,12 @@ def check_outside(real: Path) -> None:
 def check_local(path: Path, advice: str) -> None:
     """Check that a path is not a URI.
 
+    Args:
+        path: The path.
+        advice: The end of the message.
+
     Raises:
-        FileFormatError: It is a URI; the message ends with ``advice``.
+        FileFormatError: It is a URI.
     """
     if _URI.match(str(path)):
         raise FileFormatError(f"{without_secrets(str(path))} is a URI, {advice}")
@@ -160,6 +167,10 @@ def check_local(path: Path, advice: str) -> None:
 
 def check_absent(out: Path, cause: OSError | None = None) -> None:
     """Check that the output of an export does not exist.
+
+    Args:
+        out: The path of the output.
+        cause: The error of the system, if one was met.
 
     Raises:
         FileFormatError: Something lies at ``out``.

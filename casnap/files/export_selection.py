@@ -106,7 +106,10 @@ def named_tensors(
 
 
 def _name(base: str, path: str) -> str:
-    """Return the keys of a path below a base, joined by dots; for the base itself, its last key."""
+    """Return a tensor's name: the keys of ``path`` below ``base``, joined by dots.
+
+    For ``base`` itself it is the last key.
+    """
     relative = path[len(base) :].lstrip("/") if base else path
     return ".".join(map(key_of, (relative or path.rpartition("/")[2]).split("/")))
 

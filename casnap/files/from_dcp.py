@@ -275,7 +275,11 @@ class _Values:
         return file, file_range.offset, file_range.nbytes
 
     def _check_parts(self, name: str, tensor: _DcpTensor) -> None:
-        """Check that each stored part of a tensor is one of the boxes in the metadata."""
+        """Check that the metadata list each stored part of a tensor as one of its boxes.
+
+        Raises:
+            RefusedError: A part with elements is not listed.
+        """
         described = {None, *(box.offsets for box in _regions(tensor))}
         for offsets in self._offsets.get(name, set()) - described:
             file, at, nbytes = self._place(name, offsets)

@@ -21,6 +21,10 @@ from casnap.state.torch_save import checked_members
 def read_torch(path: Path, key: str | None) -> SourceFiles:
     """Return the state in a file of ``torch.save`` as leaves. Its tensors are views of the file.
 
+    Args:
+        path: The file.
+        key: The key to put the state under; None if the state may have keys of its own.
+
     Raises:
         FileFormatError: The file is damaged, or needs pickle: it holds more than weights.
         UnsupportedTypeError: A value in it cannot be stored.

@@ -136,7 +136,15 @@ def _boxes(
 
 
 def _check_equal(folder: Path, by_rank: Mapping[int, Mapping[str, Leaf]]) -> None:
-    """Check that all ranks have the same values, except for the boxes of DTensors."""
+    """Check that all ranks have the same values, except for the boxes of DTensors.
+
+    Args:
+        folder: The checkpoint, for messages.
+        by_rank: Rank → path → leaf.
+
+    Raises:
+        FileFormatError: Two ranks have different values.
+    """
     (first, wanted), *others = by_rank.items()
     for rank, leaves in others:
         for path in dict.fromkeys([*wanted, *leaves]):

@@ -253,7 +253,7 @@ class _Reader:
             raise RefusedError(f"it is of the unknown type {entry.type!r:.40}")
 
     def _quantized(self, path: str, entry: _ManifestEntry) -> Iterator[Leaf]:
-        """Yield the leaf of a quantized tensor: a value of ``torch.save``, since it has scales."""
+        """Yield the leaf of a quantized tensor: a value of ``torch.save``, with its scales."""
         start, stop = entry.byte_range or (0, None)
         data = bytes(self.folder.file(entry.location).view[start:stop])
         with warnings.catch_warnings():

@@ -134,7 +134,7 @@ def read_source(path: Path, key: str | None, rank: int | None) -> SourceFiles:
 
 
 def _read_weights(file: Path, key: str | None) -> SourceFiles:
-    """Return the weights of a file, and of the other shards of its set."""
+    """Return the weights of a file, and of the other shards of the same model."""
     check_regular(file)
     shards = shards_with(file)
     formats = {_format_of(shard) for shard in shards}

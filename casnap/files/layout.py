@@ -108,7 +108,7 @@ class PlacedTensor:
     def cast_digests(self) -> list[Digest]:
         """The digests of a cast tensor's chunks in the file; an empty list without a cast.
 
-        The writer of the file sets each when it has cast the chunk.
+        They are zeros until the writer of the file has cast each chunk, and sets its digest.
         """
         return [Digest(bytes(DIGEST_SIZE))] * len(self.cells) if self.cast else []
 

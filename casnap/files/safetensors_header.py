@@ -123,7 +123,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _checked(name: str, described: _Described, base: int, length: int) -> HeaderTensor:
-    """Return the checked description of a tensor in a header.
+    """Check the description of a tensor in a header, and return it.
 
     Args:
         name: The name of the tensor.

@@ -50,7 +50,7 @@ class SourceFiles:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def count(self) -> tuple[int, int, int]:
-        """Return the number of tensors, of other values, and the bytes of all leaves."""
+        """Return how many tensors and how many other values there are, and the bytes of all."""
         entries = [leaf.entry for leaves in self.leaves.values() for leaf in leaves]
         tensors = sum(isinstance(entry, TensorEntry) for entry in entries)
         containers = sum(isinstance(entry, ContainerEntry) for entry in entries)
@@ -72,7 +72,7 @@ def check_regular(path: Path) -> None:
 
 
 class MappedFile:
-    """A file in memory. Its pages belong to the page cache.
+    """A file that is mapped into memory. Its pages belong to the page cache.
 
     Args:
         path: The file.
@@ -83,7 +83,7 @@ class MappedFile:
 
     Attributes:
         bytes: The file, as a tensor of bytes.
-        view: The same bytes as a memoryview, which ``bytes`` must outlive.
+        view: The same bytes as a memoryview. It is valid as long as ``bytes`` is alive.
     """
 
     def __init__(self, path: Path) -> None:

@@ -31,6 +31,12 @@ _VERSION = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")  # torch 2.7 and 
 def plan_dcp(contents: Contents, part: Part, name: str, options: ExportOptions) -> ExportPlan:
     """Plan an export of a state, under the names by which ``dcp.load`` knows its values.
 
+    Args:
+        contents: The snapshot.
+        part: The part to export.
+        name: The name of the output.
+        options: The options of the export.
+
     Raises:
         FileFormatError: A single tensor or value is at the path.
         UnsupportedTypeError: A value was stored with ``allow_pickle``, or two have one name.

@@ -95,12 +95,12 @@ class Archive:
     """The archive of one value, at its place in a file.
 
     Args:
-        at: Where in the file it begins.
+        at: The offset in the file at which the archive begins.
         value: The value.
-        stand_ins: The tensors in it that stand for tensors of a snapshot.
+        stand_ins: The stand-ins in the value for tensors of a snapshot.
 
     Attributes:
-        nbytes: Its length.
+        nbytes: The length of the archive.
         placed: The tensors to write, with their places.
     """
 
@@ -123,7 +123,7 @@ class Archive:
                 self._values[start] = bytes_at(storage.data_ptr(), nbytes) if nbytes else b""
 
     def finish(self, fd: int, crcs: Mapping[int, int]) -> None:
-        """Write everything but the snapshot's tensors, which were written before.
+        """Write all of the archive but the snapshot's tensors, which were written before.
 
         Args:
             fd: The file.

@@ -146,7 +146,7 @@ def load_checkpoint(
     allow_pickle: bool = False,
     timeout: float | None = None,
 ) -> tuple[str | None, dict[str, Any]]:
-    """Load a snapshot into an engine, in place and verified. All ranks call it.
+    """Load a snapshot into an engine, in place and verified. All ranks call this.
 
     The number of ranks and the stage of ZeRO may differ from those of the save.
 
@@ -161,10 +161,9 @@ def load_checkpoint(
         allow_pickle: Unpickle values that were stored by pickle.
         timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
-    Returns:
-        The path of the snapshot, and the client state. If there is no snapshot and no tag was
-        given: None, and an empty dict. If the folder has checkpoints of another form, a warning
-        says so.
+    Returns: The path of the snapshot, and the client state. If there is no snapshot and no tag was
+    given: None, and an empty dict. If the folder has checkpoints of another form, a warning says
+    so.
 
     Raises:
         SnapshotNotFoundError: There is no snapshot of this tag.
@@ -268,7 +267,7 @@ def _newest(load_dir: StrPath) -> str | None:
 
 
 def check_supported(engine: Any) -> None:
-    """Check that the ranks divide only the states of ZeRO.
+    """Check that the ranks divide nothing but the states of ZeRO.
 
     Raises:
         StateError: The ranks divide the model in another way, such as tensor parallelism.
@@ -617,7 +616,12 @@ def _targets(
 
 
 def _make_room(optimizer: Any, states: list[str]) -> None:
-    """Allocate the states of each parameter: before its first step, an optimizer has none."""
+    """Allocate the optimizer states of each parameter, which an optimizer lacks before a step.
+
+    Args:
+        optimizer: The optimizer of ZeRO.
+        states: The names of the states.
+    """
     for _, flat in _flat_groups(optimizer):
         state = optimizer.optimizer.state[flat]
         if states == ["fp32"]:  # the snapshot is of before the first step

@@ -95,7 +95,7 @@ _NOTICE = (
 
 
 class CasnapSaveStrategy(AsyncSaveShardedStrategy):
-    """Saves a sharded state dict as a snapshot, called as its folder.
+    """Saves a sharded state dict as a snapshot that has the name of its folder.
 
     The keys are ``tensors`` (each ShardedTensor as a whole, by its key), ``objects`` (each
     ShardedObject, by its key and shard) and ``common`` (the bytes of ``common.pt``). The metadata
@@ -356,7 +356,7 @@ class CasnapLoadStrategy(LoadShardedStrategy, LoadCommonStrategy):
         )
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Check that this backend has saved a folder, or that Megatron reads its common part.
+        """Check that this backend, or Megatron's own of the common part, has saved a folder.
 
         Raises:
             StateError: Another backend has saved the folder.

@@ -81,9 +81,8 @@ class CasnapCheckpointManager(CheckpointManager):
             enable_garbage_collection: Run Python's garbage collection afterwards.
             to_hf: Have torchtitan write safetensors in Hugging Face's format instead.
 
-        Returns:
-            By the mode: None, a future of the save, or an object with futures of the copy and of
-            the save.
+        Returns: None for a synchronous save. For one in the background a future of the save, or an
+        object with futures of the copy and of the save; ``async_mode`` decides which.
         """
         if to_hf:
             return super().dcp_save(

@@ -84,7 +84,7 @@ class CheckReport:
 
     @property
     def hurts(self) -> list[Hurt]:
-        """Everything that cannot be restored."""
+        """The parts of snapshots that cannot be restored because of the damages."""
         return sorted(
             {h for d in self.damages for h in d.hurts}, key=lambda h: (h.snapshot, h.path)
         )

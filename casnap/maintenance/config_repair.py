@@ -25,7 +25,7 @@ def check_config(store: Repository, root: Root) -> None:
 
 
 def config_damages(store: Repository, root: Root | None) -> list[Damage]:
-    """Return what is wrong with the ``casnap.json`` of an open store.
+    """Return the damages of the ``casnap.json`` of an open store; there is one at most.
 
     Args:
         store: The store.
@@ -46,10 +46,10 @@ def config_damages(store: Repository, root: Root | None) -> list[Damage]:
 
 
 def lost_config(backend: Backend) -> StoreConfig | None:
-    """Return the record of a store whose ``casnap.json`` is lost, to make that file anew.
+    """Return the record with which to make a lost ``casnap.json`` anew.
 
     Returns:
-        The copy of the record in the newest root that has one; None if the file is whole.
+        The copy of the record in the newest root that has one; None if the file is not lost.
 
     Raises:
         NotAStoreError: There is no store.

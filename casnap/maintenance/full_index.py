@@ -18,7 +18,7 @@ from casnap.format.records import (
 
 
 class FullIndex:
-    """The places of all digests in some segments.
+    """The places of all digests that some segments list.
 
     Args:
         parts: The sealed bytes of the segments, and their names for messages.

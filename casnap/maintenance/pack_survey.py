@@ -191,7 +191,7 @@ class PackSurvey:
 
     @property
     def chosen(self) -> Sequence[PackId]:
-        """The packs to look at."""
+        """The packs that the survey looks at."""
         if self.wanted is None:
             return self.index.packs
         return sorted({PackId(place.pack) for d in self.wanted for place in self.index.of(d)})
@@ -280,7 +280,12 @@ class PackSurvey:
     # --- all bytes ---
 
     def read(self, share: float, choice: random.Random) -> None:
-        """Read and verify a share of all chunks and nodes."""
+        """Read and verify a share of all chunks and nodes.
+
+        Args:
+            share: The share, up to 1.
+            choice: Chooses the chunks and nodes.
+        """
         total = int(self.stored_bytes * share)
 
         def report(nbytes: int) -> None:
@@ -308,7 +313,7 @@ class PackSurvey:
 
     @property
     def stored_bytes(self) -> int:
-        """The stored bytes of the chunks and nodes that are looked at, at all their places."""
+        """The stored bytes of all chunks and nodes in the packs that the survey looks at."""
         if self.wanted is None:
             return self.index.stored_bytes
         return sum(place.stored_size for d in self.wanted for place in self.index.of(d))

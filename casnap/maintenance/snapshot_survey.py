@@ -101,7 +101,7 @@ class SnapshotSurvey:
                 self.count += 1
 
     def _copies(self) -> None:
-        """Survey the parts of unfinished copies, which are kept like snapshots."""
+        """Survey the parts of unfinished copies. The root keeps these as it keeps snapshots."""
         # Their entries name chunks, however short, and are no values.
         self._trees.judges = False
         for commit, copy in self._root.copies.items():

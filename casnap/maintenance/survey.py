@@ -110,12 +110,12 @@ class Survey:
     def run(
         self, *, share: float | None = None, seed: int | None = None, only: str | None = None
     ) -> None:
-        """Survey everything, or what one snapshot needs.
+        """Survey everything, or the tree and chunks of one snapshot.
 
         Args:
             share: The share of all chunks and nodes to read and verify; None to read none.
             seed: Chooses the chunks and nodes to read, if the share is less than 1.
-            only: The full name of the one snapshot.
+            only: The full name of the one snapshot; None for all.
         """
         self._only = only
         if only is not None:

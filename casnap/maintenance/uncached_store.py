@@ -21,7 +21,9 @@ _PACKS_AT_ONCE = 8
 
 
 class UncachedStore(Repository):
-    """A store whose nodes are read from packs only, at places that are not known to be bad.
+    """A store whose nodes are read from packs only, not from the cache or by hints.
+
+    Places that are known to be bad are not read.
 
     Args:
         store: The store.

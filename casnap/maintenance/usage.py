@@ -1,4 +1,4 @@
-"""How many bytes snapshots take up in their store, alone and together.
+"""Count how many bytes snapshots take up in their store, alone and together.
 
 A snapshot is a tree of nodes that refer to chunks. The walk enters the snapshots one after the
 other and counts references. It leaves a snapshot only after entering the next one, so nodes and
@@ -56,8 +56,8 @@ def usage(
 ) -> list[Usage]:
     """Return how many bytes each of some snapshots takes up.
 
-    All other snapshots of the store are read too, since they may share chunks. A snapshot is left
-    out if it is deleted, replaced or thinned and then collected while this reads.
+    All other snapshots of the store are read too, since they may share chunks. If a snapshot is
+    deleted, replaced or thinned meanwhile, and its bytes are collected, it is left out.
 
     Args:
         snapshots: The snapshots.
@@ -100,8 +100,8 @@ class DiskUsage:
         waiting_bytes: Condemned packs, which a collector deletes later.
         orphaned_bytes: Packs and segments that the root does not name: takes that failed have left
             them, or takes are writing them.
-        saved_bytes: How many bytes less the kept chunks take up, since they are stored as deltas or
-            compressed, than their raw bytes.
+        saved_bytes: How many bytes deltas and compression save: the kept chunks' raw bytes without
+            their stored bytes.
         other_bytes: Roots and files that are being written; on a disk also the rest of the last
             block of each file.
     """
@@ -259,7 +259,7 @@ class _Walk:
         return array("I", [self._numbers[r] for r in references])
 
     def _enter(self, top: int) -> None:
-        """Count a reference to a node or chunk; if it is the first, count all below it too."""
+        """Count a reference to a node or chunk; if it is the first one, enter all below it too."""
         pending = [top]
         while pending:
             number = pending.pop()
@@ -281,7 +281,7 @@ class _Walk:
             pending += children
 
     def _leave(self, top: int) -> None:
-        """Take one reference away; if it was the last, do so for all below it too."""
+        """Take back a reference to a node or chunk; if it was the last, leave all below it too."""
         pending = [top]
         while pending:
             number = pending.pop()
@@ -291,7 +291,7 @@ class _Walk:
                 pending += self._below.pop(number, ())
 
     def _share(self, top: int) -> None:
-        """Record that a node or chunk, and all below it, has more than one owner."""
+        """Note that several snapshots share a node or chunk, and all below it."""
         pending = [top]
         while pending:
             number = pending.pop()

@@ -61,10 +61,11 @@ class Succession:
 
         Args:
             table: The table of the mirror.
-            seq: The number of its next root.
+            seq: The number of the mirror's next root.
 
         Raises:
-            SucceededError: Another store writes the run, and the snapshot does not follow it.
+            SucceededError: Another store has taken over the run, and the snapshot does not follow
+                it.
         """
         copies = copies_in(table, self.run)
         life = self._life(copies, seq)

@@ -85,7 +85,7 @@ _SETTLE = 10.0
 
 
 class _StoppedError(Exception):
-    """Ends a copy because the mirror was stopped."""
+    """The mirror was stopped, so the running copy ends."""
 
 
 class _OvertakenError(Exception):
@@ -363,7 +363,7 @@ class Mirror:
         return Pair(self._source, destination.store, choose, destination.options)
 
     def _choose(self, destination: Destination) -> Iterator[CopyJob]:
-        """Yield the snapshots that the mirror lacks, as jobs."""
+        """Yield a job for each snapshot that the mirror lacks."""
         root, lag = self._look()
         self._check_attached(root)
         self._lag = lag
@@ -584,7 +584,7 @@ class Mirror:
         """Wait until the mirror holds all snapshots that were committed before this call.
 
         Args:
-            timeout: How many seconds to wait at most.
+            timeout: How many seconds to wait at most; None: as long as it takes.
             seconds_asked: The timeout that the user gave, for the message.
 
         Raises:

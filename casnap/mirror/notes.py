@@ -311,10 +311,14 @@ def lag_in(root: Root, table: Table, tag: str, uri: str) -> Lag:
 
 
 def mirror_place(root: Root, uri: str) -> MirrorPlace | None:
-    """Return which store is the mirror; None if there is none yet.
+    """Return which store is the mirror of a store; None if it has no mirror.
+
+    Args:
+        root: A root of the mirrored store.
+        uri: The mirrored store, for an error.
 
     Raises:
-        MirrorError: The setting cannot be understood.
+        MirrorError: The setting for the mirror cannot be understood.
     """
     setting = root.settings.get(SETTING)
     if setting is None:

@@ -36,7 +36,7 @@ class Destination(NamedTuple):
 
 @dataclass(frozen=True)
 class MirrorOptions:
-    """Another store that gets snapshots, and which of them: for :class:`casnap.Store`.
+    """Which other store gets snapshots, and which snapshots: an option of :class:`casnap.Store`.
 
     Args:
         uri: The path or URI of the other store.

@@ -49,7 +49,7 @@ def bars(names: Sequence[str], values: Sequence[int]) -> Markup:
 
 
 def curve(names: Sequence[str], values: Sequence[float | None]) -> Markup:
-    """Draw a metric as a curve over the snapshots, with a gap at each snapshot that lacks it."""
+    """Draw a metric as a curve over the snapshots. Snapshots without the metric leave a gap."""
     height, numbers = 110.0, [value for value in values if value is not None]
     low, high = min(numbers), max(numbers)
     span = (high - low) or 1.0

@@ -142,8 +142,8 @@ def gather(
     Args:
         uri: The store.
         chunk_size: The size of its chunks, in bytes.
-        snapshots: The snapshots, in the order of their commits: a handle of the caller's, and the
-            facts.
+        snapshots: The snapshots, in the order of their commits: any object by which the caller
+            knows the snapshot, its *handle*, and the facts.
         space: The space that the whole store takes up.
         sizes_in: Given a handle, returns the paths of all tensors and values, with their bytes.
         compare: Given two handles, returns the differences between the snapshots.

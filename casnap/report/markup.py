@@ -21,7 +21,7 @@ def joined(parts: Iterable[Markup]) -> Markup:
 
 
 def element(name: str, *content: Markup, **attributes: str | float) -> Markup:
-    """Return an element.
+    """Return an element of HTML or SVG.
 
     Args:
         name: Its name.

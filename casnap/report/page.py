@@ -50,7 +50,7 @@ th, td { padding: 3px 10px 3px 0; text-align: left; border-bottom: 1px solid var
 
 
 def page(facts: Facts, now: float) -> str:
-    """Return the page.
+    """Return the page, as HTML.
 
     Args:
         facts: The facts that it shows.

@@ -1,4 +1,4 @@
-"""One key of an app state to restore, and the entries that this rank gets for it."""
+"""One key of an app state to restore, and the entries of the snapshot to read for this rank."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _mappings(value: Any, path: str) -> Iterator[tuple[str, Mapping[Any, Any]]]:
 
 
 def _upwards(path: str) -> Iterator[str]:
-    """Yield a path, then the path of its parent, and so on up to the key."""
+    """Yield ``path``, then the path of its parent, and so on up to the key."""
     while path:
         yield path
         path = path.rpartition("/")[0]
@@ -178,8 +178,8 @@ def entries_seen(
 def _of_own_submodules(contents: Contents, state: KeyState, rank: int) -> KeyState | None:
     """Return the key with the entries of the submodules that this rank has here.
 
-    In a pipeline each rank holds some of the submodules, its stage. This rank's stage may differ
-    from the one that it took.
+    In a pipeline each rank holds some of the submodules, its stage. A rank may hold another stage
+    here than it held in the take.
 
     Returns:
         The key; None if the module was not taken as the stages of a pipeline.

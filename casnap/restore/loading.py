@@ -93,14 +93,15 @@ class _EntryToLoad(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """How the bytes of a cell come into memory.
+    """The transfer of one cell's bytes into memory.
 
     Attributes:
         number: The number of the cell.
         nbytes: The bytes of the cell.
-        nbytes_kept: How many of these bytes are kept.
+        nbytes_kept: How many of these bytes are needed.
         sink: Takes the bytes.
-        target: If the bytes fill a run of memory whole, that run: they may be read straight there.
+        target: If the bytes fill a run of memory exactly, that run: they may be read straight
+            there.
     """
 
     number: int
@@ -377,7 +378,7 @@ def elements_of(entry: TensorEntry, raw: memoryview, region: Region) -> torch.Te
 
 
 def _copies(cells: Grid, target: memoryview) -> Iterator[_Move]:
-    """Yield moves that fill ``target`` with the bytes of all cells, one after the other."""
+    """Yield a move for each cell. Together they fill ``target``, one cell after the other."""
     start = 0
     for number, nbytes in enumerate(cells.sizes()):
         yield _filling(number, target[start : start + nbytes])
@@ -400,7 +401,7 @@ def _copy_to(target: memoryview, offset: int = 0) -> Sink:
 def _moves(
     entry: TensorEntry, cells: Grid, region: Region | Selection, target: torch.Tensor
 ) -> Iterator[_Move]:
-    """Yield the moves that fill a tensor with elements of an entry, one for each cell needed.
+    """Yield a move for each cell that has elements to read. Together they fill a tensor.
 
     Args:
         entry: The entry.

@@ -243,7 +243,7 @@ def without_named_misfits(
 
 
 def _parameter_of(path: str) -> str:
-    """Return the name of the parameter that a path in a state belongs to; empty if there is none.
+    """Return the parameter's name in a path of an optimizer state; empty if there is none.
 
     The path has ``state/<name>/<moment>``, or in the flattened form ``state.<name>.<moment>``.
     """

@@ -101,7 +101,16 @@ def read_objects(
 
 
 def _all_entries(path: str, entry: Entry, entries: Entries) -> Iterator[tuple[str, Entry]]:
-    """Yield an entry, and everything below it, by their paths below it."""
+    """Yield an entry, and everything below it.
+
+    Args:
+        path: The path of the entry.
+        entry: The entry.
+        entries: All entries of its key.
+
+    Yields:
+        The path below ``path``, "" for the entry itself; and the entry.
+    """
     yield "", entry
     inner = path[len(path.partition("/")[0]) :]
     if isinstance(entry, ContainerEntry):

@@ -408,9 +408,9 @@ class _Agreement(msgspec.Struct, array_like=True):
 def _agree(
     contents: Contents, app_state: Mapping[str, Stateful], options: RestoreOptions, comm: Comm
 ) -> _Agreement:
-    """Agree with the other ranks on what to restore, in which order, and how.
+    """Agree with the other ranks on which keys to restore, in which order, and how.
 
-    A ``state_dict()`` or ``load_state_dict()`` may be a collective, so all ranks need one order.
+    All ranks need one order, since a ``state_dict()`` or ``load_state_dict()`` may be a collective.
     """
     backend = contents.store.backend
     one_asks = backend.costs.one_asks and comm.size > 1

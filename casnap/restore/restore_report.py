@@ -51,7 +51,7 @@ def mismatch_message(report: RestoreReport, snapshot: str, advice: Iterable[str]
 
     Args:
         report: The parts that do not fit.
-        snapshot: The snapshot.
+        snapshot: The name of the snapshot.
         advice: Advice, in sentences.
     """
     lines = [f"{snapshot} does not fit the state; nothing was restored"]

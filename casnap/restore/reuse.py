@@ -41,8 +41,8 @@ class Candidate(NamedTuple):
 def lacking(candidates: Iterable[Want | Candidate]) -> Iterator[Want]:
     """Yield the chunks that have to be read; call ``keep`` of the others.
 
-    The parts of a device are hashed on the calling thread's current stream, those of the host by
-    threads. A part may still be written to until it is hashed.
+    A part on a device is hashed on the calling thread's current stream of the device, a part on the
+    host by threads. Work that writes to a part may still be under way when this is called.
 
     Args:
         candidates: The chunks. One that no tensor can hold is a plain ``Want``.

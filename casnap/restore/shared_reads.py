@@ -4,10 +4,10 @@ The ranks of a host find a chunk in memory that they share. The rank that read t
 verified it there, and no other rank writes there. Ranks of other hosts get the chunk by sockets,
 and verify it again, since it may have changed on its way.
 
-Rank 0 gathers which runs of packs are wanted, and makes a schedule of windows
+Rank 0 gathers which runs of packs the ranks want, and makes a schedule of windows
 (:mod:`casnap.restore.shared_schedule`). While the chunks of one window are passed on, the chunks of
-the next one are read. A chunk that only one rank wants is not passed on at all, so a restore to the
-sharding of the take passes on next to nothing.
+the next one are read. A chunk that only one rank wants is not passed on. So a restore to the same
+sharding as in the take passes on next to nothing.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def fetch_shared(
     window: int | None = None,
     only_in_memory: bool = False,
 ) -> None:
-    """Do what :meth:`Repository.fetch` does, on all ranks together.
+    """Read chunks as :meth:`Repository.fetch` does, but on all ranks together.
 
     Args:
         comm: The ranks; all call this.
@@ -94,8 +94,8 @@ def fetch_shared(
         options: How this rank reads.
         window: About how many bytes a rank receives at once, the same on all ranks. A rank also
             keeps three to six times its share of a window in buffers for other ranks.
-        only_in_memory: Whether each rank reads all that it wants by itself, unless all ranks share
-            memory and several want much in common.
+        only_in_memory: Whether to share reads only if all ranks share memory and want much in
+            common; otherwise each rank reads for itself.
 
     Raises:
         DamagedError: Some chunks have no whole place. All others were handed over. The error is

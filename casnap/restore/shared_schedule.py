@@ -45,7 +45,7 @@ def run_of(place: Place, nbytes: int, most: int) -> int:
 
 
 def request_of(units: Units) -> bytes:
-    """Return the message by which a rank asks for units."""
+    """Return the message by which a rank requests units."""
     return encode([(pack, sum(nbytes for _, nbytes in runs), runs) for pack, runs in units])
 
 
@@ -169,11 +169,12 @@ class _Windows:
         self._bounds = [share] * readers + [window] * lists
 
     def place(self, reader: int, lists: list[tuple[int, int]]) -> int:
-        """Return the window for a unit, given its reader, and the groups that want it.
+        """Choose the window for a unit.
 
         Args:
             reader: The rank that reads the unit.
-            lists: The index of each group, and how many bytes of the unit it wants.
+            lists: The index of each group that wants the unit, and how many bytes of it the group
+                wants.
         """
         last_window, fill, bounds = self._last, self._filled, self._bounds
         adds = [(self._lists + i, nbytes) for i, nbytes in lists]

@@ -93,7 +93,16 @@ def _new(path: str, entry: Entry, live: Shards, tied: dict[object, Shards]) -> S
 def _moments(
     optimizer: torch.optim.Optimizer, component: str, entries: Mapping[str, Entry]
 ) -> dict[str, Shards]:
-    """Return new moments, sharded like their parameters, for an optimizer that has none yet."""
+    """Return new moments, sharded like their parameters, for an optimizer that has none yet.
+
+    Args:
+        optimizer: The optimizer.
+        component: The first component of the optimizer's paths.
+        entries: The entries to read, by path.
+
+    Returns:
+        Path → moment, for sharded parameters alone.
+    """
     moments = {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for path, entry in entries.items():
@@ -120,7 +129,7 @@ def _sharded_like(path: str, like: torch.Tensor, dtype: torch.dtype | None = Non
 
 
 def fits(entry: Entry, current: torch.Tensor) -> bool:
-    """Whether a tensor has the shape of an entry, and a dtype that the entry can be cast to."""
+    """Whether a tensor has the shape of an entry, and a dtype to which the entry can be cast."""
     with without_torch_function():
         return (
             _is_plain(entry)
@@ -160,7 +169,7 @@ def why_unfit(entry: Entry, shape: tuple[int, ...], *memory: torch.Tensor) -> st
 
 
 def memory_of(targets: Mapping[str, Shards]) -> dict[Part, torch.Tensor]:
-    """Return the memory of all targets, by path and number of the shard."""
+    """Return the memory of each target, by its path and the number of the shard."""
     return {
         (path, i): tensor
         for path, shards in targets.items()

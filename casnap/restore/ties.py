@@ -23,8 +23,8 @@ def conflicting_ties(
 ) -> list[list[str]]:
     """Return the groups of targets that share memory, but cannot all hold their stored values.
 
-    Equal digests show that tied tensors agree. Views of each other, and tensors that are cast, may
-    agree although their digests differ, so their values are read and compared.
+    If tied tensors have equal digests, they agree. Views of each other, and tensors that are cast,
+    may agree although their digests differ. So the values of those are read and compared.
 
     Args:
         contents: The snapshot.

@@ -91,9 +91,9 @@ def _versioned(stored: Reopened, live: Mapping[Any, Any]) -> Reopened:
 
 
 def _by_live_names(stored: Mapping[Any, Any], live: Mapping[Any, Any]) -> Mapping[str, Any]:
-    """Return the metadata of a stored dict under the names that the submodules have here.
+    """Return the versions in a stored dict, under the names that the submodules have here.
 
-    The stored names stay as well. If the dict has no metadata, the live dict's are returned.
+    The stored names stay as well. If the stored dict has no versions, the live dict's are returned.
     """
     taken, current = getattr(stored, "_metadata", None), getattr(live, "_metadata", {})
     if taken is None or taken.keys() == current.keys():

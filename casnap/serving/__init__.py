@@ -1,8 +1,8 @@
-"""Folders of safetensors that are kept at the newest snapshot, for inference engines.
+"""Keep folders of safetensors, and live tensors, at the newest snapshot, for inference engines.
 
-A :class:`Follower` fills live tensors instead. This folder is a verb, which ``Store`` calls: its
-modules import what lower folders offer (the contract ``verbs`` in pyproject.toml). Begin with
-``pull.py``, then read ``writing.py``.
+A pull keeps a folder, a :class:`Follower` fills live tensors. This folder is a verb, which
+``Store`` calls: its modules import what lower folders offer (the contract ``verbs`` in
+pyproject.toml). Begin with ``pull.py``, then read ``writing.py``.
 """
 
 from __future__ import annotations

@@ -335,7 +335,7 @@ class Follower:
         return min(seconds, self._calls.delay) if calls_again else seconds
 
     def _look(self, patience: float = _PATIENCE) -> None:
-        """Look for another version. A process alone applies it; of several ranks each stages it.
+        """Look for another version. A process alone applies it; many ranks only begin to stage it.
 
         Args:
             patience: For how many seconds the ranks may go on staging one version although a newer
@@ -395,7 +395,7 @@ class Follower:
             phase(self._handshake, wanted.number)
 
     def _stage(self, contents: Contents) -> LivePatch:
-        """Return the patch that brings the tensors to a snapshot; stage it, unless it is staged."""
+        """Return the staged patch that brings the tensors to a snapshot; stage it if need be."""
         staged = self._staged
         is_staged = staged is not None and staged.contents.row.commit == contents.row.commit
         if staged is None or not is_staged or not self._weights.fits(staged):

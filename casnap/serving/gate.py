@@ -103,7 +103,7 @@ class Gate:
 
     @asynccontextmanager
     async def shared_async(self) -> AsyncIterator[None]:
-        """Do as :meth:`shared`; other coroutines of the thread go on while this one waits."""
+        """Do as :meth:`shared`, but let the thread's other coroutines go on while this one waits."""
         visit = _Visit(self)
         try:
             while True:
@@ -127,7 +127,7 @@ class Gate:
     def alone(
         self, timeout: float | None = None, *, unless_stopped: bool = False
     ) -> Iterator[None]:
-        """Be inside alone: wait until all have left, while nobody else gets in.
+        """Be inside alone: wait until all others have left, and let nobody else in meanwhile.
 
         Args:
             timeout: How many seconds to wait for others to leave; None: as long as it takes.

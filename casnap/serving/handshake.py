@@ -259,7 +259,7 @@ class Handshake:
         self._wakes.put(None)
 
     def close(self, patience: float | None = _GOODBYE) -> None:
-        """Stop the notes, and delete the last one.
+        """Stop writing notes, and delete the last one.
 
         Args:
             patience: How many seconds to wait at most for the deletion; None: as long as it takes.

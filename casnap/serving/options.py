@@ -83,7 +83,7 @@ class PullOptions:
 
     @property
     def mapping(self) -> dict[str, Any]:
-        """The options that change the content of a version."""
+        """The options on which the content of a version depends, by name."""
         names = ("path", "rename", "dtype", "tied", "max_shard_size")
         values = {name: getattr(self, name) for name in names}
         return {n: list(v) if n in ("rename", "tied") else v for n, v in values.items()}

@@ -288,7 +288,7 @@ class Differences:
         return _ChunkPatch(at + first, was[at], there[at])
 
     def encoded(self, content: str) -> bytearray:
-        """Return a file of patches.
+        """Return the collected differences as the content of a file of patches.
 
         Args:
             content: The content of the newer version.
@@ -313,7 +313,7 @@ class _ChunkPatch(NamedTuple):
 
 
 def _compare(old: Version, new: Version) -> bytearray:
-    """Return a file of patches from one version to another, made from the bytes of both."""
+    """Compare two versions chunk by chunk; return the content of a file of patches."""
     changed = new.record.changed_since(old.record)
     if lost := [name for name in changed if name not in new.cells_of]:
         raise DamagedError(
@@ -344,7 +344,7 @@ def _compare(old: Version, new: Version) -> bytearray:
 
 
 def _encoded(patches: Mapping[str, Patch], about: dict[str, str]) -> bytearray:
-    """Return a safetensors file of patches, with ``about`` as its metadata."""
+    """Return patches as the content of a safetensors file, with ``about`` as its metadata."""
     arrays: dict[str, np.ndarray] = {}
     described: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, patch in patches.items():

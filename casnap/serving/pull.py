@@ -103,7 +103,7 @@ class Source:
 
 
 def folder_for(out: Path, options: PullOptions) -> ServedFolder:
-    """Return the served folder at a path, of the kind that the options name."""
+    """Return the served folder at a path, changed in place or not, as the options say."""
     return FolderInPlace(out) if options.in_place else ServedFolder(out)
 
 
@@ -155,6 +155,14 @@ def _switched(
     progress: Progress | None,
 ) -> Version | None:
     """Write the version of a snapshot, unless it is there, and make the link lead to it.
+
+    Args:
+        served: The folder.
+        source: The store.
+        contents: The snapshot.
+        options: The options of the pull.
+        report: Gets what was written, and how.
+        progress: Called with the phase, the bytes done, and the total.
 
     Returns:
         The version; None if the snapshot was withdrawn meanwhile, and so is not served.

@@ -168,7 +168,17 @@ class VersionRecord(Struct):
         tied: dict[str, str],
         left_out: list[str],
     ) -> VersionRecord:
-        """Return the record of a version of a snapshot, without its digest."""
+        """Return the record of a version of a snapshot. Its own digest is still to be set.
+
+        Args:
+            contents: The snapshot.
+            files: The files of the version, by name.
+            tensors: Its tensors, by name.
+            mapping: The options on which the content depends.
+            exact: Whether all tensors are those of the snapshot, bit for bit.
+            tied: Each tensor that is left out → the equal tensor that is written instead.
+            left_out: The paths of values that safetensors cannot hold.
+        """
         return cls(
             version=1,
             store=contents.store.backend.uri,
@@ -197,7 +207,7 @@ class VersionRecord(Struct):
         return digest_of(msgspec.json.encode(msgspec.structs.replace(self, digest=""))).hex()
 
     def encode(self) -> bytes:
-        """Return the bytes of the file."""
+        """Return the record as the bytes of its file."""
         # Numbers that JSON cannot write, such as a NaN loss, become null.
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
@@ -527,7 +537,12 @@ class MixedVersion(Version):
 
 
 def folder_name(snapshot: str, commit: str) -> str:
-    """Return the name for the folder of a version."""
+    """Return the name of the folder for a version.
+
+    Args:
+        snapshot: The name of the snapshot.
+        commit: Its commit id, in hex.
+    """
     # A name has at most 255 bytes.
     return f"{_NOT_PLAIN.sub('_', snapshot.rpartition('/')[2])[:180]}@{commit}"
 

@@ -115,7 +115,7 @@ class Writer:
     """Writes the files of a version.
 
     Attributes:
-        same: The name of each file → that of an equal file of the old version; "" if none is equal.
+        same: The name of each file → the name of an equal file of the old version; "" for none.
     """
 
     def __init__(

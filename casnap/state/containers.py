@@ -398,7 +398,7 @@ def _are_fields(fields: Sequence[object]) -> bool:
 
 
 def open_container(path: str, value: Any) -> Opened | None:
-    """Return a container opened, or None if the value is a leaf.
+    """Open a container into its elements; return None if the value is no container.
 
     Raises:
         UnsupportedTypeError: The container cannot be stored.

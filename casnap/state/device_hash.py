@@ -86,7 +86,7 @@ HashBatch: TypeAlias = Callable[[torch.Tensor, Batch, int, torch.Tensor], None]
 
 
 class DeviceHasher:
-    """BLAKE3 of cells in the memory of one device.
+    """Computes the BLAKE3 of cells in the memory of one device.
 
     Args:
         device: The device.

@@ -104,7 +104,7 @@ def _block_of_whole_leaf(start, exists):
 
 @triton.jit
 def _word(start, left, index: tl.constexpr):
-    """Return one word of a block that has ``left`` bytes; zeros stand for bytes behind its end."""
+    """Return one word of a block that has ``left`` bytes; bytes after its end count as zeros."""
     left -= 4 * index
     pointers = start.to(tl.pointer_type(tl.uint32)) + index
     word = tl.load(pointers, left > 0, 0)
@@ -297,7 +297,7 @@ def join_nodes(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def put_digests(table, of_all, first, cells, nodes, room, level, digests, lanes: tl.constexpr):
-    """Write the node that each cell of a batch has on the highest level into a table of digests.
+    """Write the digest of each cell of a batch, its node on the highest level, into a table.
 
     Args:
         table: As for :func:`hash_leaves`.

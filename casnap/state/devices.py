@@ -87,8 +87,8 @@ def name_of(device: torch.device) -> str:
 def pin(slot: Slot, device: torch.device) -> bool:
     """Register a slot as pinned memory, so that the driver copies directly from and to it.
 
-    Only CUDA and ROCm can register memory that is there already. The drivers of other devices copy
-    through memory of their own; so does the driver of CUDA if the memory cannot be pinned.
+    Only CUDA and ROCm can pin memory that is allocated already. Other drivers copy through memory
+    of their own, and so does CUDA's if the memory cannot be pinned.
 
     Args:
         slot: The slot.
@@ -134,11 +134,10 @@ def begin_copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]
     Args:
         target: Memory of the host, in a slot that is pinned. It must not be given back before the
             copy has ended.
-        source: A tensor on a device. It must stay alive until then too.
+        source: A tensor on a device. It must not be freed before the copy has ended.
 
-    Returns:
-        A function that waits until the copy has ended; None if it has ended already, as on a device
-        without streams.
+    Returns: A function that waits until the copy has ended; None if it has ended already, as on a
+    device without streams.
     """
     device = source.device
     module = _module_of(device)

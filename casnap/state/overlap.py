@@ -26,7 +26,7 @@ def conflicting_groups(
 
     Args:
         tensors: The tensors by name.
-        content: Returns the new content of the tensor of a name, to be compared with ``==``.
+        content: Returns the new content of a tensor by its name. Contents are compared by ``==``.
     """
     spans = []
     for name, t in tensors.items():

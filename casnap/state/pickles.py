@@ -20,7 +20,7 @@ MAX_DEPTH = 1000
 
 
 class RefusedError(ValueError):
-    """A pickle is not one of ``torch.save``, or does something that needs permission."""
+    """torch.save does not write such a pickle, or the pickle takes a step that needs permission."""
 
 
 class BrokenError(RefusedError):
@@ -65,9 +65,9 @@ class PickleMachine:
 
     Args:
         data: The bytes that hold the pickle.
-        check: Called before each step that makes or changes an object, with its kind and a term.
-            The kinds ``call``, ``new``, ``build`` and ``item`` come with a call, ``storage`` comes
-            with a storage. It refuses a step by raising a :class:`RefusedError`.
+        check: Called before each step that makes or changes an object, with the kind of the step
+            and a term. The kinds ``call``, ``new``, ``build`` and ``item`` come with a call,
+            ``storage`` comes with a storage. It refuses a step by raising a :class:`RefusedError`.
         newest: The newest protocol that may be used: 2, as torch.save does, or up to 5, as
             ``pickle.dump`` does.
     """

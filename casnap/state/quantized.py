@@ -43,10 +43,10 @@ def quantization_of(path: str, value: torch.Tensor) -> Quantization:
 
 
 def check_quantization(q: Quantization, shape: tuple[int, ...]) -> None:
-    """Check that a tensor of some shape can have these parameters.
+    """Check that a tensor of a shape can have these parameters.
 
     Args:
-        q: The parameters. If this version does not know their scheme, they pass.
+        q: The parameters. Those of a scheme that this version does not know pass.
         shape: The shape of the tensor.
 
     Raises:

@@ -53,8 +53,8 @@ class _Split(NamedTuple):
         axis: The axis of the tensor.
         shards: The number of shards.
         number: The number of this rank's shard.
-        factor: Into how many pieces the axis is cut before each piece is split; a shard is then a
-            part of every piece. None if the axis is split as a whole.
+        factor: None if the axis is split as a whole. Else the axis is first cut into so many
+            pieces, each piece is split, and a shard has a part of every piece.
     """
 
     axis: int
@@ -223,7 +223,7 @@ def _of_dtensor(path: str, value: Any) -> Shards:
 
 
 def _splits(path: str, value: Any, coordinate: Sequence[int] | None) -> dict[int, _Split]:
-    """Return how the axes of a DTensor's mesh split it: axis of the mesh → split.
+    """Return how a DTensor's placements split the tensor: axis of the mesh → split.
 
     Axes along which the tensor is replicated are left out.
 

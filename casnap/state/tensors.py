@@ -134,7 +134,7 @@ def is_wrapper(value: torch.Tensor) -> bool:
 
 
 def is_its_storage(value: torch.Tensor) -> bool:
-    """Whether an ordinary tensor's elements are bytes of its storage, placed by its strides."""
+    """Whether a tensor's elements lie in its storage as they are, placed by its strides."""
     return (
         value.layout is _STRIDED
         and not (value.is_nested or value.is_quantized or value.is_meta)
@@ -144,7 +144,7 @@ def is_its_storage(value: torch.Tensor) -> bool:
 
 
 def is_its_memory(value: torch.Tensor) -> bool:
-    """Whether the elements of a tensor are the bytes at its address, one after the other."""
+    """Whether a CPU tensor's elements are the bytes from its address on, one after the other."""
     return (
         value.device.type == "cpu"
         and value.is_contiguous()

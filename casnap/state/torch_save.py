@@ -1,4 +1,4 @@
-"""Files of ``torch.save``: where their tensors lie, and whether the sizes that they claim are true.
+"""Check files of ``torch.save``: where their tensors lie, and whether claimed sizes are true.
 
 ``torch.load(weights_only=True)`` calls only functions that torch considers harmless. But a
 compressed member, a call of ``bytearray(n)`` or a tensor larger than its storage can still take any
@@ -277,8 +277,8 @@ class TensorPlace(NamedTuple):
     Attributes:
         storage: The storage.
         dtype: The dtype of the tensor's elements.
-        offset: Its offset, in elements.
-        shape: Its sizes.
+        offset: The offset of the first element, in elements.
+        shape: The shape of the tensor.
         strides: Its strides, in elements.
         metadata: The name of each flag, followed by whether it is set.
     """
@@ -320,12 +320,12 @@ class TensorPlace(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its elements, each counted once."""
+        """The bytes of all elements together, whatever the strides."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
     def stop(self) -> int:
-        """Where its last element ends in the storage, in bytes; 0 if it has no elements."""
+        """The offset in the storage, in bytes, at which the last element ends; 0 without one."""
         steps = zip(self.shape, self.strides, strict=True)
         last_element = self.offset + sum((n - 1) * stride for n, stride in steps)
         return -(-(last_element + 1) * self.dtype.itemsize // self.per_byte) if self.nbytes else 0
@@ -340,9 +340,10 @@ _MOST_AXES = 64
 
 
 def tensor_in(file: memoryview) -> tuple[TensorPlace, memoryview]:
-    """Return where the only tensor of a ``torch.save`` file lies, and the bytes of its storage.
+    """Find the only tensor of a ``torch.save`` file, without unpickling.
 
-    Nothing is unpickled.
+    Returns:
+        Where the tensor lies in its storage, and the bytes of the storage.
 
     Raises:
         RefusedError: The file is damaged, or holds something else than one ordinary tensor.

@@ -76,7 +76,7 @@ def encode_keys(keys: Iterable[object]) -> list[Key]:
 
 
 def decode_keys(keys: Iterable[Key]) -> list[Any]:
-    """Return the keys that were encoded.
+    """Return the keys whose stored forms are given; the inverse of :func:`encode_keys`.
 
     Raises:
         DamagedError: A key is malformed.
@@ -283,7 +283,12 @@ _KEY_KINDS = {"none", "bool", "int", "float", "complex", "str", "bytes", "dtype"
 
 
 def encode_value(path: str, value: object, *, allow_pickle: bool | None) -> tuple[str, bytes]:
-    """Return the kind and the bytes of a value.
+    """Return the kind under which a value is stored, and its encoded bytes.
+
+    Args:
+        path: The path of the value, for messages.
+        value: The value.
+        allow_pickle: Whether to pickle a value that has no safe encoding.
 
     Raises:
         UnsupportedTypeError: The value cannot be read back safely.

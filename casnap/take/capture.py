@@ -61,12 +61,12 @@ class Scope(Enum):
 
 
 class KeySpan(NamedTuple):
-    """The leaves of one key of the app state.
+    """The leaves of one key of the app state, as a run in the list of all leaves.
 
     Attributes:
         component: The key, as a path component.
-        start: The first leaf.
-        stop: One past the last leaf.
+        start: The index of the first leaf.
+        stop: One past the index of the last leaf.
         scope: The scope of all leaves that are not sharded, if it is known.
     """
 
@@ -154,13 +154,13 @@ class CapturedState:
         )
 
     def assign(self, plans: dict[int, RankPlan]) -> None:
-        """Set the plans for leaves that other ranks hold too; only planned cells are hashed."""
+        """Set the plans for leaves that other ranks hold too; of these, hash only planned cells."""
         self.plans = plans
         # A planned leaf may be hashed in part, so another leaf of its memory is hashed by itself.
         self.same_as = {i: twin for i, twin in self.same_as.items() if twin not in plans}
 
     def bytes_to_hash(self) -> int:
-        """Return how many bytes this rank hashes."""
+        """Return how many bytes this rank has to hash."""
         sizes = (self.leaves[i].entry.payload.nbytes for i in self.whole_leaves())
         cells = (
             self.grids[i].cell_bytes(cell)
@@ -239,7 +239,7 @@ class CapturedState:
             first_cell = end
 
     def _held_box(self, leaf: int, region: Region) -> HeldBox:
-        """Return the box of this rank that contains a region."""
+        """Return the box of a leaf that this rank holds and that contains ``region``."""
         return next(held for held in self._held_boxes(leaf) if _holds(held.region, region))
 
     def _held_boxes(self, leaf: int) -> list[HeldBox]:
@@ -321,7 +321,7 @@ class LiveState:
         """Return the keys, the key of a random state first.
 
         Raises:
-            UnsupportedTypeError: A value lacks one of the two methods.
+            UnsupportedTypeError: A value lacks ``state_dict`` or ``load_state_dict``.
         """
         return random_states_first(self.values)
 

@@ -1,4 +1,4 @@
-"""Hashing the pieces of a take, on several threads, and storing the chunks that are new."""
+"""Hash the pieces of a take, on several threads, and store the chunks that are new."""
 
 from __future__ import annotations
 

@@ -169,10 +169,10 @@ class _Builder:
                 scopes[i] = Scope.EQUAL if is_equal else Scope.PER_RANK
 
     def _hashed(self, undecided: list[list[int]]) -> list[_Hashed]:
-        """Return the message to each owner: what this rank hashed of the owner's leaves.
+        """Return the messages to all owners: what this rank hashed of leaves that each owner owns.
 
         Args:
-            undecided: The undecided leaves of each owner.
+            undecided: For each owner, the numbers of the undecided leaves that it owns.
         """
         leaf_ids = self._division.leaf_ids
         hashed = [_Hashed([], []) for _ in undecided]
@@ -223,7 +223,7 @@ class _Builder:
         return contribution
 
     def _entry(self, leaf: int, put_node: Put) -> KnownEntry:
-        """Return the entry of a leaf that is not sharded."""
+        """Return the entry of a leaf that is not sharded, with the digests of its chunks."""
         state = self._state
         if leaf in state.inline:
             return state.inline[leaf]

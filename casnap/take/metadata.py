@@ -19,10 +19,11 @@ _METADATA_DEPTH = 64
 def checked_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a user's metadata, made of plain JSON types.
 
+    NaN and the infinities are allowed. NumPy's scalars, and tensors without a dimension, become
+    plain numbers.
+
     Raises:
-        StateError: The metadata holds something that JSON cannot, or takes more than 64 KiB. NaN
-            and the infinities are allowed. NumPy's scalars, and tensors without a dimension, become
-            plain numbers.
+        StateError: The metadata hold something that JSON cannot, or take more than 64 KiB.
     """
     if not isinstance(metadata, Mapping):
         raise StateError(f"metadata is a dict with keys of str; got {type(metadata).__qualname__}")

@@ -64,11 +64,11 @@ unclear_commits: set[bytes] = set()
 
 
 def what_failed(snapshot: str, error: BaseException) -> str:
-    """Return the message about a take that failed.
+    """Return the message that says which take failed, and why.
 
     Args:
         snapshot: The name of the snapshot, or its path.
-        error: Why it failed.
+        error: The error of the take.
     """
     if isinstance(error, UnclearCommitError):
         return f"it is not known whether the snapshot {snapshot} is stored"
@@ -234,10 +234,10 @@ def _check_globs(option: str, globs: object) -> None:
 
 
 def check_order(call: str, app_state: object, name: object) -> None:
-    """Check that an app state and a name, or path, were not exchanged.
+    """Check that the caller has not exchanged the app state with the name or path.
 
     Args:
-        call: The call with its arguments in the right order.
+        call: The call with its arguments in the right order, for the message.
         app_state: The value that was given as the app state.
         name: The value that was given as the name or path.
 

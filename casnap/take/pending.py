@@ -81,10 +81,13 @@ def _wait_for_others(most: int) -> None:
 
 
 def wait_for_last(timeout: float | None = None) -> bool:
-    """Wait for all takes in the background, successful or not; return whether all have ended.
+    """Wait until all takes in the background have ended, successfully or not.
 
     Args:
         timeout: How many seconds to wait at most.
+
+    Returns:
+        Whether all have ended.
     """
     if timeout is None:
         _wait_for_others(0)

@@ -66,7 +66,7 @@ class Piece(NamedTuple):
         return len(self.view) if self.on_device is None else self.on_device.nbytes
 
     def give_back(self) -> None:
-        """Give the memory back, once no copy into it is running."""
+        """Give the piece's memory back, once no copy into it is running."""
         if self.release is not None:
             try:
                 if self.ready is not None:
@@ -237,7 +237,10 @@ _pinned_pool, _large_pinned_pool = Pool(PIECE_BYTES, 4), Pool(MAX_CHUNK_SIZE, 4)
 
 
 def _from_device(piece: Piece) -> Piece:
-    """Begin to copy a piece into pinned memory, if it is on a device; return the piece there."""
+    """If a piece is on a device, begin to copy it into pinned memory; return the copy.
+
+    Any other piece is returned as it is.
+    """
     on_device = piece.on_device
     if on_device is None:
         return piece
@@ -254,7 +257,14 @@ def _from_device(piece: Piece) -> Piece:
 def _copied(
     piece: Piece, on_device: torch.Tensor, target: memoryview, release: Callable[[], None]
 ) -> Piece:
-    """Begin to copy a piece from a device into ``target``; return the piece there."""
+    """Begin to copy a piece from a device to the host; return the copy, as a piece.
+
+    Args:
+        piece: The piece.
+        on_device: Its bytes on the device.
+        target: The memory to copy to.
+        release: Gives that memory back.
+    """
     ready = begin_copy(torch.frombuffer(target, dtype=torch.uint8), on_device)
     return piece._replace(
         view=target, keep_alive=on_device, ready=ready, release=release, on_device=None
@@ -389,7 +399,7 @@ class StagedCopies:
         _with_copies.add(self)
 
     def fill(self, pieces: Iterable[Piece], when_full: Callable[[], None]) -> None:
-        """Copy pieces on all cores, or on as many threads as are allowed.
+        """Copy all pieces, on one thread for each core, or on as many as are allowed.
 
         Args:
             pieces: The pieces to copy.
@@ -492,8 +502,8 @@ class StagedCopies:
     def batches(self, nbytes: int = PIECE_BYTES) -> Iterator[list[Piece]]:
         """Yield all copies as they are made, in batches of about ``nbytes`` bytes.
 
-        A batch is empty if no copy was made for a while: the waiting thread may have to do
-        something else first, so that other copies are hashed and their memory is free.
+        If no copy was made for a while, an empty batch comes. So the reader is not stuck here while
+        copying waits for memory that only the reader can free.
         """
         while True:
             with self._changed:

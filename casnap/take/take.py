@@ -77,6 +77,13 @@ def async_take(
     If an earlier take of the store failed, and no call has raised that yet, its error is raised
     first. This call blocks while ``max_pending`` earlier takes of this process are pending. If
     ``max_staging_bytes`` do not hold their states, it also blocks until enough has been stored.
+
+    Args:
+        repository: The store.
+        name: The name of the snapshot.
+        source: The state of this rank.
+        options: The options of the take.
+        comm: The ranks.
     """
     steps = _Steps(repository, name, options, comm)
     pending: PendingTake | None = None
@@ -282,7 +289,7 @@ class _Steps:
                 self.end_reliance()
 
     def _still_relies(self) -> bool:
-        """Whether the store still has the chunks that stayed on devices at the call."""
+        """Whether the store still has the chunks that stayed on devices during the call."""
         self._is_gone = self._reliance is not None and not self._reliance.stands()
         return not self._is_gone
 
@@ -291,9 +298,9 @@ class _Steps:
         return self._comm.background(self._seed) if self._options.max_pending > 1 else self._comm
 
     def tell_ranks_later(self, error: BaseException) -> None:
-        """Tell the other ranks that this take failed in its call, once its turn to store has come.
+        """Once it is this take's turn to store, tell the other ranks that its call failed.
 
-        Until then, other ranks may still store earlier takes, and would take the error for one of
+        Before, other ranks may still store earlier takes, and would count the error as one of
         these.
 
         Args:
@@ -359,7 +366,14 @@ class _Steps:
             self._options.hooks.on_full(error, lambda: nbytes)
 
     def _start_over(self, start_over: Callable[[], bool]) -> bool:
-        """Let all ranks start again, or none; return whether they do."""
+        """Let all ranks start again; if one of them cannot, none does.
+
+        Args:
+            start_over: Lets the batches of this rank begin again; returns whether they can.
+
+        Returns:
+            Whether all ranks start again.
+        """
         comm = self._comm
         # The other ranks wait here until rank 0 has made room.
         if comm.ended or not all(map(any, comm.all_gather(bytes([start_over()])))):

@@ -54,7 +54,7 @@ def _renamed(name: str, folder: str, rename: str | None) -> str:
 
 
 def check_pair(source: Repository, destination: Repository) -> None:
-    """Check that snapshots of one store can be copied into another one.
+    """Check that the snapshots of one store can be copied into another.
 
     Raises:
         StoreError: Both are the same store, or they have chunks of different sizes.

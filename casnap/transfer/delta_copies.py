@@ -21,7 +21,7 @@ _MOST_THREADS, _MOST_BYTES = 8, 128 << 20
 
 
 class DeltaCopier:
-    """Copies chunks of one store into another one.
+    """Copies chunks of one store into another one, as deltas where that is smaller.
 
     Args:
         source: The store to read from.

@@ -195,7 +195,15 @@ class SnapshotCopy:
         return True
 
     def _part(self, destination: Repository, crew: Crew) -> bool:
-        """Send a part and commit it; return whether the destination now has the snapshot."""
+        """Send and commit one part of the snapshot.
+
+        Args:
+            destination: The store to write to.
+            crew: The owner of the threads.
+
+        Returns:
+            Whether the destination now has the whole snapshot.
+        """
         with Session(destination, crew, copies=True) as session:
             planned, is_last = self._plan(session.rely_on)
             sizes = self._send(session, planned)

@@ -87,7 +87,7 @@ class SnapshotPath(NamedTuple):
 
 
 def name_below(store: Store, path: str) -> str | None:
-    """Return the name of a snapshot of a store, given its path.
+    """Return the name that a path has as a snapshot of a store.
 
     Returns:
         The name; "" for the store itself, None for a path elsewhere.

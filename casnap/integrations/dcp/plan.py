@@ -226,7 +226,12 @@ class _PlanReader:
             self._values = getattr(planner, "state_dict", {})
 
     def leaves(self, path: str, items: list[WriteItem]) -> Iterator[Leaf]:
-        """Yield the leaves of one value, from this rank's items of it."""
+        """Yield the leaves of one value.
+
+        Args:
+            path: The path of the value in casnap.
+            items: The items of the plan that have the value, or boxes of it.
+        """
         tensor = self._whole_tensor(items)
         if tensor is not None:
             yield describe(path, tensor)

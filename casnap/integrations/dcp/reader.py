@@ -41,7 +41,7 @@ class _Agreed(msgspec.Struct, array_like=True):
 
 
 class CasnapReader(StorageReader):
-    """Loads a snapshot by the plans of DCP.
+    """Loads a snapshot as a plan of DCP says.
 
     Args:
         where: The path of the snapshot, or a store, as for :class:`CasnapWriter`.
@@ -80,7 +80,7 @@ class CasnapReader(StorageReader):
     # --- what DCP calls, in this order ---
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
-        """Begin another load, of the snapshot that ``checkpoint_id`` names, if given."""
+        """Begin another load; if ``checkpoint_id`` is given, of the snapshot that it names."""
         self._place = self._place.at(checkpoint_id)
         self._contents, self._values = None, {}
         self.load_id = uuid4().hex
@@ -177,7 +177,7 @@ class CasnapReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str | None:
-        """The path of the snapshot, if there is one yet."""
+        """The path of the snapshot to load; None if none is named yet."""
         return self._place.id if self._place.path is not None else None
 
 

@@ -40,7 +40,7 @@ _READERS: tuple[type, ...] = (FileSystemReader, FsspecReader)
 
 
 class _Installed(NamedTuple):
-    """A store, and the options of :func:`install` for it."""
+    """A store below which :func:`install` redirects paths, and the options of that call."""
 
     store: Store
     allow_pickle: bool
@@ -62,9 +62,9 @@ def install(
     ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` with ``checkpoint_id=path``,
     ``FileSystemWriter(path)`` and ``FsspecWriter(path)`` use casnap if the path lies below the
     store, whichever module has imported these names. A path may be relative, go through links, or
-    be a ``file://`` URI. Other paths work as before, and so do subclasses. If another library has
-    defined a subclass, a warning names it, and its readers are replaced where a snapshot is. A
-    writer for the store's own folder needs ``checkpoint_id=``.
+    be a ``file://`` URI. Other paths work as before. So do subclasses of these classes. If another
+    library has defined a subclass, a warning names it; where a snapshot is, its readers are
+    replaced by casnap's. A writer for the store's own folder needs ``checkpoint_id=``.
 
     Args:
         store: A store, or its path or URI; it is made if there is none. If code deletes the folders
@@ -105,7 +105,7 @@ def install(
 
 
 def uninstall() -> None:
-    """Undo each :func:`install`. Writers and readers that exist already stay as they are."""
+    """Undo every call of :func:`install`. Existing writers and readers stay as they are."""
     _installed.clear()
     # __new__ stays: if it were deleted, the class would refuse arguments.
     _ProcessBasedAsyncCheckpointExecutor.execute_save = _real_save  # type: ignore[method-assign]

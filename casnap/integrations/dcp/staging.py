@@ -201,7 +201,7 @@ class KeptStager:
         """Do nothing: ``stage`` returns once the copy is made."""
 
     def close(self) -> None:
-        """Do nothing: the memory is freed with the tensors that were copied."""
+        """Do nothing: the memory is freed once the copied tensors are."""
 
     def _give_back(self, saved: Iterable[object]) -> None:
         """Keep the stager for the next save, if the save that has ended used its copies.

@@ -59,7 +59,7 @@ class _SaveState:
 
 
 class CasnapWriter(KeptStager, StorageWriter):
-    """Saves the plan of DCP as a snapshot.
+    """Saves a state as a snapshot, as a plan of DCP says.
 
     Beside the marker of the snapshot it puts files with the names of DCP's own (``.metadata``,
     ``__0_0.distcp``), for code that looks for these to find its last checkpoint. They hold no
@@ -120,20 +120,20 @@ class CasnapWriter(KeptStager, StorageWriter):
     # --- what DCP calls, in this order ---
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
-        """Begin another save, under the name of ``checkpoint_id``, if given."""
+        """Begin another save; if ``checkpoint_id`` is given, under the name that it gives."""
         place = self._place = self._place.at(checkpoint_id)
         self._own.save = _SaveState(place)
 
     def storage_meta(self) -> StorageMeta:
-        """Return the place of the checkpoint."""
+        """Return the place of the checkpoint, in DCP's form."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save.
 
         Raises:
-            StateError: Each rank is to save for itself, or there is no path.
-            UnsupportedTypeError: On the way to another process, tensors have lost the mark that
+            StateError: DCP asks each rank to save for itself, or there is no path.
+            UnsupportedTypeError: Tensors that were sent to another process have lost the mark that
                 they hold parts of larger ones.
         """
         self._save.place.id  # noqa: B018 - raises if there is no path
@@ -198,7 +198,7 @@ class CasnapWriter(KeptStager, StorageWriter):
         )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Complete the metadata that ``dcp.save`` returns; the snapshot is durable already."""
+        """Complete the metadata that ``dcp.save`` returns. The snapshot is durable already."""
         snapshot = self._save.snapshot
         assert snapshot is not None
         metadata.storage_data = {"snapshot": snapshot.path, "commit": snapshot.commit_id}
@@ -209,7 +209,7 @@ class CasnapWriter(KeptStager, StorageWriter):
 
     @property
     def checkpoint_id(self) -> str | None:
-        """The path of the snapshot, if there is one yet."""
+        """The path of the snapshot to save; None if none is named yet."""
         place = self._own.save.place if hasattr(self._own, "save") else self._place
         return place.id if place.path is not None else None
 

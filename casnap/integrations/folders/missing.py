@@ -38,7 +38,7 @@ def judge_folders(store: Repository, table: Table, folder: str) -> list[Verdict]
     Args:
         store: The store.
         table: Its table.
-        folder: The folder of the runs; "" for the whole store.
+        folder: Judge the runs in and below this folder; "" for the whole store.
 
     Raises:
         StoreError: The store is not in a folder of this machine.

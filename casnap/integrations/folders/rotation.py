@@ -75,7 +75,7 @@ class RunFolder:
         self._folders[name] = commit
 
     def deleted(self, table: Table) -> dict[str, Row]:
-        """Return the snapshots whose folders were deleted, by their names."""
+        """Return the known snapshots whose folders were deleted, by full name."""
         entries = self._entries()
         present, gone = {name for name, _ in entries}, dict[str, Row]()
         for name, commit in list(self._folders.items()):

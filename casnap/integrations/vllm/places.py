@@ -25,16 +25,16 @@ class UnknownPlacesError(CasnapError):
 
 
 class OtherBaseError(CasnapError):
-    """The model holds other weights than expected."""
+    """The model holds other weights than those that patches are to replace."""
 
 
 class ModelPart(NamedTuple):
-    """A part of a tensor of the checkpoint, and the memory of the model that it fills.
+    """A part of a tensor of the checkpoint, and the memory of the model that the part fills.
 
     Attributes:
-        start: The number of its first element in the flat tensor of the checkpoint.
-        strides: Its strides in that flat tensor, in elements, for each axis of ``target``.
-        target: The view of the model's tensor that it fills.
+        start: The number of the part's first element in the flat tensor of the checkpoint.
+        strides: The part's strides in that flat tensor, in elements, for each axis of ``target``.
+        target: The view of the model's tensor that the part fills.
     """
 
     start: int
@@ -88,7 +88,7 @@ class ModelPart(NamedTuple):
 
 
 class Places:
-    """The places of a checkpoint's tensors in a model.
+    """Where a checkpoint's tensors lie in a model.
 
     Args:
         regions: The name of each tensor → its parts.
@@ -153,7 +153,7 @@ def storage_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as integers of the same size, to compare and copy its bits."""
+    """Return a view of a tensor as integers of the same size, to compare and copy its bits."""
     return tensor.view(_BITS[tensor.element_size()])
 
 

@@ -168,7 +168,11 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
 
     @override
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Bring the weights to a version; return once all are written."""
+        """Bring the weights to a version; return once all are written.
+
+        Args:
+            update_info: The fields of a :class:`CasnapUpdateInfo`.
+        """
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()

@@ -132,7 +132,7 @@ def divide(
 
 
 def _of_one_process(state: CapturedState) -> Division:
-    """Return the division of a single process: everything is global, except random states."""
+    """Return the division for a single process: all leaves are global, except random states."""
     scopes: list[Scope] = []
     for span in state.spans:
         scope = Scope.PER_RANK if span.scope is Scope.PER_RANK else Scope.FROM_RANK_0

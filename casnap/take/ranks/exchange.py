@@ -1,10 +1,10 @@
-"""Hashing on many ranks: rounds of messages while the threads of each rank hash.
+"""Hash on many ranks: the ranks exchange messages in rounds, while the threads of each rank hash.
 
-In a round the ranks send each other the parts of split cells, and decide which rank writes each
-new chunk, so that each chunk is written once. The digest of a chunk selects the rank that decides
-about it. A rank that holds the chunk, and does not find it in the store, offers it to the deciding
-rank, which picks the rank that was given least to write. So no rank sees all digests, and all ranks
-have equally much to decide.
+In a round the ranks send each other the parts of split cells, and decide which rank writes each new
+chunk, so that each chunk is written once. The digest of a chunk selects the rank that decides about
+it. A rank that holds the chunk, and does not find it in the store, offers it to the deciding rank,
+which picks the rank that was given least to write. So no rank sees all digests, and all ranks have
+equally much to decide.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Head(NamedTuple):
 
 
 class _Message:
-    """The parts of one rank's message in a round."""
+    """One rank's message in a round, split into its parts."""
 
     def __init__(self, message: memoryview) -> None:
         self.head = _Head(*HEAD.unpack_from(message))
@@ -129,7 +129,7 @@ class Decider:
 
 
 class Exchange:
-    """How one of several ranks hashes: some threads hash, and one talks to the other ranks.
+    """The hashing of one of several ranks: some threads hash, and one talks to the other ranks.
 
     Args:
         comm: The ranks.
@@ -163,6 +163,10 @@ class Exchange:
 
     def run(self, batches: Batches, hash_batches: Hash) -> None:
         """Hash on some threads, and hold rounds of messages until all ranks have hashed everything.
+
+        Args:
+            batches: Returns the batches of this rank's pieces.
+            hash_batches: Hashes batches, on one thread.
 
         Raises:
             RankError: Another rank failed, died or hangs.
@@ -268,7 +272,7 @@ class Exchange:
 
     @contextmanager
     def _waiting_for_ranks(self) -> Iterator[None]:
-        """Note that a thread waits for other ranks."""
+        """Within this ``with`` block, count the calling thread as waiting for other ranks."""
         self._waiting += 1
         if self._waiting == self._hashing:
             self._changed.notify_all()

@@ -84,7 +84,7 @@ class HeldReplica(msgspec.Struct, array_like=True):
 
 
 class Holdings(msgspec.Struct, array_like=True):
-    """The message in which a rank tells an owner which leaves of that owner the rank holds.
+    """The message that tells an owner which of the leaves it owns the sending rank holds.
 
     It is sent before anything is hashed.
 
@@ -156,7 +156,13 @@ def few_paths(paths: Sequence[str]) -> str:
 def answers_of(
     holdings: list[Holdings], plans: Mapping[bytes, TensorPlan], replicas: Mapping[bytes, Replica]
 ) -> list[Answer]:
-    """Return the owner's answer to each rank."""
+    """Return the owner's answer to each rank.
+
+    Args:
+        holdings: What each rank holds.
+        plans: Id of each sharded tensor → its plan.
+        replicas: Id of each leaf that is declared equal → what the owner has found.
+    """
     splits = any(rank.joints for plan in plans.values() for rank in plan.values())
     return [
         Answer(
@@ -241,6 +247,9 @@ def plan_sharded(
         holdings: What each rank holds.
         chunk_size: The chunk size of the store, in bytes.
         hosts: For each rank, the number of its host.
+
+    Returns:
+        The tensors, and their plans, both by id.
 
     Raises:
         StateError: Ranks hold pieces of different tensors under one name, replicas that differ, or

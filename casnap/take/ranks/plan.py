@@ -64,7 +64,7 @@ class RankPlan(Struct, array_like=True):
 
 
 def replicated_runs(grids: Sequence[Grid], rank: int, world: int) -> list[tuple[int, int, int]]:
-    """Return which cells a rank hashes of tensors that all ranks hold.
+    """Return which cells a rank hashes of those tensors that all ranks hold.
 
     All ranks have the same number of bytes to hash, give or take one cell.
 
@@ -205,11 +205,11 @@ class _SharedBox(NamedTuple):
 
 
 class _Planner:
-    """Plans one tensor.
+    """Plans one sharded tensor.
 
     Args:
         grid: Its grid.
-        held: Boxes that hold each element once.
+        held: Boxes that hold each element once, with the ranks that hold them.
         tiebreak: As for :func:`plan_tensor`.
         loads: As for :func:`plan_tensor`.
         hosts: As for :func:`plan_tensor`.
@@ -288,7 +288,13 @@ class _Planner:
             first_cell = end
 
     def _plan_joint(self, first_cell: int, stop: int, parts: list[_SharedBox]) -> None:
-        """Plan which rank puts a joint's cells together, and which ranks send it the parts."""
+        """Choose the rank that puts a joint's cells together, and the ranks that send it the parts.
+
+        Args:
+            first_cell: The first cell of the joint.
+            stop: One past the last.
+            parts: The parts of the joint, with the ranks that hold them.
+        """
         elements_by_rank: defaultdict[int, int] = defaultdict(int)
         for region, ranks in parts:
             for rank in ranks:
@@ -361,7 +367,12 @@ def _covered_runs(runs: list[tuple[int, int, int]]) -> list[CoveredRun]:
 def _distinct_boxes(
     shape: tuple[int, ...], holders: Iterable[tuple[int, Region]], name: str
 ) -> dict[Region, list[int]]:
-    """Return the boxes that are not empty, each with the ranks that hold it, in order.
+    """Return the boxes that are not empty, each with its ranks in order.
+
+    Args:
+        shape: The shape of the tensor.
+        holders: Pairs of a rank and a box that it holds.
+        name: The name of the tensor, for messages.
 
     Raises:
         StateError: A box lies outside the tensor.
@@ -386,7 +397,12 @@ def _distinct_boxes(
 def _disjoint_boxes(
     shape: tuple[int, ...], holders_of: dict[Region, list[int]], name: str
 ) -> list[_SharedBox]:
-    """Return the boxes, sorted, each with the ranks that hold it.
+    """Check that the boxes hold each element once; return them sorted, with their ranks.
+
+    Args:
+        shape: The shape of the tensor.
+        holders_of: Box → the ranks that hold it.
+        name: The name of the tensor, for messages.
 
     Raises:
         StateError: No rank holds some part of the tensor, or boxes overlap.

@@ -70,7 +70,12 @@ class Sampler:
         return torch.take(words, self._positions(words.numel(), words.itemsize).to(words.device))
 
     def _positions(self, count: int, itemsize: int) -> torch.Tensor:
-        """Return the indices of the elements to sample."""
+        """Return the flat indices of the elements that make up the sample of a tensor.
+
+        Args:
+            count: The number of elements of the tensor.
+            itemsize: The bytes of one element.
+        """
         places = self._places.get((count, itemsize))
         if places is None:
             stride, line = self._stride // itemsize, _LINE_BYTES // itemsize

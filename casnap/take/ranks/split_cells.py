@@ -91,10 +91,10 @@ class _PartList(msgspec.Struct, array_like=True):
 
 
 class _Joint:
-    """A joint: a run of cells, cut alike by shard edges, that this rank puts together.
+    """A joint that this rank puts together: a run of cells that the same shard edges cut.
 
     Attributes:
-        leaf: The leaf.
+        leaf: The number of the leaf.
         opened: The joint as the other ranks know it.
         sizes: The bytes of each cell.
         view: The bytes of all cells.
@@ -181,7 +181,7 @@ class SplitCells:
     # --- threads that hash ---
 
     def add(self, piece: Piece) -> None:
-        """Add a part that is to be sent; parts come in the order of joints."""
+        """Queue a part to be sent. Parts have to be added in the order of joints."""
         assert piece.part is not None
         with self._lock:
             self._outbox[piece.part.to].append(piece)
@@ -193,7 +193,7 @@ class SplitCells:
         return self._waiting_bytes > _WINDOW_BYTES
 
     def drop(self) -> None:
-        """Give back the memory of parts that will not be sent any more."""
+        """Give back the memory of the queued parts, which will not be sent any more."""
         with self._lock:
             pieces = [piece for box in self._outbox for piece in box]
             for box in self._outbox:
@@ -282,7 +282,10 @@ class SplitCells:
     # --- receiving ---
 
     def receive(self, messages: Sequence[memoryview]) -> tuple[list[Piece], bool]:
-        """Take in the messages of all ranks.
+        """Process the messages of all ranks in this round.
+
+        Args:
+            messages: The message of each rank.
 
         Returns:
             The cells that are whole now, and whether no rank will send more parts.
