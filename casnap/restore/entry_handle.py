@@ -42,7 +42,7 @@ class Handle:
 
     @property
     def kind(self) -> str:
-        """The kind of the entry, such as ``parameter``, ``buffer``, ``tensor``, ``int`` or ``dict``."""
+        """The kind of the entry, such as ``parameter``, ``tensor``, ``int`` or ``dict``."""
         return self._entry.kind
 
     @property

@@ -103,7 +103,7 @@ class Gate:
 
     @asynccontextmanager
     async def shared_async(self) -> AsyncIterator[None]:
-        """Do as :meth:`shared`, but let the thread's other coroutines go on while this one waits."""
+        """Do as :meth:`shared`, but while this waits, the thread's other coroutines go on."""
         visit = _Visit(self)
         try:
             while True:
