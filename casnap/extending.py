@@ -16,7 +16,7 @@ entries of a snapshot       ``Entry``, ``TensorEntry``, ``ContainerEntry``; ``wh
                             ``check_fit``; ``allocate``, ``decode_value``
 files and folders           ``local_path``; ``exists``, ``is_file``, ``is_folder``, ``is_link``,
                             ``is_taken``, ``paths_in``, ``matching``
-folders of checkpoints      ``Markers``, ``ForeignCheckpoints``; ``is_file_name``, ``sync_folder``
+folders of checkpoints      ``Markers``, ``ForeignCheckpoints``; ``is_file_name``, ``put_whole``
 pulled versions             ``Version``, ``VersionTensor``; ``StagedPatches``, ``Patch``
 progress, sizes, classes    ``Progress``, ``without_torch_modes``; ``size``; ``override``
 ==========================  ====================================================================
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from casnap.backends.local import is_taken as is_taken
     from casnap.backends.local import matching as matching
     from casnap.backends.local import paths_in as paths_in
-    from casnap.backends.local import sync_folder as sync_folder
+    from casnap.backends.local import put_whole as put_whole
     from casnap.divided import Fit as Fit
     from casnap.divided import Target as Target
     from casnap.divided import WithOthers as WithOthers

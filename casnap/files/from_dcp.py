@@ -16,7 +16,7 @@ import torch
 from casnap.errors import FileFormatError, StateError, UnsupportedTypeError, with_article
 from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
 from casnap.files.sources import MappedFile, MappedFolder, SourceFiles, joined_leaf
-from casnap.format.names import NOTICE_HEADS
+from casnap.format.notices import HEAD_BYTES, is_notice
 from casnap.format.region import Region
 from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.torch_modes import without_torch_modes
@@ -93,8 +93,7 @@ def read_dcp(folder: Path, key: str | None) -> SourceFiles:
     """
     file = folder / ".metadata"
     mapped = MappedFile(file)
-    # casnap/integrations/notices.py
-    if bytes(mapped.view[:64]).startswith(NOTICE_HEADS):
+    if is_notice(bytes(mapped.view[:HEAD_BYTES])):
         raise FileFormatError(
             f"{folder} is a snapshot of casnap, and its .metadata holds nothing: `casnap cp` "
             "copies it to another store"

@@ -16,12 +16,6 @@ from casnap.format.plain_values import decode_text
 from casnap.format.records import encode
 
 MARKER = "casnap-snapshot.json"
-NOTICE_HEADS = (
-    b"\x80\x02X\x06\x00\x00\x00casnap",
-    b"\x80\x02ccasnap.integrations.notices\n",  # before 1.0
-)
-"""How a notice may begin: a file of casnap that lies where another library looks for its own
-file (``integrations/notices.py``)."""
 STORE_FOLDER = "casnap-store"
 """The folder that holds a whole store. The folders of snapshots lie beside it."""
 

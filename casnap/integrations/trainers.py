@@ -70,7 +70,7 @@ class Notices(NamedTuple):
     """Files with another library's names, which this rank puts beside a snapshot.
 
     Attributes:
-        subject: Their message, as for :func:`casnap.integrations.notices.notice`.
+        subject: Their message, as for :func:`casnap.integrations.notices.put_notices`.
         names: The names of the files.
     """
 

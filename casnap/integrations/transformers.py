@@ -43,11 +43,12 @@ from casnap.extending import (
     matching,
     own_rank,
     paths_in,
+    put_whole,
 )
 from casnap.integrations import with_deepspeed
 from casnap.integrations.folders.rotation import forget
 from casnap.integrations.folders.weights import names_put, put_weights, remove_weights, shapes_of
-from casnap.integrations.notices import is_notice, put_whole
+from casnap.integrations.notices import is_notice
 from casnap.integrations.sharded import (
     ShardedModel,
     ShardedOptimizer,

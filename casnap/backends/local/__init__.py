@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from casnap.runtime.later import imported_later
 
 if TYPE_CHECKING:
+    from casnap.backends.local.durability import put_whole as put_whole
     from casnap.backends.local.durability import sync_folder as sync_folder
     from casnap.backends.local.file_io import read_file as read_file
     from casnap.backends.local.file_io import read_run as read_run

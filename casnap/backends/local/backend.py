@@ -45,7 +45,8 @@ from casnap.backends.local.system_errors import (
     translated,
 )
 from casnap.errors import PLACE_ERRORS, BackendError, CasnapError
-from casnap.format.names import NOTICE_HEADS, STORE_FOLDER
+from casnap.format.names import STORE_FOLDER
+from casnap.format.notices import HEAD_BYTES, is_notice
 from casnap.format.records import CONFIG_KEY
 from casnap.runtime.buffers import reserve_space
 from casnap.runtime.descriptors import opened
@@ -571,5 +572,5 @@ def _is_notice(name: str, folder: int) -> bool:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with suppress(OSError), opened(name, flags, folder=folder) as fd:
         is_file = stat.S_ISREG(os.fstat(fd).st_mode)
-        return is_file and os.read(fd, 64).startswith(NOTICE_HEADS)
+        return is_file and is_notice(os.read(fd, HEAD_BYTES))
     return False

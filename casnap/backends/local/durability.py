@@ -1,10 +1,12 @@
-"""Make the names of new files durable, even after a sync of their folder has failed."""
+"""Make new files and their names durable, even after a sync of their folder has failed."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from casnap.backends.local.safe_paths import folder_at
 from casnap.backends.local.system_errors import translated
@@ -84,6 +86,33 @@ def sync_folder(folder: str, identity: Callable[[], str] = str) -> None:
             doubtful.add((identity(), folder))
             raise
         doubtful.difference_update(doubts)
+
+
+def put_whole(path: Path, content: bytes | Path) -> None:
+    """Put a file that appears whole and durable under its name, or not at all.
+
+    Args:
+        path: The path of the file, which replaces a file there.
+        content: The bytes, or a file to copy.
+
+    Raises:
+        OSError: It cannot be written, as on a full disk.
+    """
+    # The temporary name has a suffix that no library reads.
+    partial_path = path.with_name(f".{path.name}.{os.urandom(6).hex()}.partial")
+    try:
+        with partial_path.open("xb") as file:
+            if isinstance(content, Path):
+                with content.open("rb") as source:
+                    shutil.copyfileobj(source, file, 1 << 20)
+            else:
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial_path.replace(path)
+    finally:
+        partial_path.unlink(missing_ok=True)
+    sync_folder(os.path.realpath(path.parent))
 
 
 def _doubts(folder: str, identity: str) -> set[tuple[str, str]]:

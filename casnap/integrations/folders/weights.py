@@ -18,11 +18,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from casnap import Snapshot
-from casnap.backends.local import status
+from casnap.backends.local import put_whole, status, sync_folder
 from casnap.errors import PLACE_ERRORS
-from casnap.extending import is_folder, matching, paths_in, sync_folder
+from casnap.extending import is_folder, matching, paths_in
 from casnap.format.digest import digest_of
-from casnap.integrations.notices import is_notice, notice, put_whole
+from casnap.format.notices import notice
+from casnap.integrations.notices import is_notice
 from casnap.runtime.units import Size
 from casnap.serving.options import PullOptions, PullReport
 from casnap.serving.version import (

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from casnap.backends.local import exists, is_file, is_folder, translated
 from casnap.errors import PLACE_ERRORS, SnapshotExistsError, shell_word
-from casnap.format.names import MARKER, NOTICE_HEADS
+from casnap.format import notices
+from casnap.format.names import MARKER
 
 _MOST = 1000
 """The most names of a folder to look at."""
@@ -84,16 +85,18 @@ class ForeignCheckpoints:
 
     Args:
         path: A file or folder that may be a checkpoint, or a folder that may contain some.
-
-    Attributes:
-        NOTICE_HEAD: The first bytes of a new notice. A notice is a file of casnap that stands where
-            another library looks for its own file.
     """
-
-    NOTICE_HEAD = NOTICE_HEADS[0]
 
     def __init__(self, path: Path) -> None:
         self._path = path
+
+    @staticmethod
+    def notice(subject: str) -> bytes:
+        """Return a notice: the content of a file that stands where another library's would be.
+
+        Whatever unpickles it raises an error that begins with ``casnap``, and says ``subject``.
+        """
+        return notices.notice(subject)
 
     @staticmethod
     def is_notice(path: Path) -> bool:
@@ -105,7 +108,7 @@ class ForeignCheckpoints:
         if not is_file(path):
             return False
         with translated(str(path)), path.open("rb") as file:
-            return file.read(64).startswith(NOTICE_HEADS)
+            return notices.is_notice(file.read(notices.HEAD_BYTES))
 
     def advice(self) -> str:
         """Return advice for an error if the path is another library's checkpoint; else ""."""
