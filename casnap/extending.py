@@ -17,7 +17,8 @@ entries of a snapshot       ``Entry``, ``TensorEntry``, ``ContainerEntry``; ``wh
 files and folders           ``local_path``; ``exists``, ``is_file``, ``is_folder``, ``is_link``,
                             ``is_taken``, ``paths_in``, ``matching``
 folders of checkpoints      ``Markers``, ``ForeignCheckpoints``; ``is_file_name``, ``put_whole``
-pulled versions             ``Version``, ``VersionTensor``; ``StagedPatches``, ``Patch``
+pulled versions             ``Version``, ``VersionTensor``; ``StagedPatches``, ``Patch``;
+                            ``WeightFiles`` beside a snapshot
 progress, sizes, classes    ``Progress``, ``without_torch_modes``; ``size``; ``override``
 ==========================  ====================================================================
 
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from casnap.serving.patches import StagedPatches as StagedPatches
     from casnap.serving.version import Version as Version
     from casnap.serving.version import VersionTensor as VersionTensor
+    from casnap.serving.weight_files import WeightFiles as WeightFiles
     from casnap.state.containers import live_components as live_components
     from casnap.state.flatten import flatten as flatten
     from casnap.state.flatten import map_leaves as map_leaves

@@ -123,7 +123,7 @@ def equal_tensors(tensors: Mapping[str, StoredTensor], without: Collection[str])
     """
     names: dict[tuple[object, ...], str] = {}
     equal = {
-        name: names.setdefault(_content(entry), name)
+        name: names.setdefault(content_of(entry), name)
         for name, (_, entry) in tensors.items()
         if entry.payload.nbytes > INLINE_BYTES
     }
@@ -147,14 +147,14 @@ def without_tied(
         FileFormatError: There is no tensor of a tied name, or no other tensor has its bytes.
     """
     others = {name: tensor for name, tensor in tensors.items() if name not in tied}
-    names = {_content(tensor.entry): name for name, tensor in others.items()}
+    names = {content_of(tensor.entry): name for name, tensor in others.items()}
     aliases = {}
     for name in tied:
         if name not in tensors:
             raise FileFormatError(
                 f"{snapshot}: {name!r} is said to be tied, but there is no such tensor"
             )
-        first_name = names.get(_content(tensors[name].entry))
+        first_name = names.get(content_of(tensors[name].entry))
         if first_name is None:
             raise FileFormatError(
                 f"{snapshot}: {name!r} is said to be tied, but no other tensor has its bytes"
@@ -163,7 +163,7 @@ def without_tied(
     return others, aliases
 
 
-def _content(entry: TensorEntry) -> tuple[object, ...]:
+def content_of(entry: TensorEntry) -> tuple[object, ...]:
     """Return a key for a tensor's dtype, shape and bytes: equal tensors have equal keys."""
     return entry.dtype, entry.shape, entry.payload
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from casnap.backends.local import exists, is_file, is_folder, matching
 from casnap.errors import FileFormatError
 from casnap.files.export_output import check_local
+from casnap.files.export_selection import Part, content_of, named_tensors
 from casnap.files.file_reports import ImportReport
 from casnap.files.from_safetensors import read_safetensors
 from casnap.files.from_torch import read_torch, read_torch_shards
@@ -19,14 +20,15 @@ from casnap.files.from_torch_checkpointing import (
     read_torch_checkpointing,
 )
 from casnap.files.from_torchsnapshot import read_torchsnapshot
+from casnap.files.safetensors_header import DTYPES
 from casnap.files.shards import shards_with
 from casnap.files.small_files import FILES, INDEX_SUFFIX, small_files
 from casnap.files.sources import MODEL, SourceFiles, check_regular
-from casnap.format.names import STORE_FOLDER
+from casnap.format.names import STORE_FOLDER, key_of
 from casnap.state.flatten import flatten
 from casnap.storage import Contents
 from casnap.take.capture import DividedLeaves, StateSource
-from casnap.take.comparison import manifest_of
+from casnap.take.comparison import entries_of, manifest_of
 
 Take = Callable[[StateSource, "dict[str, Any]"], int]
 """Takes a snapshot of leaves with metadata; returns the bytes of chunks that the store lacked."""
@@ -95,6 +97,52 @@ def is_imported(path: Path, contents: Contents, *, key: str | None, rank: int | 
         return False
     chunk_size = contents.store.config.chunk_size
     return manifest_of(DividedLeaves(source.leaves), chunk_size) == contents.manifest
+
+
+def has_weights_of(path: Path, contents: Contents, keys: Collection[str]) -> bool:
+    """Whether files hold weights of a snapshot, and nothing else. This reads the files.
+
+    A tensor has the dtype, shape and bytes of the snapshot's tensor of its name; if there is none
+    of that name, as in an adapter, those of any tensor. If the snapshot has all names, no tensor
+    may be missing, except those that equal another one.
+
+    Args:
+        path: As for :func:`import_files`; of several shards, one of them or the index.
+        contents: The snapshot.
+        keys: The keys of the snapshot that hold weights.
+
+    Raises:
+        FileFormatError: The files are malformed, or in no known format.
+        DamagedError: A part of the snapshot is missing or damaged.
+    """
+    source = read_source(path, MODEL, None)
+    leaves = {key: leaves for key, leaves in source.leaves.items() if key != FILES}
+    taken = entries_of(DividedLeaves(leaves), contents.store.config.chunk_size)
+    here = _tensors_in(Part(MODEL, taken), contents)
+    stored = dict[str, set[object]]()
+    for key, tree in contents.trees(0).items():
+        if key_of(key) in keys:
+            part = Part(key, {key + inner: entry for inner, entry in tree.items()})
+            for name, tensor in _tensors_in(part, contents).items():
+                stored.setdefault(name, set()).add(tensor)
+    every = {tensor for named in stored.values() for tensor in named}
+    is_whole = not here.keys() <= stored.keys() or every <= {*here.values()}
+    return is_whole and all(tensor in stored.get(name, every) for name, tensor in here.items())
+
+
+def with_shards(path: Path) -> frozenset[Path]:
+    """Return the files that are read with one: the shards of its model; a folder alone.
+
+    Raises:
+        FileFormatError: The index is malformed, or a file is missing.
+    """
+    return frozenset({path} if is_folder(path) else shards_with(path))
+
+
+def _tensors_in(part: Part, contents: Contents) -> dict[str, object]:
+    """Return the tensors of a part by name, each as a key that equal tensors share."""
+    tensors, _ = named_tensors(part, DTYPES, contents.label)
+    return {name: content_of(tensor.entry) for name, tensor in tensors.items()}
 
 
 def read_source(path: Path, key: str | None, rank: int | None) -> SourceFiles:

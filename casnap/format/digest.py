@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NewType
 
 from blake3 import blake3
@@ -19,6 +20,14 @@ def digest_of(buffer: bytes | bytearray | memoryview) -> Digest:
     """
     # Digest(…) would be one more call, for each entry of a state and each small chunk.
     return blake3(buffer).digest()  # type: ignore[return-value]
+
+
+def digest_of_parts(parts: Iterable[bytes | bytearray | memoryview]) -> Digest:
+    """Return the BLAKE3-256 of several buffers, one behind the other."""
+    hasher = blake3()
+    for part in parts:
+        hasher.update(part)
+    return Digest(hasher.digest())
 
 
 def split_digests(digests: bytes) -> list[Digest]:

@@ -21,11 +21,13 @@ from casnap.extending import TakeOptions, join, local_path, matching, own_rank
 from casnap.integrations import with_deepspeed
 from casnap.integrations.sharded import ShardedModel, ShardedOptimizer, optimizer_for
 from casnap.integrations.trainers import (
+    WEIGHTS,
     Checkpoints,
     Notices,
     StrPath,
     Value,
     both_there_error,
+    check_weights,
     check_whole,
     load_own,
     not_found_error,
@@ -132,7 +134,8 @@ def load_state(
 
     Raises:
         SnapshotNotFoundError: There is no such snapshot.
-        StateError: The folder has both a snapshot and a checkpoint of the Accelerator's own.
+        StateError: The folder has both a snapshot and a checkpoint of the Accelerator's own, or
+            other weights than those of the snapshot.
         MismatchError: The prepared objects do not fit the snapshot; nothing was loaded.
     """
     _check_supported(accelerator)
@@ -153,6 +156,8 @@ def load_state(
         return
     if _is_its_own(input_dir):
         raise both_there_error(input_dir, "the Accelerator itself", "move its files away")
+    names = [_numbered("model", i) for i in range(len(accelerator._models))]
+    check_weights(snapshot, _weights_in(input_dir), names)
     models = list(accelerator._models)
     for hook in accelerator._load_model_state_pre_hook.values():
         hook(models, os.fspath(input_dir))
@@ -305,6 +310,12 @@ def _absolute(path: StrPath) -> StrPath:
 
 def _checkpoints(accelerator: Accelerator) -> Checkpoints:
     return Checkpoints(_project(accelerator), "checkpoint_", _is_its_own)
+
+
+def _weights_in(path: StrPath) -> list[Path]:
+    """Return the weights that the Accelerator would load from a folder, whoever has put them."""
+    numbered = ("model_[0-9]*.safetensors", "pytorch_model_[0-9]*.bin")
+    return [] if "://" in os.fspath(path) else matching(local_path(path), *WEIGHTS, *numbered)
 
 
 def _is_its_own(path: StrPath) -> bool:

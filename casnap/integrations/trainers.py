@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,10 +30,12 @@ from casnap.extending import (
     JoinedTake,
     StateSource,
     TakeOptions,
+    WeightFiles,
     component_of,
     exists,
     is_folder,
     is_link,
+    join,
     local_path,
     own_rank,
     paths_in,
@@ -43,6 +45,13 @@ from casnap.integrations.notices import put_notices
 
 StrPath: TypeAlias = str | os.PathLike[str]
 _log = logging.getLogger("casnap")
+WEIGHTS = (
+    *("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*-of-*.bin"),
+)
+"""The names of the files that trainers of Hugging Face load a model from, as globs."""
+OTHER_WEIGHTS = "these are not the weights of the snapshot in that folder"
+"""The message about weights that somebody else has put beside a snapshot, after their paths."""
 
 
 class Value(NamedTuple):
@@ -216,7 +225,7 @@ class Checkpoints:
         """Return the last checkpoint from which a run can resume, as this rank sees it."""
         for path in reversed(self.paths()):
             snapshot = snapshot_at(path)
-            if self._is_own(path) or (snapshot is not None and not snapshot.thinned):
+            if (snapshot is not None and not snapshot.thinned) or self._is_own(path):
                 return str(path)
             why = "its save was cut off, or its snapshot is gone"
             if snapshot is not None:
@@ -289,6 +298,36 @@ def both_there_error(path: StrPath, whose: str, mend: str) -> StateError:
 
 
 # --- loading ----------------------------------------------------------------------------------
+
+
+def check_weights(
+    snapshot: Snapshot, paths: Iterable[Path], keys: Collection[str] = ("model",)
+) -> None:
+    """Check that files beside a snapshot hold no other weights than it. All ranks call this.
+
+    A run goes on from the snapshot. Whoever has put other weights there may think it goes on from
+    these.
+
+    Args:
+        snapshot: The snapshot.
+        paths: The files of weights beside it, which rank 0 looks at.
+        keys: The keys of the snapshot that hold weights.
+
+    Raises:
+        StateError: A file holds other weights.
+    """
+
+    def found() -> str | None:
+        return ", ".join(map(str, WeightFiles.others_than(snapshot.contents, paths, keys))) or None
+
+    with join(None, None, f"comparing the weights beside {snapshot.path} with it") as comm:
+        others = agreed(comm, found)
+    if others is not None:
+        raise StateError(
+            f"{others}: {OTHER_WEIGHTS}. A run that resumes goes on from the snapshot: to have "
+            "that, delete these files, or move them out of the folder. To train from the weights "
+            "in them, begin a new run"
+        )
 
 
 def check_saved_by(snapshot: Snapshot, module: str, keys: Collection[str]) -> None:

@@ -21,6 +21,7 @@ import inspect
 import logging
 import math
 import os
+import shutil
 import types
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -34,6 +35,7 @@ from casnap.extending import (
     ForeignCheckpoints,
     Markers,
     TakeOptions,
+    WeightFiles,
     is_file,
     is_file_name,
     is_folder,
@@ -43,11 +45,9 @@ from casnap.extending import (
     matching,
     own_rank,
     paths_in,
-    put_whole,
 )
 from casnap.integrations import with_deepspeed
 from casnap.integrations.folders.rotation import forget
-from casnap.integrations.folders.weights import names_put, put_weights, remove_weights, shapes_of
 from casnap.integrations.notices import is_notice
 from casnap.integrations.sharded import (
     ShardedModel,
@@ -56,12 +56,15 @@ from casnap.integrations.sharded import (
     optimizer_for,
 )
 from casnap.integrations.trainers import (
+    OTHER_WEIGHTS,
+    WEIGHTS,
     Checkpoints,
     Notices,
     Value,
     agreed,
     both_there_error,
     check_saved_by,
+    check_weights,
     check_whole,
     load_own,
     plain_model,
@@ -109,6 +112,8 @@ _UNFINISHED = "checkpoint-is-incomplete.txt"
 """A file that the Trainer puts into the folder while it saves after a SIGTERM."""
 _MODEL = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
 _ADAPTER = (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME)
+_LOADED = (*WEIGHTS, *_ADAPTER, "pytorch_model_fsdp*")
+"""The names of what the Trainer itself loads weights from: files, or a folder of FSDP's."""
 _STATE = ("optimizer.pt", "scheduler.pt")
 """Files of the Trainer without which it would go on with a fresh optimizer, and say nothing."""
 _WEIGHTS = ("last", "all", "none")
@@ -289,7 +294,7 @@ class CasnapTrainerMixin(_Base):
             )
             if self.args.should_save:
                 if self._has_adapter:
-                    self._put_adapter(folder, Path(staged))
+                    self._put_adapter(snapshot, folder, Path(staged))
                 elif self.casnap_weights != "none" and own_rank() == 0:
                     self._put_weights(snapshot, run_dir)
                 self._rotate(run_dir)
@@ -313,8 +318,9 @@ class CasnapTrainerMixin(_Base):
         All files are written to ``staged`` first, so that a killed save leaves no file of weights.
         """
         self._save(str(staged), state_dict=weights)
-        remove_weights(folder)
-        for file in {*_weights_in(folder), *(folder / name for name in (*_MODEL, *_STATE))}:
+        for place in {folder, *(path.parent for path in _weights_in(folder))}:
+            WeightFiles(place).remove()
+        for file in (*_weights_in(folder), *(folder / name for name in _STATE)):
             if is_file(file):  # of an earlier run
                 file.unlink()
         for path in sorted(staged.rglob("*")):
@@ -334,21 +340,22 @@ class CasnapTrainerMixin(_Base):
             names.append(f"global_step{self.state.global_step}")
         return names
 
-    def _put_adapter(self, folder: Path, staged: Path) -> None:
-        """Put the adapter beside the snapshot, whole, for the tools of PEFT."""
+    def _put_adapter(self, snapshot: Snapshot, folder: Path, staged: Path) -> None:
+        """Put the adapters beside the snapshot, whole, for the tools of PEFT."""
         for path in sorted(staged.rglob("*")):
             if path.name in _ADAPTER:
-                put_whole(folder / path.relative_to(staged), path)
+                place = folder / path.parent.relative_to(staged)
+                WeightFiles(place).put(snapshot.contents, write=partial(_copy_into, path))
 
     def _put_weights(self, snapshot: Snapshot, run_dir: str) -> None:
         """Put the weights beside the snapshot, and take those of others that are to have none."""
         folder, model = Path(snapshot.path), self._plain_model()
         checkpoints = Checkpoints(run_dir, f"{PREFIX_CHECKPOINT_DIR}-", _is_its_own).paths()
         others = [path for path in reversed(checkpoints) if path.name != folder.name]
-        is_rewritten = _is_rewritten(model, shapes_of(snapshot))
+        is_rewritten = _is_rewritten(model, WeightFiles.shapes_in(snapshot.contents))
         sizes = inspect.signature(PreTrainedModel.save_pretrained).parameters
-        put_weights(
-            snapshot,
+        WeightFiles(folder).put(
+            snapshot.contents,
             others=others,
             tied=_tied(model),
             max_shard_size=sizes["max_shard_size"].default,
@@ -358,7 +365,7 @@ class CasnapTrainerMixin(_Base):
         for other in others if self.casnap_weights == "last" else ():
             if best is None or os.path.realpath(other) != os.path.realpath(best):
                 try:
-                    remove_weights(other)
+                    WeightFiles(other).remove()
                 except (OSError, CasnapError) as e:
                     _log.warning("the weights of an older checkpoint cannot be removed: %s", e)
 
@@ -452,7 +459,7 @@ class _StoringTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         snapshot = snapshot_at(resume_from_checkpoint)
         if snapshot is None:
-            if not _weights_in(Path(resume_from_checkpoint)):
+            if not _is_its_own(Path(resume_from_checkpoint)):
                 raise SnapshotNotFoundError(
                     f"{resume_from_checkpoint} holds no whole checkpoint: its save was cut off, "
                     "its snapshot was deleted, or the store of casnap is not there. "
@@ -461,10 +468,8 @@ class _StoringTrainer(Trainer):
                 )
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        state = Path(resume_from_checkpoint, _STATE[0])
-        if is_file(state) and not is_notice(state):
-            raise both_there_error(resume_from_checkpoint, "the Trainer itself", f"remove {state}")
         check_saved_by(snapshot, __name__, ["files"])
+        _check_folder(snapshot, Path(resume_from_checkpoint))
         if own_rank() == 0:
             _put_back(snapshot, Path(resume_from_checkpoint))
         if model is None or self.is_fsdp_enabled:
@@ -476,6 +481,10 @@ class _StoringTrainer(Trainer):
         if snapshot is None or self._engine is not None:
             super()._load_best_model()
         else:
+            if own_rank() == 0 and (others := _others(snapshot)):
+                # An error now would end a training that is done.
+                text = "%s: %s. The best model is that of the snapshot"
+                _log.warning(text, ", ".join(map(str, others)), OTHER_WEIGHTS)
             snapshot.restore({"model": self._model_state(self.model)})
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -597,6 +606,36 @@ def _last_or_none(checkpoints: Checkpoints) -> str | None:
     return last
 
 
+def _check_folder(snapshot: Snapshot, folder: Path) -> None:
+    """Check that nobody has put another checkpoint beside a snapshot. All ranks call this.
+
+    Raises:
+        StateError: The folder has an optimizer of the Trainer's, or other weights.
+    """
+    state = folder / _STATE[0]
+    if is_file(state) and not is_notice(state):
+        raise both_there_error(folder, "the Trainer itself", f"remove {state}")
+    check_weights(snapshot, _candidates(snapshot, folder))
+
+
+def _candidates(snapshot: Snapshot, folder: Path) -> Iterator[Path]:
+    """Yield the weights beside a snapshot, except those that a subclass has saved with it."""
+    has_files = "files" in snapshot.contents.keys()  # noqa: SIM118 - no dict
+    files: Mapping[str, bytes] = snapshot.read_object("0/files") if has_files else {}
+    for path in _weights_in(folder):
+        if not _is_same(path, files.get(path.name)):
+            yield path
+
+
+def _others(snapshot: Snapshot) -> list[Path]:
+    """Return the weights beside a snapshot that are not its own."""
+    return WeightFiles.others_than(snapshot.contents, _candidates(snapshot, Path(snapshot.path)))
+
+
+def _is_same(path: Path, content: bytes | None) -> bool:
+    return content is not None and is_file(path) and path.read_bytes() == content
+
+
 def _put_back(snapshot: Snapshot, folder: Path) -> None:
     """Put the small files of a snapshot where the Trainer looks for them, if they are missing.
 
@@ -612,7 +651,7 @@ def _put_back(snapshot: Snapshot, folder: Path) -> None:
     bad = sorted(name for name in files if not is_file_name(name) or name == Markers.FILE)
     for name in files.keys() - bad:
         path, data = folder / name, files[name]
-        if name in (*_MODEL, *_ADAPTER) or (is_file(path) and path.read_bytes() == data):
+        if name in (*_MODEL, *_ADAPTER) or _is_same(path, data):
             continue
         if is_there := is_taken(path):
             differing.append(path.name)
@@ -640,20 +679,27 @@ def _load_engine(engine: Any, load: Any, load_dir: str, *args: Any, **options: A
     snapshot = snapshot_at(load_dir)
     if snapshot is None:
         return load(load_dir, *args, **options)
+    _check_folder(snapshot, Path(load_dir))
     return with_deepspeed.load(engine, snapshot)
 
 
 def _weights_in(folder: Path) -> list[Path]:
-    """Return the weights that the Trainer itself has written: files, or a folder of FSDP's."""
-    files = matching(folder, "*.safetensors", "*.bin", "*.index.json", "pytorch_model_fsdp*")
+    """Return what the Trainer itself would load weights from, whoever has written it."""
+    weights = matching(folder, *_LOADED)
     for inner in filter(is_folder, paths_in(folder)):
-        files += matching(inner, "adapter_model.*")
-    not_its_own = {"training_args.bin", *names_put(folder)}
-    return [path for path in files if path.name not in not_its_own and not is_notice(path)]
+        if inner.name != WeightFiles.STAGED:
+            weights += matching(inner, *_ADAPTER)
+    return [path for path in weights if not is_notice(path)]
 
 
 def _is_its_own(folder: Path) -> bool:
-    return bool(_weights_in(folder))
+    """Whether the Trainer itself has written weights into a folder."""
+    return any(path.name not in WeightFiles(path.parent).names() for path in _weights_in(folder))
+
+
+def _copy_into(file: Path, folder: Path) -> None:
+    folder.mkdir()
+    shutil.copyfile(file, folder / file.name)
 
 
 def _tied(model: Any) -> set[str]:

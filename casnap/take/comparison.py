@@ -1,17 +1,17 @@
-"""The manifest that a take of a live state would store, for comparing it with a snapshot's."""
+"""What a take of a live state would store, for comparing it with what a snapshot has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from casnap.format.digest import Digest, digest_of
-from casnap.format.entries import Manifest
+from casnap.format.entries import Entry, Manifest, entry_tree
 from casnap.ranks.comm import SingleProcess
 from casnap.runtime.threads import Crew, run_shielded
 from casnap.storage import Raw
 from casnap.take.capture import StateSource
 from casnap.take.hashing import Hasher
-from casnap.take.manifest import build_manifest
+from casnap.take.manifest import Put, build_manifest
 from casnap.take.options import TakeOptions
 from casnap.take.ranks.division import divide
 from casnap.take.ranks.exchange import Exchange
@@ -30,6 +30,35 @@ def manifest_of(source: StateSource, chunk_size: int) -> Manifest:
     Raises:
         StateError: Something in the state cannot be taken.
     """
+    return _hashed(source, chunk_size, digest_of)
+
+
+def entries_of(source: StateSource, chunk_size: int) -> dict[str, Entry]:
+    """Return the entries, by path, that a take by one process would make. All bytes are hashed.
+
+    Args:
+        source: The state.
+        chunk_size: The chunk size of the store, in bytes.
+
+    Raises:
+        StateError: Something in the state cannot be taken.
+    """
+    nodes = dict[Digest, bytes]()
+
+    def keep(node: bytes) -> Digest:
+        digest = digest_of(node)
+        nodes[digest] = node
+        return digest
+
+    manifest = _hashed(source, chunk_size, keep)
+    return {
+        key + path: entry
+        for key, top in manifest.shared.items()
+        for path, entry in entry_tree(Digest(top), nodes.__getitem__).items()
+    }
+
+
+def _hashed(source: StateSource, chunk_size: int, put_node: Put) -> Manifest:
     comm = SingleProcess()
     state = source.capture(source.keys(), chunk_size, allow_pickle=False)
     division = divide(comm, state, source.values, TakeOptions(), chunk_size, 0)
@@ -46,7 +75,7 @@ def manifest_of(source: StateSource, chunk_size: int) -> Manifest:
             Exchange(comm, crew, state, division).run(batches, hasher.hash)
 
     run_shielded(work)
-    built = build_manifest(comm, state, division, hasher.digests, digest_of, {})
+    built = build_manifest(comm, state, division, hasher.digests, put_node, {})
     assert built is not None
     return built[0]
 

@@ -128,6 +128,24 @@ class TestTwoProcesses(RunContract):
         assert "0.weight" in snapshot.read_object("model")
 
 
+def test_other_weights_beside_a_snapshot_are_refused(tmp_path: Path) -> None:
+    def go() -> None:
+        from casnap.integrations.accelerate import load_state, save_state
+
+        accelerator, _, model, _, _ = prepared(tmp_path)
+        folder = Path(save_state(accelerator).path)
+        # As users do who want weights that anything opens.
+        accelerator.save_model(model, folder)
+        load_state(accelerator, folder)
+        with torch.no_grad():
+            model[0].weight.add_(1)
+        accelerator.save_model(model, folder)
+        with pytest.raises(StateError, match=r"model[.]safetensors: these are not the weights of"):
+            load_state(accelerator, folder)
+
+    assert in_child(go) == 0
+
+
 def test_fsdp_resumes_bit_exact_through_the_redirect(tmp_path: Path) -> None:
     if not has_fsdp2():
         pytest.skip("this Accelerate has no FSDP2")

@@ -333,6 +333,43 @@ def test_an_adapter_stands_beside_its_snapshot_as_peft_saves_it(tmp_path: Path, 
     assert in_child(both) == 0
 
 
+def test_an_adapter_that_somebody_has_replaced_is_refused(tmp_path: Path) -> None:
+    import transformers
+
+    class Saving(transformers.TrainerCallback):
+        """Saves the adapter once more, in a folder of its own, as users of PEFT do."""
+
+        def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            place = Path(args.output_dir, f"checkpoint-{state.global_step}", "again")
+            more["model"].save_pretrained(place)
+
+    def train(steps: int, *, resume: bool) -> None:
+        trainer = trainer_of(tmp_path, adapter="two", max_steps=steps)
+        trainer.add_callback(Saving)
+        trainer.train(resume_from_checkpoint=resume)
+
+    def replaced() -> None:
+        from safetensors.torch import load_file, save_file
+
+        file = tmp_path / "checkpoint-4/other/adapter_model.safetensors"
+        save_file({key: value + 1 for key, value in load_file(file).items()}, file)
+        with pytest.raises(StateError, match=f"^{file}: these are not the weights of the snapsho"):
+            train(4, resume=True)
+
+    assert in_child(lambda: train(2, resume=False)) == 0
+    assert in_child(lambda: train(4, resume=True)) == 0
+    assert in_child(replaced) == 0
+    # An adapter beside a snapshot that is gone is no checkpoint of the Trainer's own.
+    shutil.rmtree(tmp_path / "checkpoint-4/again")
+    shutil.rmtree(tmp_path / "checkpoint-4/other")
+    Store(tmp_path).delete("checkpoint-4")
+    assert (tmp_path / "checkpoint-4/adapter_model.safetensors").exists()
+    with pytest.raises(SnapshotNotFoundError, match="holds no whole checkpoint"):
+        trainer_of(tmp_path, adapter="two").train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-4")
+        )
+
+
 def test_a_save_with_an_adapter_that_is_killed_is_passed_over(tmp_path: Path) -> None:
     """Killed right before and right after the commit."""
 

@@ -16,7 +16,7 @@ import torch
 
 from casnap import Snapshot, Store
 from casnap.errors import SnapshotNotFoundError, StateError
-from casnap.integrations.folders.weights import put_weights, remove_weights
+from casnap.extending import WeightFiles
 from casnap.integrations.notices import is_notice
 from tests.support.bitwise import assert_same
 from tests.support.cli_calls import COMMAND
@@ -108,6 +108,69 @@ def test_a_resume_never_trusts_them(tmp_path: Path) -> None:
         trainer_of(tmp_path / "run").train(resume_from_checkpoint=str(last))
 
 
+def test_a_resume_refuses_weights_that_somebody_else_has_put_there(tmp_path: Path) -> None:
+    """As a plain Trainer with `save_only_model` does; copies of the run are none."""
+    out, copy = tmp_path / "out", tmp_path / "copy"
+    place = out / "checkpoint-4"
+
+    def resume(folder: Path) -> None:
+        trainer_of(folder, max_steps=5).train(resume_from_checkpoint=str(folder / place.name))
+
+    def put() -> None:
+        trainer_of(out, max_steps=4).train()
+        shutil.copytree(out, copy, copy_function=shutil.copyfile)
+        resume(copy)
+        # As Transformers itself writes them, with the same bytes.
+        again = {"max_steps": 4, "plain": True, "save_only_model": True}
+        trainer_of(out, **again).train()
+        resume(out)
+        shutil.rmtree(out / "checkpoint-5")
+        trainer_of(out, **again, learning_rate=1e-3).train()
+
+    def is_refused() -> None:
+        words = f"^{place}/model.safetensors: these are not the weights .* delete these files"
+        with pytest.raises(StateError, match=words):
+            resume(out)
+
+    assert in_child(put) == 0
+    assert launched(2, is_refused) == [0, 0]
+    (place / "model.safetensors").unlink()
+    assert in_child(lambda: resume(out)) == 0
+
+
+def test_the_best_model_is_that_of_the_snapshot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error would end a training that is done."""
+
+    def go() -> None:
+        trainer = trainer_of(
+            tmp_path, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, max_steps=4,
+            metric_for_best_model="loss", greater_is_better=True, learning_rate=1e-2,
+        )  # fmt: skip
+        trainer.add_callback(replacing("checkpoint-2", tmp_path))
+        trainer.train()
+        assert "The best model is that of the snapshot" in caplog.text
+        best = Snapshot(tmp_path / "checkpoint-2").get_state_dict_for_key("model")
+        assert_same(dict(best), dict(trainer.model.state_dict()))
+
+    assert in_child(go) == 0
+
+
+def replacing(name: str, run: Path) -> Any:
+    """Return a callback that replaces the weights of a checkpoint at the end of the training."""
+    import transformers
+    from safetensors.torch import save_file
+
+    class Replacing(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == args.max_steps:
+                weights = {key: value + 1 for key, value in loaded(run / name).items()}
+                save_file(weights, run / name / "model.safetensors")
+
+    return Replacing
+
+
 def test_names_are_those_of_published_models(tmp_path: Path) -> None:
     """Transformers 5 fuses the experts of a mixture, and saves each as it was published."""
 
@@ -145,6 +208,14 @@ def taken(tmp_path: Path) -> list[Snapshot]:
     with torch.no_grad():
         model[0].weight.add_(1)
     return [first, store.take({"model": model}, "step_2")]
+
+
+def put_weights(snapshot: Snapshot, **options: Any) -> None:
+    WeightFiles(folder_of(snapshot)).put(snapshot.contents, **options)
+
+
+def remove_weights(folder: Path) -> None:
+    WeightFiles(folder).remove()
 
 
 def folder_of(snapshot: Snapshot) -> Path:
