@@ -66,7 +66,14 @@ TakenParameters: TypeAlias = Mapping[int, Taken]
 
 
 def taken_parameters(states: Iterable[KeyState]) -> TakenParameters:
-    """Return, by id of the live parameter, what the snapshot has for the modules' parameters."""
+    """Return the path and shape of each parameter of the modules in the snapshot.
+
+    Args:
+        states: The keys of the app state. Keys that are no modules are ignored.
+
+    Returns:
+        The ``id()`` of the live parameter → path and shape in the snapshot.
+    """
     taken: dict[int, Taken] = {}
     for state in states:
         if isinstance(state.stateful, torch.nn.Module):

@@ -40,8 +40,9 @@ from casnap.storage import (
 class _Memory(NamedTuple):
     """Where a tensor's elements lie, and how often torch has written to them.
 
-    Two equal values mean that nobody has replaced the tensor's memory or written to it. But torch
-    does not count writes through ``.data``, nor writes to tensors of inference mode.
+    If two such records of a tensor are equal, nobody has replaced or written to its memory in
+    between. But torch does not count writes through ``.data``, nor writes to tensors of inference
+    mode.
 
     Attributes:
         places: Address, dtype, device, shape and strides of each shard; a tensor that is not

@@ -40,7 +40,7 @@ def role_of(path: str, entry: Entry) -> Role:
     ==============  ============================================================================
     ``generators``  the second component is ``torch``, ``numpy`` or ``python``, as in the states
                     of ``RNGState`` and of generators; or a word is ``rng``, ``random`` or
-                    ``generator``. No weight is meant: no tensor of fractions
+                    ``generator``. A tensor of fractions is never one of these
     ``loader``      a word is ``loader``, ``dataloader`` or ``sampler``; or a word of the key is
                     ``batches``, ``data`` or ``dataset``
     ``scaler``      a word is ``scaler``, or a name is of the state of a ``GradScaler``

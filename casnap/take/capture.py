@@ -308,7 +308,7 @@ class StateSource(Protocol):
 
 
 class LiveState:
-    """An app state of this rank. The take finds out what it has in common with other ranks' states.
+    """An app state of this rank. The take compares it with the states of other ranks.
 
     Args:
         values: Key → a value with ``state_dict`` and ``load_state_dict``, or a generator.

@@ -55,9 +55,9 @@ class Division(NamedTuple):
 
     Attributes:
         scopes: The scope of each leaf of this rank.
-        leaf_ids: The id by which all ranks know each leaf. It stands for its path and, if it is
-            sharded, for the ranks that hold it together. A single process that shares nothing needs
-            none.
+        leaf_ids: The id by which all ranks know each leaf. An id is made from the path of the leaf;
+            the id of a sharded leaf also from the ranks that hold the leaf. Empty if a single
+            process hashes the whole state.
         owned: Id of the leaf → sharded tensor, for those that this rank owns.
         plans: Leaf → what this rank does for it, for leaves that other ranks hold too. All ranks
             put cells together in the order of this dict.
