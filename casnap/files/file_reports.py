@@ -137,9 +137,8 @@ class ExportReport:
             run of the formats torch and dcp counts only the bytes of their tensors.
         tensors: How many tensors were written.
         nbytes: The bytes of these tensors.
-        left_out: The paths of values that the format cannot hold, if ``tensors_only`` left these
-            out. An export of the whole snapshot also lists here the keys that only ranks other than
-            rank 0 have.
+        left_out: With ``tensors_only``, the paths of values that the format cannot hold. An export
+            of the whole snapshot also lists here the keys that only ranks other than rank 0 have.
         tied: Each name that was left out → the name of the equal tensor that was written.
         equal: The name of each written tensor that has the bytes of an earlier one → the name of
             the earliest one: perhaps tied weights.

@@ -281,7 +281,13 @@ def _memory_of(name: str, value: torch.Tensor) -> _Memory:
 
 
 def _is_same(held: _HeldEntry, value: torch.Tensor, memory: _Memory) -> bool:
-    """Whether a tensor still holds the entry: it is the same tensor, with unchanged memory."""
+    """Whether a live tensor is the noted one, and its memory has not changed since.
+
+    Args:
+        held: What was noted: the entry whose values the tensor held, the tensor, and its memory.
+        value: The live tensor.
+        memory: Its memory now.
+    """
     return held.value is value and held.memory == memory
 
 

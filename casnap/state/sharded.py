@@ -181,9 +181,9 @@ _on_behalf_of: ContextVar[int | None] = ContextVar("_on_behalf_of", default=None
 
 @contextmanager
 def on_behalf_of(rank: int) -> Iterator[None]:
-    """Within this ``with`` block, count DTensors as held by another rank.
+    """Within this ``with`` block, treat DTensors as if this process were rank ``rank``.
 
-    It is the rank in whose file they were found.
+    A checkpoint that is read rank by rank needs this: each file has the boxes of its rank.
     """
     token = _on_behalf_of.set(rank)
     try:

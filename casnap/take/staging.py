@@ -374,7 +374,7 @@ class StagedCopies:
     """Copies of a state's pieces in host memory, so that the caller may change the originals.
 
     The memory is kept between takes. A copy that was read stays until the take has ended, so that
-    the take can start again. It goes earlier if a later copy needs its memory.
+    the take can start again. If a later copy needs its memory, the copy is freed earlier.
 
     Args:
         max_bytes: The most memory to use, at least four blocks of 64 MiB; None for no bound.

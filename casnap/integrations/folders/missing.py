@@ -108,8 +108,8 @@ def prune_missing_folders(
     A snapshot on a disk has a folder with a marker, ``<name>/casnap-snapshot.json``. If the folder
     is gone, this deletes the snapshot. It keeps snapshots that are tagged, copied from another
     store, or not mirrored yet; snapshots whose folder was renamed within the folder of the run; and
-    all snapshots of a run in which no marker is left. In a run where some have markers, a snapshot
-    that was taken, or restored from a backup, without one looks deleted: do a dry run first.
+    all snapshots of a run in which no marker is left. Do a dry run first if some snapshots of a run
+    never had a marker, as after a restore from a backup: they look deleted.
 
     Args:
         store: The store.

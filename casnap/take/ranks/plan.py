@@ -344,7 +344,7 @@ def _covered_runs(runs: list[tuple[int, int, int]]) -> list[CoveredRun]:
 
     Returns:
         The pieces: the first cell, one past the last, and the indices of the boxes whose runs
-            contain the piece.
+        contain the piece.
     """
     if all(a[1] <= b[0] for a, b in pairwise(runs)):
         return [(first_cell, stop, (i,)) for first_cell, stop, i in runs]
