@@ -126,8 +126,8 @@ class BackendCore(ABC):
 
         A copy of a store has the same store id as the original. So each cache is kept for an
         identity, not for a store id. The identity of a local place comes from its folder and the
-        file of its ``casnap.json``, that of a remote place from URI and endpoint. If one place has
-        several identities, this costs time, never correctness.
+        file of its ``casnap.json``; the identity of a remote place comes from URI and endpoint. If
+        one place has several identities, this costs time, never correctness.
         """
 
     # --- what follows from these, and may be done in fewer calls ---
@@ -388,7 +388,7 @@ class Backend(ReadHints, BucketRules, Announcements, Markers):
 
     @property
     def costs(self) -> Costs:
-        """The numbers for a disk or for a bucket, whichever this place is like."""
+        """The numbers for a bucket if requests are costly here; else the numbers for a disk."""
         return REMOTE if self.costly_requests else LOCAL
 
     @property

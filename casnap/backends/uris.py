@@ -41,7 +41,7 @@ class Uri(NamedTuple):
         return not self.parent[0]
 
     def as_snapshot(self) -> Uri:
-        """Return the URI read as that of a snapshot: the last part of the store becomes the name.
+        """Read the URI as the URI of a snapshot: the last part of the store becomes the name.
 
         A URI with a double slash has a name already, and is returned as it is.
 

@@ -303,8 +303,9 @@ class Manifest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
         ranks: For each rank r and key, the digest of the tree ``ranks/<r>/<key>``, whose entries
             belong to that rank.
         thinned: The path components of the keys that the snapshot has lost by thinning, sorted.
-        environment: What the take was made with, such as the version of torch. Values that are no
-            strings are of a later version.
+        environment: Facts about the process that took the snapshot, such as its version of torch.
+            A later
+            version may add values that are not strings.
     """
 
     shared: dict[str, bytes] = msgspec.field(name="global")

@@ -85,8 +85,8 @@ def is_deep(name: str) -> bool:
 def is_row_name(name: str) -> bool:
     """Whether a name that was read from the table of snapshots is a valid snapshot name.
 
-    A table is untrusted input: a name could lead out of the store, or be that of a file of the
-    store.
+    A table is untrusted input: a name could lead out of the store, or be the name of one of
+    the store's own files.
     """
     if _PLAIN.fullmatch(name) and "casnap-" not in name.lower():
         return True

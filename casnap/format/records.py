@@ -655,7 +655,7 @@ def max_segment_bytes(ref: SegmentRef) -> int:
 
 
 class SegmentLayout(NamedTuple):
-    """The offsets of the parts of a sealed segment. By these, a reader can read a part alone.
+    """The offsets of the parts of a sealed segment, by which a reader can read one part alone.
 
     Attributes:
         packs: The number of packs that the segment lists.

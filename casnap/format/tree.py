@@ -139,7 +139,7 @@ class _Levels(Generic[V]):
     def add_items(self, items: Iterable[tuple[str, V]]) -> None:
         """Add the next items.
 
-        Their keys must be in ascending order, and follow those added before.
+        Their keys must be in ascending order, and greater than all keys that were added before.
         """
         run, is_full, key_chars = self._runs[0], self._full[0], self._key_chars
         fanout, most_items = self._fanout, most_in_node(self._fanout)

@@ -31,7 +31,7 @@ DEFAULT_TIMEOUT = 600.0
 class Comm(ABC):
     """The ranks that do one operation together. All call the same collectives in the same order.
 
-    :func:`~casnap.ranks.joining.join` returns one. If a ``with`` block over it ends with an error
+    :func:`~casnap.ranks.joining.join` returns a ``Comm``. If its ``with`` block ends with an error
     on one rank, the operation ends on all ranks: each other rank raises an error that names the
     failed rank.
 

@@ -256,7 +256,7 @@ class Group(Comm):
             error: The error of this rank if it has failed. The others learn only that it has one.
 
         Returns:
-            What the ranks sent to this rank. Of some parts it may have only the length;
+            The parts for this rank. For some parts only the length may have come;
             :meth:`_transfer` receives these parts.
 
         Raises:

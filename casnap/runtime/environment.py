@@ -69,7 +69,7 @@ def given_path(path: object) -> str:
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """Return a path that a user gave, with ``~`` replaced; of a ``file:`` URI, return its path.
+    """Return the local path that a user gave as a path, with ``~``, or as a ``file:`` URI.
 
     Each path from an argument must go through this function before any file is looked at. The URI
     of a remote place stays as it is.

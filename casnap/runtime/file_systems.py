@@ -63,7 +63,7 @@ def name_lag(folder: str) -> float:
 
 
 def is_shared_type(kind: str) -> bool:
-    """Whether other hosts may use file systems of this type. An unknown type counts as one.
+    """Whether other hosts may use file systems of this type. An unknown type counts as shared.
 
     Args:
         kind: The type in the list of mounts, such as ``nfs4``.

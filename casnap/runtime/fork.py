@@ -1,4 +1,4 @@
-"""What a forked child must do before it runs anything else.
+"""Tasks that a forked child does before it runs anything else.
 
 A child must not use locks that the parent held, nor the parent's threads, connections, open files
 and handlers. Each module registers its own here, and the child drops or renews all of them first.
@@ -34,7 +34,7 @@ _signals: list[int] = []
 
 
 class _Masks(threading.local):
-    """The signal masks that a thread had before its forks; the last is that of the innermost fork.
+    """The signal masks that a thread had before its forks; the last belongs to the innermost fork.
 
     There is more than one mask if a signal handler interrupts a fork, and forks too.
     """

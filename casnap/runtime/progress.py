@@ -97,7 +97,7 @@ class ProgressBars:
         self._bar: Any = None
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        """Show how much of a phase is done. The arguments are those of a ``Progress`` callback."""
+        """Show how much of a phase is done. It has the arguments of a ``Progress`` callback."""
         with self._lock:
             if self._bar is None or phase != self._phase:
                 self._close()

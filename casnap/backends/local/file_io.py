@@ -92,7 +92,7 @@ def _read_all(fd: int, nbytes: int) -> bytes:
 
 
 def read_run(fd: int, target: memoryview, offset: int) -> int:
-    """Read bytes of a file into a buffer; return how many there were before the end of the file."""
+    """Read bytes of a file into a buffer; return how many were read before the file ended."""
     nbytes = 0
     while nbytes < len(target):
         n = os.preadv(fd, [target[nbytes:]], offset + nbytes)

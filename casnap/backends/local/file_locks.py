@@ -231,7 +231,7 @@ def open_to_lock(name: str, folder: int, make: int | None = None) -> Descriptor:
         make: The mode with which to create the file if it is missing; None not to create it.
 
     Raises:
-        BackendError: The name is not that of a regular file.
+        BackendError: The name does not belong to a regular file.
         OSError: The file cannot be opened.
     """
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC

@@ -117,7 +117,7 @@ class HeldFolder:
             The file descriptor, to pass to :meth:`lock`.
 
         Raises:
-            BackendError: The name is not that of a regular file.
+            BackendError: The name does not belong to a regular file.
         """
         file = open_to_lock(name, self.fd, mode)
         with locked_file(file):

@@ -165,14 +165,14 @@ def open_file(path: str, base: OpenFolder | None = None) -> tuple[Descriptor, os
 
 
 def check_regular(info: os.stat_result, path: str) -> None:
-    """Check that a status is that of a regular file.
+    """Check, by the status of a path, that a regular file is there.
 
     Args:
         info: The status.
         path: The path, for the message.
 
     Raises:
-        BackendError: The status is that of something else.
+        BackendError: Something else is there, such as a folder.
     """
     if stat.S_ISDIR(info.st_mode):
         raise BackendError(f"{path} is a folder, not a file")

@@ -154,7 +154,7 @@ class StoreFolder:
         """Check that the folder still holds the same store, and that this user may change it.
 
         Raises:
-            StoreError: One of these does not hold.
+            StoreError: The folder holds another store, or this user may only read the store.
         """
         self.check_guard()
         if self._check is not None:

@@ -180,9 +180,9 @@ class RemoteBackend(Backend):
     def put_if_absent(self, key: str, content: bytes) -> bool:
         """Put an object unless its key is taken; return whether the object is this writer's.
 
-        If the server's answer is unclear, the backend reads the existing object. It takes an object
-        with the very same bytes for its own, put by an earlier attempt. So different writers must
-        put different bytes.
+        If the server's answer is unclear, the backend reads the existing object. If that object has
+        the very same bytes, an earlier attempt of this call must have put it. So different writers
+        must put different bytes.
         """
         request = partial(self._put_if_absent, _inside(key), self._checked(key, content))
         if not self.exclusive:

@@ -132,7 +132,7 @@ class Page:
 
 @dataclass(frozen=True)
 class ObjectFacts:
-    """What a server tells about an object besides its bytes and length.
+    """Facts about an object that a server tells, besides its bytes and length.
 
     Attributes:
         put_at: When the object was put, by the server's clock, in seconds since the epoch; None if

@@ -115,7 +115,7 @@ class Operation:
     def _warn(self, error: TransientError) -> None:
         """Log a warning that the operation still fails, if there was none in the last seconds.
 
-        Of all operations of the process, only one warns.
+        If several operations fail, only one of them warns.
         """
         global _warned_at
         now = time.monotonic()

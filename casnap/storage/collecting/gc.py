@@ -116,7 +116,7 @@ class GcReport:
         recoded_snapshots: How many older snapshots were recoded.
         recoded_chunks: How many of their chunks have a smaller form now.
         saved_bytes: How many bytes less these chunks take up now.
-        merged_segments: By how many segments the index became shorter.
+        merged_segments: How many segments fewer the index has.
         fence: The number of the root that the fence was raised to; None if it was not raised.
         deleted_packs: How many packs were deleted.
         deleted_segments: How many segments of the index were deleted.
@@ -226,7 +226,7 @@ class _Candidates:
 
     Args:
         marks: Which chunks and nodes are needed.
-        needs: What follows from the marks for the packs of the marked root.
+        needs: Which packs of the marked root are dead, sparse or needed.
         copied_to: The digest of each needed chunk or node of the sparse packs → another pack that
             holds it.
     """

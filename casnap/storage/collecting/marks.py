@@ -1,4 +1,4 @@
-"""What a collection knows about needed chunks and nodes, of all packs or of changed ones."""
+"""Marks: which chunks and nodes are needed, in all packs or only in the changed ones."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ class Marks(Protocol):
     def nbytes(self) -> int:
         """The stored bytes of all needed chunks and nodes in live packs.
 
-        Of a chunk or node in several packs, only the newest pack counts.
+        A chunk or node in several packs counts once, in the newest.
         """
 
     def contents_of(self, packs: Collection[PackId]) -> Iterator[Placed]:
         """Yield the chunks and nodes in some of the packs that were looked at."""
 
     def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
-        """Return which of some digests are needed, and for each whether it is that of a node."""
+        """Return which of some digests are needed, and for each, whether it names a node."""
 
     def advance(self, root: Root) -> set[bytes]:
-        """Mark for a newer root too; return the digests that it needs and the root before did not.
+        """Mark for a newer root too; return the digests that the root before did not need.
 
         Chunks and nodes that the newer root no longer needs stay marked. This is safe: the next
         collection finds them.
@@ -78,4 +78,4 @@ class Marks(Protocol):
         """
 
     def note_done(self) -> None:
-        """Tell the counts which packs were dealt with, so that the next collection skips them."""
+        """Note the packs that were looked at in the counts; the next collection skips them."""

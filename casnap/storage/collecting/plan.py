@@ -23,14 +23,14 @@ _SKEW = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What marking has found out about the packs of a root.
+    """The result of marking, for the packs of a root.
 
     Attributes:
         dead: Live packs that hold nothing that is needed.
         sparse: Live packs of which little is needed, each with the bytes of its needed part. They
             can be condemned once this part was copied.
         rescued: Condemned packs that are needed.
-        found: Digests in the root's list of lost ones that are not missing any more.
+        found: Digests that the root lists as lost, but that are not missing any more.
     """
 
     dead: frozenset[PackId] = frozenset()
@@ -67,7 +67,7 @@ class Plan:
         view: The index as the newest root sees it. The plan is for the root after that, the next
             root.
         condemned: The packs that the next root newly condemns.
-        copied: Those of these packs whose needed part is copied first, each with the bytes of this
+        copied: The condemned packs whose needed part is copied first, each with the bytes of this
             part.
         rescued: Condemned packs that are needed, so that the next root no longer condemns them.
         freed: Condemned packs that the next root no longer names.
@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def merged_segments(self) -> int:
-        """By how many segments the next root has fewer."""
+        """How many segments fewer the next root has."""
         packs = self.view.segments
         new = sum(
             any(not packs[SegmentId(ref.id)] <= self.freed for ref in group)

@@ -130,7 +130,7 @@ class RecentMarks:
         return newest
 
     def note_done(self) -> None:
-        """Tell the counts which packs were dealt with, so that the next collection skips them."""
+        """Note the packs that were looked at in the counts; the next collection skips them."""
         self._counts.segments = self._segments
         self._counts.dead -= self._dead
 
@@ -141,11 +141,11 @@ class RecentMarks:
                 yield digest, pack, stored_size
 
     def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
-        """Return which of some digests are needed, and for each whether it is that of a node."""
+        """Return which of some digests are needed, and for each, whether it names a node."""
         return {d: self._counts.names_node(d) for d in self._counts.needed_of(digests)}
 
     def advance(self, root: Root) -> set[bytes]:
-        """Mark for a newer root too; return the digests that it needs and the root before did not.
+        """Mark for a newer root too; return the digests that the root before did not need.
 
         Raises:
             DamagedError: A tree node is missing or damaged. The counts are cleared then.

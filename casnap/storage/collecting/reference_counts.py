@@ -122,7 +122,7 @@ class ReferenceCounts:
         return {digest for digest, count in zip(digests, counts, strict=True) if count}
 
     def names_node(self, digest: bytes) -> bool:
-        """Whether there is a reference to a digest as that of a node."""
+        """Whether a digest is referred to as the digest of a node."""
         return any(kind + digest in self._nodes for kind in _KINDS)
 
     def _count_what_came(

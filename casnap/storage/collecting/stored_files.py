@@ -58,7 +58,7 @@ class StoredFiles:
         self.time_of = cache(self._time_of)
 
     def __contains__(self, ident: object) -> bool:
-        """Whether the id is that of a known pack or segment that was not deleted since."""
+        """Whether a known pack or segment has this id, and was not deleted since."""
         return ident in self.packs or ident in self.segments
 
     def unnamed(self, view: IndexView) -> dict[str, bytes]:

@@ -85,7 +85,7 @@ class WholeMarks:
     def nbytes(self) -> int:
         """The stored bytes of all needed chunks and nodes in live packs.
 
-        Of a chunk or node in several packs, only the newest pack counts.
+        A chunk or node in several packs counts once, in the newest.
         """
         condemned = self.root.condemned
         return sum(use.live for pack, use in self.uses.items() if pack not in condemned)
@@ -182,7 +182,7 @@ class WholeMarks:
         self._look_in_condemned({d for d, number in use_counts.items() if number == 0})
 
     def _count_newest_only(self, several: Collection[bytes]) -> None:
-        """Correct ``PackUse.live`` for digests in several live packs: only the newest counts."""
+        """Correct ``PackUse.live`` for a digest in several live packs: only the newest counts."""
         places = [p for p in self.places_of(several) if p[1] not in self.root.condemned]
         newest: dict[bytes, PackId] = {}
         for digest, pack, _ in places:
@@ -212,7 +212,7 @@ class WholeMarks:
     def places_of(self, digests: Collection[bytes]) -> Iterator[Placed]:
         """Yield all places of some digests in the packs of the root.
 
-        Deltas whose chains lack a base are left out.
+        A delta is left out if a base of its chain has no place.
         """
         if not digests:
             return
@@ -225,7 +225,7 @@ class WholeMarks:
                     yield digest, packs[n], stored_bytes
 
     def note_done(self) -> None:
-        """Tell the counts which packs were dealt with, so that the next collection skips them."""
+        """Note the packs that were looked at in the counts; the next collection skips them."""
         if self._counts is not None:
             self._counts.segments = self._counted
 
@@ -239,7 +239,7 @@ class WholeMarks:
                         yield digest, listed[n], stored_bytes
 
     def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
-        """Return which of some digests are needed, and for each whether it is that of a node."""
+        """Return which of some digests are needed, and for each, whether it names a node."""
         nodes = {digest_in(node) for node in self._seen}
         if self._parts == 1:
             return {d: d in nodes for d in digests if d in self._needed}
@@ -248,7 +248,7 @@ class WholeMarks:
         return {d: d in nodes for d in chunks | ((nodes | self._needed_bases) & digests)}
 
     def advance(self, root: Root) -> set[bytes]:
-        """Mark for a newer root too; return the digests that it needs and the root before did not.
+        """Mark for a newer root too; return the digests that the root before did not need.
 
         Chunks and nodes that the newer root no longer needs stay marked. This is safe: the next
         collection finds them. The bases of all new deltas count as needed, even if no snapshot

@@ -406,7 +406,7 @@ def _problem(root: Root, seq: int) -> str | None:
 
 
 def next_root(uri: str, root: Root, commit: bytes, **changes: Any) -> Root:
-    """Return the root after a root, with some fields changed.
+    """Return the next root: ``root`` with a new number, and some fields changed.
 
     Args:
         uri: The URI of the store, for messages.

@@ -20,11 +20,11 @@ def id_in(root: Root) -> str | None:
 
 
 def check_same_store(backend: Backend, store_id: str) -> None:
-    """Check that a place holds the store of an id.
+    """Check that a place holds the store with a given id.
 
-    It does if ``casnap.json`` or the newest root has the id. If only one of them has it, the other
-    is damaged or belongs to another store, which a repair can mend. If neither can be read, the
-    check passes.
+    The check passes if ``casnap.json`` or the newest root has the id. If only one of them has it,
+    the other is damaged or belongs to another store, which a repair can mend. It also passes if
+    neither can be read.
 
     Args:
         backend: The backend of the place.

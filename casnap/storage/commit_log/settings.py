@@ -67,7 +67,7 @@ class Settings:
 
     @property
     def grace(self) -> float | None:
-        """The grace that the store's settings give, in seconds; None if they give none."""
+        """The grace in the store's settings, in seconds; None if they have no grace."""
         value = self.values[_GC]
         return float(value) if _is_time(value) else None
 

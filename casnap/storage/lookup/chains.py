@@ -197,7 +197,7 @@ class DeltaBases:
 
 
 def closure(with_deltas: Iterable[SealedSegment], segments: Iterable[SealedSegment]) -> DeltaBases:
-    """Read which bases the deltas in some segments have, and find the chains that have no end.
+    """Return the bases of all deltas in some segments, and the deltas whose chains do not end.
 
     Args:
         with_deltas: The segments that have deltas.

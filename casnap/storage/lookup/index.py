@@ -111,7 +111,7 @@ class PackSet:
         return all(pack in self for pack in packs)
 
     def lacking(self, packs: Iterable[PackId]) -> set[PackId]:
-        """Return those of some packs that are not in this set."""
+        """Return the given packs that are not in this set."""
         return {pack for pack in packs if pack not in self}
 
     def without(self, packs: Collection[PackId | bytes]) -> PackSet:

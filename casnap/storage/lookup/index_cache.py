@@ -76,7 +76,7 @@ _NODES_BYTES = 64 << 20
 
 
 def _if_possible(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R | None]:
-    """Decorate a method that only saves time: if the cache fails, it returns None."""
+    """Wrap a method that only saves time, so that it returns None if the cache fails."""
 
     @wraps(method)
     def try_it(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R | None:

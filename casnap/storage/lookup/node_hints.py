@@ -67,7 +67,7 @@ def read_node_pack(backend: Backend, hint: Place) -> NodePack:
         hint: The place of a node, from a root, a row or the hints of a pack.
 
     Returns:
-        What was found; empty if the pack is too large, or cannot be read.
+        The nodes and hints; none if the pack is too large, or cannot be read.
     """
     end = hint.offset + hint.stored_size + _BEHIND
     # The pack has each node twice, and a footer of at most a quarter of these bytes.

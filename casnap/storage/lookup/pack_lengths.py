@@ -50,7 +50,7 @@ class PackLengths:
         """Note the lengths of packs that this process has written, or another rank has listed."""
 
     def has_to_list(self) -> bool:
-        """Whether this process knows no lengths, so that one of many ranks should list all."""
+        """Whether this process knows no lengths, so that one of many ranks lists the packs."""
         return False
 
     def listed_for(self, ranks: int, total: int) -> dict[PackId, int]:

@@ -73,7 +73,7 @@ class Location(NamedTuple):
 
     @property
     def uri(self) -> str:
-        """The path or URI of the store; with a prefix, that of a view of the store."""
+        """The path or URI of the store, or of a view of the store if there is a prefix."""
         return joined(self.backend.uri, self.name, is_view=True)
 
     @classmethod
@@ -269,7 +269,7 @@ class _MarkerFields(msgspec.Struct):
 
 
 class _Use(NamedTuple):
-    """What the caller wants to do with the store that is found.
+    """How the caller wants to use the store that is found.
 
     To read from a store, the caller need not trust it. But a store that another user has put above
     the path must not receive the caller's snapshots.
@@ -365,7 +365,7 @@ def _find_store(folder: Path, use: _Use) -> tuple[Path, str] | None:
 
     Args:
         folder: The folder.
-        use: What the caller wants to do with the store.
+        use: How the caller wants to use the store.
 
     Raises:
         DamagedError: A store of this user lacks its ``casnap.json``.
@@ -477,7 +477,7 @@ def _is_usable(place: Path, way: Path, use: _Use) -> bool:
     Args:
         place: The folder.
         way: The path.
-        use: What the caller wants to do with the store.
+        use: How the caller wants to use the store.
 
     Raises:
         DamagedError: The store belongs to this user, and lacks its ``casnap.json``.
@@ -668,7 +668,7 @@ def _guarded(store: Path, way: Path, use: _Use, *, is_parent: bool) -> LocalBack
     Args:
         store: The folder of the store.
         way: The path as the user wrote it.
-        use: What the caller wants to do with the store.
+        use: How the caller wants to use the store.
         is_parent: Whether the snapshot lies right in this folder.
     """
     is_ours = use.is_typed or _why_distrusted(store, is_parent=is_parent) is None

@@ -381,7 +381,7 @@ def _read_and_verify(
 
 
 def _is_plausible(place: Place, want: Want, chunk_size: int) -> bool:
-    """Whether a place may be that of a wanted chunk. This is checked before memory is allocated."""
+    """Whether a wanted chunk can lie at a place. This is checked before memory is allocated."""
     limit = chunk_size if want.nbytes >= 0 else MAX_NODE_BYTES
     return (want.nbytes in (-1, place.raw_size)) and is_possible(place, max(limit, 1 << 16))
 

@@ -1,4 +1,4 @@
-"""What this host has cached of each store, for people: indexes, and chunks of remote stores."""
+"""This host's caches of each store, for people: indexes, and chunks of remote stores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from casnap.storage.reading.chunk_cache import FOLDER, cached_packs, noted_uri
 
 @dataclass
 class CachedStore:
-    """What this host has cached of one store.
+    """This host's caches of one store.
 
     Attributes:
         store_id: The id of the store; "" for notes about places, whichever stores are there.
@@ -25,7 +25,7 @@ class CachedStore:
         last_use: When the caches were last used, in seconds since the epoch.
         index_bytes: How many bytes the cached indexes take up on the disk.
         cached_bytes: How many bytes the cached chunks take up on the disk.
-        pack_count: Of how many packs chunks are cached.
+        pack_count: How many packs have cached chunks.
     """
 
     store_id: str
@@ -38,7 +38,7 @@ class CachedStore:
 
     @classmethod
     def all_in(cls, base: Path | None) -> list[CachedStore]:
-        """Return what this host has cached of each store, sorted by URI.
+        """Return this host's caches of each store, sorted by URI.
 
         Args:
             base: The folder for caches; None if there is none.

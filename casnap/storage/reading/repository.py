@@ -232,9 +232,7 @@ class Repository:
     def view_at(self, root: Root) -> IndexView:
         """Return the index as a root sees it.
 
-        Call this only from a function that reads from that root.
-
-        :meth:`read_at_newest` calls such functions.
+        Only a function that :meth:`read_at_newest` calls with this root may call this.
         """
         return self.index.view(root)
 

@@ -126,7 +126,7 @@ def _alike_bytes(contents: Contents, other: Contents) -> int:
 
 
 def cell_pairs(contents: Contents, before: Contents | None) -> Iterator[CellPair]:
-    """Yield the pairs of a snapshot's chunks and those of an earlier one. Each chunk comes once.
+    """Yield each chunk of a snapshot, paired with the chunk of its cell in an earlier snapshot.
 
     Trees of entries that both snapshots have are skipped, and so are short chunks.
 

@@ -264,7 +264,7 @@ class Contents:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the take was made with, by key; empty if that was not noted."""
+        """Facts about the process that took the snapshot, by key; empty if none were noted."""
         noted = self.manifest.environment
         return {key: text for key, text in noted.items() if isinstance(text, str)}
 
@@ -301,7 +301,7 @@ class Contents:
         Args:
             rank: The rank. Its own entries take precedence over global ones. A rank that the
                 snapshot does not have sees only global entries. None is for paths without a rank:
-                global entries take precedence over those of rank 0.
+                global entries take precedence over rank 0's entries.
 
         Returns:
             The path component of each key → the entries.
@@ -315,7 +315,7 @@ class Contents:
     def _seen_by(self, rank: int | None) -> dict[str, Entries]:
         """Return the result of :meth:`trees` for a rank.
 
-        It is kept, since many paths may be looked up.
+        The result is kept, since many paths may be looked up.
         """
         if rank not in self._seen:
             self._seen[rank] = self.trees(rank)
@@ -430,7 +430,7 @@ class Contents:
 
         Args:
             path: The path that the user gave.
-            match: What :meth:`find` has found for it.
+            match: The result of :meth:`find` for this path.
         """
         full, entry, entries = match
         if full != path or self.row.world_size == 1:

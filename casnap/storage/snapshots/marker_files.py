@@ -140,7 +140,7 @@ class Markers:
         return _marked_commit(self._store.backend, folder)
 
     def replace(self, name: str, row: Row, removed_rows: Mapping[str, Row]) -> None:
-        """Write the marker of a new snapshot; remove those of snapshots that its commit removed.
+        """Write the marker of a new snapshot; remove the markers of snapshots it has replaced.
 
         Args:
             name: The name of the new snapshot.

@@ -221,8 +221,8 @@ class Tags:
             check: Called in each try to commit, with the table and the number of the next root. It
                 raises an error if the tag must not be moved.
             again: Called with the newest root and the last move if the snapshot has the tag
-                already. It returns the root, with fields changed that the next root must have
-                changed.
+                already. It returns the root with those fields changed that must differ in the
+                next root.
 
         Returns:
             The move.

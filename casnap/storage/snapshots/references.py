@@ -102,8 +102,7 @@ def _listed(digests: bytes, depth: int, node: Digest) -> list[bytes]:
 
     Args:
         digests: The concatenated digests.
-        depth: 0 if the digests are those of chunks; else the depth of the lists that they name,
-            plus 1.
+        depth: 0 if the digests name chunks. At depth n, they name lists of depth n - 1.
         node: The digest of the node with the list, for messages.
 
     Raises:

@@ -80,7 +80,7 @@ def _warn_of_metric(
 ) -> None:
     """Log a warning, once for each store, if ``keep_best`` keeps all snapshots.
 
-    It does so while no snapshot has the metric.
+    ``keep_best`` keeps all snapshots while none has the metric.
     """
     unknown = unknown_metrics(retention, (verdict.row for verdict in verdicts))
     store_id = store.config.store_id

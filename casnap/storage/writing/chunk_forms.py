@@ -130,7 +130,8 @@ def _is_affordable(sizes: list[int], nbytes: int) -> bool:
     """Whether a chain costs readers no more than is allowed.
 
     Args:
-        sizes: The stored lengths of the deltas of the chain, and last that of the whole chunk.
+        sizes: The stored lengths of the deltas of the chain, and last the stored length of the
+            whole chunk.
         nbytes: The raw length of the chunk.
     """
     weights = (min(_MOST_WEIGHT, max(1.0, _WEIGHT * size / nbytes)) for size in sizes[:-1])

@@ -55,7 +55,7 @@ def copy_verified(
 
     Args:
         source: The store to read from.
-        chunks: The digests, each with whether it is that of a node.
+        chunks: The digests; for each, whether it names a node.
         new_packs: The packs to write to.
         report: Called after each chunk and node.
         keeps_delta: Called, from any thread, with the digest of a chunk that is stored as a delta,

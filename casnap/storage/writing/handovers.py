@@ -1,4 +1,4 @@
-"""One commit for many ranks: each rank tells the rank that commits which packs to name."""
+"""One commit for many ranks: each rank hands a list of its packs to the rank that commits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_RECORDS = 1 << 16
 
 
 class Handover(Struct, array_like=True):
-    """What one rank tells the rank that commits: the packs that it has written and relies on.
+    """A message to the rank that commits: which packs another rank has written and relies on.
 
     Attributes:
         relied_on: The concatenated ids of the packs that the rank relies on.
@@ -97,9 +97,9 @@ class Handover(Struct, array_like=True):
 
 
 class OtherRanks:
-    """What the other ranks of a take have handed over to the rank that commits.
+    """The handovers of the other ranks of a take, as the rank that commits has them.
 
-    By default, no ranks.
+    By default there are no other ranks.
 
     Args:
         gather: Returns the handovers, as for
@@ -167,7 +167,7 @@ class OtherRanks:
             self._take_over(root.seq)
 
     def _is_kept(self, store: Repository) -> bool:
-        """Whether no fence has passed the ranks' packs, so that no collector may delete them."""
+        """Whether the ranks' packs are safe from collectors: no fence has passed them."""
         return store.newest().fence <= self.base_seq
 
     def check_written(self, store: Repository) -> None:

@@ -1,6 +1,6 @@
 """The hooks of a commit.
 
-By these, the public classes add notes, make room on the disk, and collect.
+The public classes set them, to add notes, make room on the disk, and collect.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ class Mending:
 
         Args:
             root: The root that was surveyed.
-            places: The places in damaged packs. The new packs use that codec of these which makes
-                chunks smallest.
+            places: The places in damaged packs. The new packs use the codec, of these places, that
+                makes chunks smallest.
         """
         codec = codec_among(place.codec for place in places)
         self._saved = NewPacks(self._store, root.seq, self._crew, codec)
@@ -112,7 +112,7 @@ class Mending:
         unreadable: Collection[SegmentRef],
         root: Root,
     ) -> Root:
-        """Return the root after a root. It lists copies of the packs under new ids.
+        """Return the next root, which lists copies of the packs under new ids.
 
         Args:
             packs: The packs, each with the records of its whole chunks and nodes.

@@ -78,7 +78,7 @@ class Rewriting:
     def fits(self, root: Root, without: frozenset[PackId]) -> bool:
         """Whether the root after a root can have the new segments.
 
-        It can if three conditions hold: the root still names all old segments, the same packs are
+        The conditions are: the root still names all old segments, the same packs are
         to be left out, and the fence has not passed the new segments.
 
         Args:
