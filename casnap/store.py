@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -963,6 +963,81 @@ class Store:
         return import_snapshot(
             source, full, find, options, key=key, rank=rank, metadata=dict(metadata or {})
         )
+
+    def average(
+        self,
+        names: Sequence[str | Snapshot],
+        into: str,
+        *,
+        weights: Sequence[float] | None = None,
+        decay: float | None = None,
+        exact: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        progress: ProgressOption = None,
+    ) -> casnap.AverageReport:
+        """Write the mean of snapshots as a new snapshot, in one commit.
+
+        Averaged are the weights: tensors of fractions that are no moments and no buffers, and that
+        have one shape and dtype in all snapshots. All else is that of the last snapshot named, and
+        takes no more room. So do tensors that are equal in all snapshots. The chunks of each
+        snapshot are read once, and verified; memory stays below 400 MiB for any size. With
+        ``torch.distributed``, one rank alone calls this.
+
+        Elements are summed in float32 (those of float64 in float64) in the order of ``names``:
+        ``(x0 + x1 + …) / n``, or ``x0 * w0 + x1 * w1 + …``, and cast to the dtype of the tensor. An
+        element that has the same bits in all snapshots stays as it is, if the weights sum to one.
+        They need not: ``[1 - w, w]`` with ``w`` beyond 1 goes further than the second snapshot.
+
+        Args:
+            names: The snapshots, or their names.
+            into: The name of the new snapshot.
+            weights: A number for each snapshot; by default, all have the same.
+            decay: In place of weights, those of a moving average that begins with the first
+                snapshot: at each further one it keeps this share, from 0 to 1, of what it was.
+            exact: Sum in float64.
+            metadata: Metadata of the new snapshot. It gets ``average_of``, the names, and
+                ``average_weights`` besides.
+            overwrite: Replace a snapshot of this name, unless it has a tag.
+            progress: True shows bars. Or a function, called as ``progress(phase, done, total)``, in
+                bytes.
+
+        Returns:
+            How many tensors are means, and which are not, and why.
+
+        Raises:
+            ValueError: The weights do not fit the snapshots.
+            SnapshotNotFoundError: There is no such snapshot, or it was deleted meanwhile.
+            SnapshotExistsError: The name is taken.
+            StateError: No tensor of weights has one shape and dtype in all snapshots.
+            DamagedError: A chunk is missing or damaged; nothing was committed.
+        """
+        from casnap.history.average import average, checked_weights, moving_weights
+        from casnap.storage import Contents
+
+        refuse_nested_take()
+        view = self._view
+        asked = [name.name if isinstance(name, Snapshot) else name for name in names]
+        sources = [Contents(view.repository, *view.find(name)) for name in asked]
+        if decay is not None:
+            if weights is not None:
+                raise ValueError(
+                    "weights= and decay= both say how snapshots are weighted: give one"
+                )
+            weights = moving_weights(len(asked), decay)
+        weights = checked_weights(len(asked), weights)
+        of = {"average_of": asked} | ({} if weights is None else {"average_weights": weights})
+        options = TakeOptions(
+            metadata={**(metadata or {}), **of},
+            overwrite=overwrite,
+            progress=callback_of(progress),
+            threads=view.threads,
+            hooks=view.hooks,
+        )
+        name = view.local_name(into)
+        full = check_name(view.full_of(name))
+        report = average(view.repository, sources, weights, full, options, exact=exact)
+        return replace(report, name=name, of=asked)
 
     def prune(
         self, retention: casnap.Retention, *, prefix: str | None = None, dry_run: bool = False

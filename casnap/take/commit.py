@@ -166,7 +166,7 @@ class TakeCommit:
                 manifest=session.ref(digest),
                 seq=seq,
                 time=time.time(),
-                world_size=self.comm.size,
+                world_size=len(manifest.ranks),
                 stats=replace(stats, new_bytes=session.new_bytes, seconds=seconds),
                 metadata=dict(options.metadata or {}),
                 notes=dict(self.notes),

@@ -236,7 +236,7 @@ class _Builder:
         digests = self._digests.of_leaf(state.same_as.get(leaf, leaf))
         # If a digest was not noted, zeros stand in its place.
         assert bytes(DIGEST_SIZE) not in digests, path
-        return with_payload(entry, _payload(nbytes, digests, put_node))
+        return with_payload(entry, payload_of(nbytes, digests, put_node))
 
 
 # --- the owner of a path ----------------------------------------------------------------------
@@ -332,10 +332,10 @@ def _assembled(
         raise StateError(
             f"{path}: the ranks hashed {len(joined)} bytes of digests for {count} cells"
         )
-    return Payload(nbytes, joined) if inline else _payload(nbytes, joined, put_node)
+    return Payload(nbytes, joined) if inline else payload_of(nbytes, joined, put_node)
 
 
-def _payload(nbytes: int, digests: bytes, put_node: Put) -> Payload:
+def payload_of(nbytes: int, digests: bytes, put_node: Put) -> Payload:
     """Return a payload with the digests of a tensor's chunks.
 
     A long list of digests is stored as tree nodes, and the payload holds the digests of the top

@@ -96,6 +96,12 @@ def import_file(store: Store, case: Path) -> None:
     store.import_file(case / "imported.pt", "step_9", key=KEY, metadata={"step": 9})
 
 
+def average(store: Store, _: Path) -> None:
+    """Compute each chunk that differs; the weights make the mean what the second one is."""
+    names = ["step_3", "step_4"]
+    store.average(names, "step_9", weights=[0.0, 1.0], metadata={"step": 4})
+
+
 def several(store: Store, _: Path) -> None:
     """Take, delete, collect, and take over that."""
     take(store, 10)
@@ -246,6 +252,7 @@ VERBS = {
     "async-take": Verb(async_take, NINE),
     "overwrite": Verb(overwrite, LITTERED | {"step_3": 7}),
     "import": Verb(import_file, NINE, base="linked"),
+    "average": Verb(average, LITTERED | {"step_9": 4}),
     "several": Verb(
         several,
         {"step_4": 4, "step_10": 11},

@@ -1,0 +1,408 @@
+"""The mean of snapshots, element by element, as a new snapshot.
+
+Snapshots of one store are cut into the same chunks. So the mean is computed chunk by chunk, in
+memory that is bounded, and a chunk that all snapshots share is neither read nor written.
+
+The mean of an element is summed in the order in which the snapshots are named: ``(x0 + x1 + …) /
+n``, or with weights ``x0 * w0 + x1 * w1 + …``, each step rounded to the dtype of the sum. Then it
+is cast to the dtype of the tensor. An element that is equal in all snapshots, to the bit, stays as
+it is, if the weights sum to one.
+
+Means of checkpoints: "Averaging Weights Leads to Wider Optima and Better Generalization", Izmailov
+et al., 2018. Sums of differences: "Editing Models with Task Arithmetic", Ilharco et al., 2022.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import fsum, isfinite
+
+import msgspec
+import torch
+
+from casnap.errors import DamagedError
+from casnap.format.digest import Digest, split_digests
+from casnap.format.entries import INLINE_BYTES, Entry, Manifest, Payload, TensorEntry, with_payload
+from casnap.format.records import THINNED, Row, Stats
+from casnap.format.region import Region
+from casnap.history.averaging_plan import SUM_DTYPES, TensorToAverage, plan_average
+from casnap.ranks.comm import SingleProcess
+from casnap.restore.loading import elements_of
+from casnap.runtime.batches import batches
+from casnap.runtime.buffers import bytes_at, view_at
+from casnap.runtime.progress import ProgressCounter
+from casnap.runtime.threads import Crew, run_shielded
+from casnap.runtime.torch_modes import without_torch_modes
+from casnap.storage import Contents, Repository, Session, Want, again
+from casnap.take.commit import TakeCommit
+from casnap.take.manifest import payload_of
+from casnap.take.options import TakeOptions
+from casnap.take.ranks.agreement import agree
+
+# The bytes of one snapshot's chunks whose means are computed at a time. Besides them, their sums
+# are in memory, which take up to four times as much (bfloat16, summed as float64).
+_WINDOW_BYTES = 12 << 20
+# The most digests that are looked up at a time.
+_BATCH = 1024
+# Elements that are worked on at a time. torch does more in several threads of its own, which wait
+# for each other; casnap has threads.
+_BLOCK = 1 << 15
+_EXACT = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class AverageReport:
+    """The outcome of an average.
+
+    Attributes:
+        name: The name of the new snapshot.
+        of: The names of the snapshots that were averaged.
+        weights: The weight of each.
+        averaged: How many tensors are means.
+        equal: How many tensors are equal in all snapshots, and were not read.
+        kept: The path of each tensor that is the one of the last snapshot → why it is no mean.
+        new_bytes: The stored bytes that were new to the store.
+        seconds: How long it took.
+    """
+
+    name: str
+    of: list[str]
+    weights: list[float]
+    averaged: int = 0
+    equal: int = 0
+    kept: dict[str, str] = field(default_factory=dict)
+    new_bytes: int = 0
+    seconds: float = 0.0
+
+
+def checked_weights(count: int, weights: Sequence[float] | None) -> list[float] | None:
+    """Return the weights of snapshots as floats; None for equal ones.
+
+    Args:
+        count: How many snapshots there are.
+        weights: A number for each; None for equal weights.
+
+    Raises:
+        ValueError: There is no snapshot, there are not as many weights, or one is not finite.
+    """
+    if count == 0:
+        raise ValueError("an average needs at least one snapshot")
+    if weights is None:
+        return None
+    checked = [float(weight) for weight in weights]
+    if len(checked) != count or not all(map(isfinite, checked)):
+        raise ValueError(
+            f"weights= has a finite number for each of the {count} snapshots; got {weights!r:.200}"
+        )
+    return checked
+
+
+def moving_weights(count: int, decay: float) -> list[float]:
+    """Return the weights of an exponential moving average that begins with the first snapshot.
+
+    Args:
+        count: How many snapshots there are.
+        decay: The share that the average keeps at each further snapshot, from 0 to 1.
+
+    Raises:
+        ValueError: ``decay`` is not from 0 to 1.
+    """
+    if not 0 <= decay <= 1:
+        raise ValueError(f"the decay of a moving average is from 0 to 1; got {decay}")
+    return [(1 - decay if i else 1.0) * decay ** (count - 1 - i) for i in range(count)]
+
+
+def average(
+    store: Repository,
+    sources: Sequence[Contents],
+    weights: Sequence[float] | None,
+    name: str,
+    options: TakeOptions,
+    *,
+    exact: bool,
+) -> AverageReport:
+    """Write the mean of snapshots as a new snapshot, in one commit.
+
+    Args:
+        store: The store of all snapshots.
+        sources: The snapshots. A tensor without a mean is the one of the last.
+        weights: The weight of each snapshot, as :func:`checked_weights` returns them.
+        name: The full name of the new snapshot.
+        options: Its metadata, and whether it replaces another one.
+        exact: Whether to sum in float64.
+
+    Raises:
+        SnapshotExistsError: The name is taken.
+        StateError: No tensor of weights has one shape and dtype in all snapshots.
+        DamagedError: A chunk is missing or damaged; nothing was committed.
+        FencedError: A collector was faster, several times.
+    """
+    started = time.monotonic()
+    keeps_equal = weights is None or abs(fsum(weights) - 1) < 1e-9
+    plan = plan_average(sources, keeps_equal=keeps_equal)
+    comm = SingleProcess()
+
+    def write(crew: Crew) -> Row:
+        with comm, without_torch_modes():
+            codec = agree(store, name, [], options, comm).codec
+            with Session(store, crew, codec) as session:
+                averaging = _Averaging(
+                    sources, weights, session, crew, options, exact=exact, keeps_equal=keeps_equal
+                )
+                manifest = averaging.write(plan.tensors)
+                notes = dict(options.hooks.notes(name))
+                if manifest.thinned:
+                    notes[THINNED] = True
+                commit = TakeCommit(store, name, options, comm, started, notes)
+                last = sources[-1].row.stats
+                stats = Stats(logical_bytes=last.logical_bytes, entries=last.entries)
+                return commit.lead(session, manifest, stats).row
+
+    row = again(store, lambda: run_shielded(write, options.threads), f"{name}: the average")
+    return AverageReport(
+        name,
+        [source.name for source in sources],
+        [1 / len(sources)] * len(sources) if weights is None else list(weights),
+        len(plan.tensors),
+        plan.equal,
+        plan.kept,
+        row.stats.new_bytes,
+        time.monotonic() - started,
+    )
+
+
+class _Mean:
+    """The mean of one cell of a tensor. The elements of the snapshots are added in their order.
+
+    Args:
+        entry: The entry of the tensor.
+        cell: The elements of the tensor.
+        dtype: The dtype of the sum.
+        keeps_equal: Whether an element that is equal in all snapshots stays as it is.
+    """
+
+    def __init__(
+        self, entry: TensorEntry, cell: Region, dtype: torch.dtype, *, keeps_equal: bool
+    ) -> None:
+        self._entry = entry
+        self._cell = cell
+        self._dtype = dtype
+        self._keeps_equal = keeps_equal
+        # The elements of the first snapshot; the sum; and the bits that have differed so far.
+        self._first, self._sum, self._apart = torch.empty(0), torch.empty(0), torch.empty(0)
+        self._count = 0
+
+    def add(self, raw: memoryview, weight: float | None) -> None:
+        """Add the elements of the next snapshot.
+
+        Args:
+            raw: Their bytes.
+            weight: The weight of the snapshot; None if all have the same.
+        """
+        values = elements_of(self._entry, raw, self._cell).flatten()
+        self._count += 1
+        if self._count == 1:
+            self._first = torch.empty_like(values)
+            self._sum = torch.empty(len(values), dtype=self._dtype)
+            self._apart = torch.empty_like(_bits(values))
+        for block in _blocks(values):
+            summand, apart = values[block], _bits(values[block])
+            # Rounded before it is added: whether a sum with a product is rounded once or twice
+            # would depend on where the element lies.
+            if weight is not None:
+                summand = summand.to(self._dtype) * weight
+            if self._count == 1:
+                self._first[block].copy_(values[block])
+                self._sum[block].copy_(summand)
+                self._apart[block].zero_()
+                continue
+            self._sum[block].add_(summand)
+            if self._keeps_equal:
+                self._apart[block].bitwise_or_(apart.bitwise_xor(_bits(self._first[block])))
+
+    def result(self, *, is_weighted: bool) -> torch.Tensor:
+        """Return the mean, in the dtype of the tensor.
+
+        Args:
+            is_weighted: Whether the weights have divided the sum.
+        """
+        for block in _blocks(self._first):
+            first, mean = self._first[block], self._sum[block]
+            if not is_weighted:
+                mean.div_(self._count)
+            apart = self._apart[block]
+            if not self._keeps_equal or apart.count_nonzero() == apart.numel():
+                first.copy_(mean)
+            else:
+                first.copy_(torch.where(apart.any(1), mean.to(first.dtype), first))
+        return self._first
+
+
+def _blocks(elements: torch.Tensor) -> Iterator[slice]:
+    """Yield the slices that cut elements into blocks."""
+    for at in range(0, len(elements), _BLOCK):
+        yield slice(at, at + _BLOCK)
+
+
+def _bits(elements: torch.Tensor) -> torch.Tensor:
+    """Return the bits of elements as integers, in a row for each element."""
+    return elements.view(_INTEGERS[min(8, elements.itemsize)]).view(len(elements), -1)
+
+
+@dataclass
+class _CellToAverage:
+    """A cell of a tensor whose mean is to be computed.
+
+    Attributes:
+        path: The path of the tensor.
+        number: The number of the cell.
+        nbytes: Its bytes.
+        digests: The digest of its chunk in each snapshot.
+        mean: The mean.
+        into: The digests of the new tensor's chunks, by the numbers of its cells.
+    """
+
+    path: str
+    number: int
+    nbytes: int
+    digests: tuple[Digest, ...]
+    mean: _Mean
+    into: list[Digest]
+
+
+class _Averaging:
+    """Writes the chunks and the tree of the mean.
+
+    Args:
+        sources: The snapshots.
+        weights: Their weights; None for equal ones.
+        session: The session to write with.
+        crew: The crew of the session, which fails at an interrupt.
+        options: The options of the new snapshot.
+        exact: Whether to sum in float64.
+        keeps_equal: Whether an element that is equal in all snapshots stays as it is.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Contents],
+        weights: Sequence[float] | None,
+        session: Session,
+        crew: Crew,
+        options: TakeOptions,
+        *,
+        exact: bool,
+        keeps_equal: bool,
+    ) -> None:
+        self._sources = sources
+        self._weights = weights
+        self._session = session
+        self._crew = crew
+        self._progress = ProgressCounter(options.progress, "averaging")
+        self._exact = exact
+        self._keeps_equal = keeps_equal
+        self._writer = session.writer()
+
+    def write(self, tensors: Sequence[TensorToAverage]) -> Manifest:
+        """Write the mean of tensors; return the manifest of the last snapshot with these means."""
+        with self._sources[-1].reading():
+            self._rely_on_last()
+        self._progress.total = len(self._sources) * sum(t.entry.payload.nbytes for t in tensors)
+        digests = [list[Digest]() for _ in tensors]
+        cells = (c for t, into in zip(tensors, digests, strict=True) for c in self._cells(t, into))
+        for window in batches(cells, lambda cell: cell.nbytes, _WINDOW_BYTES):
+            self._compute(window)
+        self._writer.finish()
+        changes: dict[tuple[int | None, str], dict[str, Entry]] = {}
+        for tensor, own in zip(tensors, digests, strict=True):
+            nbytes = tensor.entry.payload.nbytes
+            if nbytes <= INLINE_BYTES:
+                payload = Payload(nbytes, self._small_mean(tensor))
+            else:
+                payload = payload_of(nbytes, b"".join(own), self._session.put_node)
+            of_key = changes.setdefault((tensor.owner, tensor.component), {})
+            of_key[tensor.inner] = with_payload(tensor.entry, payload)
+        return self._manifest(changes)
+
+    def _rely_on_last(self) -> None:
+        """Rely on all that the last snapshot has: what is no mean is shared with it."""
+        for node in self._sources[-1].nodes(set()):
+            named = [node.digest, *node.chunks]
+            for at in range(0, len(named), _BATCH):
+                if None in self._session.rely_on(named[at : at + _BATCH]):
+                    raise DamagedError(f"{self._sources[-1].label} names chunks that no pack has")
+
+    def _mean_of(self, tensor: TensorToAverage, cell: Region) -> _Mean:
+        dtype = SUM_DTYPES[tensor.entry.dtype]
+        dtype = _EXACT.get(dtype, dtype) if self._exact else dtype
+        return _Mean(tensor.entry, cell, dtype, keeps_equal=self._keeps_equal)
+
+    def _weight(self, number: int) -> float | None:
+        return None if self._weights is None else self._weights[number]
+
+    def _result(self, mean: _Mean) -> torch.Tensor:
+        return mean.result(is_weighted=self._weights is not None)
+
+    def _small_mean(self, tensor: TensorToAverage) -> bytes:
+        """Return the bytes of the mean of a tensor whose entries hold its bytes."""
+        mean = self._mean_of(tensor, Region.whole(tensor.entry.shape))
+        for number, entry in enumerate(tensor.entries):
+            mean.add(memoryview(bytearray(entry.payload.inline)), self._weight(number))
+        result = self._result(mean)
+        return bytes_at(result.data_ptr(), result.nbytes)
+
+    def _cells(self, tensor: TensorToAverage, into: list[Digest]) -> Iterator[_CellToAverage]:
+        """Yield the cells to compute, and give ``into`` the digests of all chunks of the tensor."""
+        if tensor.entry.payload.nbytes <= INLINE_BYTES:
+            return
+        path = tensor.path
+        lists = []
+        for source, entry in zip(self._sources, tensor.entries, strict=True):
+            with source.reading():
+                grid = source.cells(path, entry)
+                lists.append(split_digests(source.digests(entry.payload, grid, path)))
+        into += lists[-1]
+        for number, digests in enumerate(zip(*lists, strict=True)):
+            nbytes = grid.cell_bytes(number)
+            if self._keeps_equal and len({*digests}) == 1:
+                self._progress.add(nbytes * len(digests))
+            else:
+                mean = self._mean_of(tensor, grid.region(number))
+                yield _CellToAverage(path, number, nbytes, digests, mean, into)
+
+    def _compute(self, window: Sequence[_CellToAverage]) -> None:
+        """Read the chunks of some cells, and write their means."""
+        for i, source in enumerate(self._sources):
+            if self._crew.error is not None:
+                raise self._crew.error
+            self._session.renew_announcement()
+
+            def want(cell: _CellToAverage, i: int = i) -> Want:
+                def sink(raw: memoryview) -> None:
+                    cell.mean.add(raw, self._weight(i))
+                    self._progress.add(cell.nbytes)
+
+                return Want(cell.digests[i], cell.nbytes, sink, cell.path)
+
+            with source.reading():
+                source.store.fetch(map(want, window))
+        means = [self._result(cell.mean) for cell in window]
+        raws = [view_at(mean.data_ptr(), mean.nbytes) for mean in means]
+        for cell, digest in zip(window, self._writer.store(raws), strict=True):
+            cell.into[cell.number] = digest
+
+    def _manifest(self, changes: Mapping[tuple[int | None, str], dict[str, Entry]]) -> Manifest:
+        """Return the manifest of the last snapshot with other entries."""
+        last = self._sources[-1]
+        manifest = last.manifest
+        shared = dict(manifest.shared)
+        ranks = {rank: dict(trees) for rank, trees in manifest.ranks.items()}
+        for (owner, component), entries in changes.items():
+            trees = shared if owner is None else ranks[str(owner)]
+            edited = last.tree(trees[component]).edit(entries, self._session.put_node)
+            assert edited is not None
+            trees[component] = edited
+        return msgspec.structs.replace(manifest, shared=shared, ranks=ranks)

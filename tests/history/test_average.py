@@ -1,0 +1,248 @@
+"""The mean of snapshots is what torch computes, takes bounded memory, and is there or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from casnap import NewStore, StateDict, Store
+from casnap.cli import run
+from casnap.errors import DamagedError, SnapshotExistsError, SnapshotNotFoundError, StateError
+from casnap.history.average import moving_weights
+from tests.support.damaged import damage_chunk
+from tests.support.ranks import Worlds
+from tests.support.warm import run_python
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+CHUNK = 1 << 16
+NAMES = [f"run/step_{i}" for i in range(4)]
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    """Return weights of all dtypes, of one and of several chunks, and with nothing in them."""
+    generator = torch.Generator().manual_seed(step)
+    some = {
+        f"{dtype}".removeprefix("torch."): torch.randn(
+            701, 31, generator=generator, dtype=torch.complex128 if dtype.is_complex else None
+        ).to(dtype)
+        for dtype in (*DTYPES, torch.complex128)
+    }
+    some["with_others"] = torch.tensor([1.0, torch.nan, torch.inf, -0.0, 3.0 * step] * 10_000)
+    return {
+        **some,
+        "frozen": torch.arange(50_000.0) / 3,
+        "scalar": torch.randn((), generator=generator),
+        "empty": torch.empty(0, 3),
+        "few_chunks": torch.randn(CHUNK // 4, generator=generator),
+        "few": torch.randn(5, generator=generator),
+        "count": torch.arange(step, step + 20_000),
+    }
+
+
+def mean_by_torch(
+    tensors: Sequence[torch.Tensor], weights: Sequence[float] | None, *, exact: bool = False
+) -> torch.Tensor:
+    """Return the mean as ``Store.average`` promises it, by whole tensors."""
+    wide = {torch.float64: torch.float64, torch.complex128: torch.complex128}
+    narrow = torch.complex64 if tensors[0].is_complex() else torch.float32
+    dtype = wide.get(tensors[0].dtype, narrow)
+    if exact:
+        dtype = torch.complex128 if tensors[0].is_complex() else torch.float64
+    shares = weights or [1.0] * len(tensors)
+    summands = [
+        t.to(dtype) if weights is None else t.to(dtype) * w
+        for t, w in zip(tensors, shares, strict=True)
+    ]
+    total = summands[0]
+    for summand in summands[1:]:
+        total = total + summand
+    mean = (total / len(tensors) if weights is None else total).to(tensors[0].dtype)
+    same = torch.ones(mean.shape, dtype=torch.bool)
+    for other in tensors[1:]:
+        same &= (other == tensors[0]) | (other.isnan() & tensors[0].isnan())
+    keeps = weights is None or abs(sum(weights) - 1) < 1e-9
+    return torch.where(same, tensors[0], mean) if keeps else mean
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
+    for i, name in enumerate(NAMES):
+        store.take({"model": StateDict(**state(i)), "optim": StateDict(exp_avg=state(i))}, name)
+    return store
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"exact": True},
+        {"weights": [0.1, 0.2, 0.3, 0.4]},
+        {"weights": [-1.0, 0.0, 0.5, 2.0], "exact": True},
+        {"decay": 0.9},
+    ],
+    ids=str,
+)
+def test_the_mean_is_what_torch_computes(store: Store, how: dict[str, Any]) -> None:
+    report = store.average(NAMES, "run/mean", **how)
+    states = [state(i) for i in range(4)]
+    found = store["run/mean"].get_state_dict_for_key("model")
+    weights = moving_weights(4, how["decay"]) if "decay" in how else how.get("weights")
+    for key, tensor in found.items():
+        expected = states[-1][key]
+        if key != "count":
+            tensors = [each[key] for each in states]
+            expected = mean_by_torch(tensors, weights, exact=how.get("exact", False))
+        assert bits(tensor) == bits(expected), key
+    assert {"model/count": "values"}.items() <= report.kept.items()
+    assert report.kept["optim/exp_avg/float32"] == "moments"
+    for key, tensor in store["run/mean"].get_state_dict_for_key("optim")["exp_avg"].items():
+        assert bits(tensor) == bits(states[-1][key])
+    assert store.check(data=True).ok
+
+
+def test_equal_tensors_take_no_room_and_are_not_read(store: Store) -> None:
+    base = torch.randn(1 << 20)
+    for i in range(3):
+        adapter = StateDict(w=torch.full((2000,), float(i)))
+        store.take({"base": StateDict(w=base), "adapter": adapter}, f"tuned/{i}")
+    report = store.average([f"tuned/{i}" for i in range(3)], "tuned/mean")
+    assert (report.averaged, report.equal) == (1, 1)
+    assert report.new_bytes < 30_000
+    assert torch.equal(store["tuned/mean"].read_object("base/w"), base)
+    assert torch.equal(store["tuned/mean"].read_object("adapter/w"), torch.full((2000,), 1.0))
+
+
+def test_buffers_and_other_shapes_are_of_the_last(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    models = [torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.BatchNorm1d(40)) for _ in "ab"]
+    for i, model in enumerate(models):
+        model(torch.randn(8, 30))
+        head = torch.nn.Linear(40, 5 + i)
+        store.take({"model": model, "head": head}, f"step_{i}", metadata={"loss": i})
+    report = store.average(["step_0", "step_1"], "mean", metadata={"note": "two"})
+    assert report.kept["model/1.running_mean"] == "a buffer"
+    assert report.kept["head/weight"] == "float32 [5, 40] in step_0"
+    mean = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.BatchNorm1d(40))
+    store["mean"].restore({"model": mean, "head": torch.nn.Linear(40, 6)})
+    assert torch.equal(mean[1].running_mean, models[1][1].running_mean)
+    weights = [model[0].weight.detach() for model in models]
+    assert torch.equal(mean[0].weight.detach(), mean_by_torch(weights, None))
+    metadata = store["mean"].metadata.user
+    assert metadata == {"note": "two", "average_of": ["step_0", "step_1"]}
+
+
+def take_on_ranks(path: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for step in range(3):
+        torch.manual_seed(step)
+        whole = torch.randn(3001, 17)
+        app_state = {
+            "model": StateDict(w=distribute_tensor(whole, mesh, [Shard(0)])),
+            "own": StateDict(w=torch.full((999,), float(step * 10 + dist.get_rank()))),
+        }
+        Store(path).take(app_state, f"step_{step}")
+
+
+def test_two_ranks_take_and_one_averages(tmp_path: Path, world: Worlds) -> None:
+    world(2).run(take_on_ranks, str(tmp_path))
+    store = Store(tmp_path)
+    report = store.average([f"step_{i}" for i in range(3)], "mean")
+    assert report.averaged == 3
+    wholes = []
+    for step in range(3):
+        torch.manual_seed(step)
+        wholes.append(torch.randn(3001, 17))
+    mean = store["mean"]
+    assert mean.world_size == 2
+    assert torch.equal(mean.read_object("model/w"), mean_by_torch(wholes, None))
+    assert torch.equal(mean.read_object("1/own/w"), torch.full((999,), 11.0))
+    assert store.check(data=True).ok
+
+
+def test_a_thinned_snapshot(store: Store) -> None:
+    """It has a mean with others; where it is the last, the new snapshot is thinned as well."""
+    store.thin({"optim/**": 1}, prefix="run")
+    report = store.average(NAMES, "run/mean")
+    assert report.kept["optim/exp_avg/float32"] == "moments"
+    assert store["run/mean"].thinned == ()
+    store.average(NAMES[::-1], "run/back")
+    assert store["run/back"].thinned == ("optim",)
+
+
+def test_bad_input(store: Store) -> None:
+    before = sorted(snapshot.name for snapshot in store.snapshots())
+    store.take({"other": StateDict(x=torch.ones(100))}, "other")
+    with pytest.raises(StateError, match="no tensor of weights has one shape"):
+        store.average([NAMES[0], "other"], "mean")
+    with pytest.raises(SnapshotNotFoundError):
+        store.average([NAMES[0], "run/step_9"], "mean")
+    with pytest.raises(SnapshotExistsError):
+        store.average(NAMES, NAMES[0])
+    with pytest.raises(ValueError, match="at least one"):
+        store.average([], "mean")
+    with pytest.raises(ValueError, match="finite number for each of the 4"):
+        store.average(NAMES, "mean", weights=[1.0, float("nan"), 0, 0])
+    with pytest.raises(ValueError, match="give one"):
+        store.average(NAMES, "mean", weights=[1.0] * 4, decay=0.5)
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        store.average(NAMES, "mean", decay=2.0)
+    assert sorted(snapshot.name for snapshot in store.snapshots()) == sorted([*before, "other"])
+
+
+def test_a_damaged_chunk_is_named_and_nothing_is_written(store: Store, tmp_path: Path) -> None:
+    damage_chunk(tmp_path / "store", state(1)["few_chunks"])
+    with pytest.raises(DamagedError, match="model/few_chunks"):
+        store.average(NAMES, "run/mean")
+    assert "run/mean" not in store
+
+
+TAKE = """
+import sys, torch
+from casnap import StateDict, Store
+for step in range(4):
+    store = Store(sys.argv[1])
+    store.take({"model": StateDict(w=torch.randn(50 << 20, dtype=torch.bfloat16))}, f"step_{step}")
+"""
+AVERAGE = """
+import resource, sys
+from casnap import Store
+import torch
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+Store(sys.argv[1]).average([f"step_{i}" for i in range(4)], "mean", exact=True)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
+    run_python(TAKE, str(tmp_path))
+    done = run_python(AVERAGE, str(tmp_path))
+    assert int(done.stdout) < 400
+
+
+def test_the_command(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["average", store.uri, "run/*", "--last", "3", "--into", "mean"]) == 0
+    said = capsys.readouterr().out
+    assert "run/step_0" not in said
+    assert "mean: the mean of" in said
+    assert run(["average", store.uri, "run/*", "--ema", "0.5", "--into", "ema", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["weights"] == [0.125, 0.125, 0.25, 0.5]
+    assert run(["average", store.uri, *NAMES[:2], "--weights=-1,3", "--into", "x"]) == 0
+    assert "the weights sum to 2" in capsys.readouterr().out
+    assert run(["average", store.uri, "none/*", "--into", "y"]) == 1
+    assert run(["average", store.uri, *NAMES, "--weights=1,2", "--into", "y"]) == 2
+    assert "y" not in store
