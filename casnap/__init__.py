@@ -53,5 +53,6 @@ __getattr__, __all__ = _imported_later(globals())
 
 
 def __dir__() -> list[str]:
-    # Without subpackages, which become attributes when they are imported: nobody calls these.
+    # Leave out subpackages: they become attributes when they are imported, but are not part of the
+    # API.
     return sorted({*(name for name in globals() if name.startswith("__")), *__all__})

@@ -147,7 +147,7 @@ class Preemption:
 
     def _leave(self) -> None:
         """In a forked child, stop watching: a signal to it does not mean that the job ends."""
-        # Not destroyed: that would wait for threads that the child does not have.
+        # Do not destroy the group: that would wait for threads that the child does not have.
         never_free(self._group)
         self._group = None
         self.close()

@@ -99,7 +99,7 @@ def _leaves(folder: Path, item: str, files: Mapping[int, Path], rank: int | None
 def _leaves_of_file(file: Path, item: str, rank: int) -> dict[str, Leaf]:
     import torch.distributed.tensor  # noqa: F401 - torch.load then knows DTensors
 
-    # It warns that the process groups of a mesh do not exist; the import needs none.
+    # This logger warns that the process groups of a mesh do not exist; the import needs none.
     log = logging.getLogger("torch.distributed.device_mesh")
     level = log.level
     log.setLevel(logging.ERROR)

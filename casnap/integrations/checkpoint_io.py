@@ -305,7 +305,8 @@ def _move_to(checkpoint: dict[str, Any], map_location: Any) -> dict[str, Any]:
         return leaf.to(map_location) if isinstance(leaf, torch.Tensor) else leaf
 
     if isinstance(map_location, str | torch.device):
-        # Not by Lightning's function: its dicts would lose their attribute, the modules' versions.
+        # Do not use Lightning's function: its dicts would lose their attribute with the modules'
+        # versions.
         return {key: map_leaves(value, move) for key, value in checkpoint.items()}
     if map_location is not None:
         raise TypeError(f"map_location= is a device here, not {map_location!r:.80}")

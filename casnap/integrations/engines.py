@@ -78,8 +78,8 @@ def reload_sglang(
         if not abort_all_requests:
             server.tell(path, asked, in_time=in_time)
             return
-        # Not by the server's own abort_all_requests: that loads while requests still end, and then
-        # keeps their prefixes.
+        # Do not use the server's own abort_all_requests: with it the server loads while requests
+        # still end, and then keeps their prefixes.
         server.ask("/pause_generation", {"mode": "abort"})
         try:
             server.tell(path, asked, in_time=in_time)

@@ -210,7 +210,8 @@ class _Repair:
         survey, whole, index = self._survey, self._whole_root, self._survey.index
         if whole is None or not survey.snapshots.table_is_lost:
             return False
-        # A dry run does not know whether the table could be read with what is found elsewhere.
+        # A dry run does not know whether the table could be read with the packs and chunks found
+        # elsewhere.
         if self.report.dry_run and (self._would_adopt or self._healed):
             return False
         if self.report.dry_run:

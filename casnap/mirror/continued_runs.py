@@ -77,7 +77,8 @@ class Succession:
         # Copies that the store had not seen when it resumed belong to another branch.
         replaced_names = {name for name, row in earlier.items() if row.seq > follows}
         if self.new_name in earlier:
-            # The snapshot is taken anew: later copies came from its old form, so they go too.
+            # The name was taken again: later copies came from the old snapshot, so they are
+            # replaced too.
             names = [name for name, _ in Table.in_commit_order(earlier.items())]
             replaced_names.update(names[names.index(self.new_name) :])
         replaced_names = {n for n in replaced_names if not {*copies[n].tags} - {self.tag}}

@@ -181,7 +181,8 @@ class Mirror:
             CasnapError: It holds another store; or it holds none, and none can be made.
         """
         if self._passive:
-            # Only with a tag: without one, a wait ends when a forgotten mirror's notes are removed.
+            # Only a mirror with a tag needs this. Without a tag, a wait ends when the notes of a
+            # forgotten mirror are removed.
             if self._tag:
                 self._place_seen = mirror_place(self._source.recent(), self._source.backend.uri)
             return
@@ -295,7 +296,8 @@ class Mirror:
         Raises:
             BusyError: Another process of this host is copying.
         """
-        # Before the lock, so that each process hears of it if its mirror is the wrong store.
+        # Open the mirror before the lock, so that each process finds out if its mirror is the wrong
+        # store.
         destination = self.destination()
         with ExitStack() as stack:
             if (lock := self._host.lock) is not None:
@@ -437,7 +439,8 @@ class Mirror:
         )
 
     def _settle(self) -> None:
-        # Before the notes are removed: a thread that waits for that must find no failure then.
+        # Do this before the notes are removed: a thread that waits for their removal must find no
+        # failure.
         self._backoff.note_success()
         self._host.write(self._host_status())
         notes = self._dealt_with, self._given_up, self._moved

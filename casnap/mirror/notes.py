@@ -242,7 +242,7 @@ def mark_mirrored(
         }
         for name, commit in {**mirrored, **succeeded}.items():
             row = table.get(name)
-            # The snapshot may have been deleted or taken anew meanwhile.
+            # The snapshot may have been deleted or replaced meanwhile.
             if row is None or row.commit != commit:
                 continue
             # A snapshot that a followed tag is published on has no note of its own.

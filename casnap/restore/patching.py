@@ -138,7 +138,7 @@ class LiveWeights:
         strict: bool,
     ) -> None:
         self._target = target
-        # Noted now: while a patch is staged, a forward may have gathered what FSDP2 has sharded.
+        # Note the sharded tensors now: while a patch is staged, a forward may have gathered them.
         self._sharded = dict[str, LiveTensor]()
         if isinstance(target, torch.nn.Module):
             shard_again(target)
@@ -396,6 +396,6 @@ def _load(contents: Contents, loading: Loading, bases: _Bases) -> None:
     except DamagedError:
         if not bases:
             raise
-        # Somebody has changed the tensors, so deltas upon them give wrong chunks.
+        # Other code has changed the tensors, so deltas based on them give wrong chunks.
         bases.clear()
         loading.load()

@@ -191,7 +191,7 @@ class ServedFolder:
                 f"{self.versions} is no folder, and no pull made it; remove it, or name another "
                 "folder"
             )
-        # Each change is made through this handle, even if somebody moves another folder here.
+        # Each change is made through this handle, even if another folder is moved to this path.
         self._held = self._opened.enter_context(HeldFolder(str(self.versions)))
         self._owners = self._held.owners()
         self._owners.close_to_others(self._held.fd)

@@ -363,7 +363,7 @@ class Follower:
             patch = self._stage(contents)
             if self._source.has_withdrawn(contents, self._options):
                 return  # the next look finds the version that is meant now
-            # Again, if somebody has written to the tensors between staging and applying.
+            # Stage again if other code has written to the tensors between staging and applying.
             while not self._apply(patch):
                 patch = self._stage(contents)
         self._seen_root = root

@@ -105,7 +105,7 @@ class Following:
     def _look(self) -> Iterator[FollowEvent]:
         began = self._report is not None or self._is_waiting
         try:
-            # Locks it again if somebody has removed DIR.versions.
+            # This locks the folder again if DIR.versions was removed.
             self._served.hold()
             if self._source is None:
                 self._source = self._open_source()
@@ -170,7 +170,7 @@ class Following:
             try:
                 call_plain(on_version, version.folder.resolve(), changed)
             except DamagedError:
-                # Marks the damaged files, so that the next look makes them anew.
+                # This marks the damaged files, so that the next look writes them again.
                 verify(version.folder)
                 raise
         except Exception as e:  # noqa: BLE001 - whatever it is, it is tried again

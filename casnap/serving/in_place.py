@@ -180,7 +180,7 @@ class FolderInPlace(ServedFolder):
         return (
             stat.S_ISREG(info.st_mode)
             and info.st_size == file.nbytes
-            # Somebody may have kept the present content under another name.
+            # A user may have kept the present content under another name.
             and info.st_nlink == 1
             and self._owners.why_not(info) is None
             and read_run(fd, memoryview(header), 0) == len(header)

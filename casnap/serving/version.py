@@ -317,7 +317,7 @@ class Version:
         about = self.record.files.get(file)
         with suppress(OSError):
             info = (self.folder / file).stat(follow_symlinks=False)
-            # Another user could give a file of theirs any time.
+            # Another user could set any time on a file of their own.
             return (
                 about is not None
                 and (info.st_size, info.st_mtime_ns) == (about.file_bytes, about.mtime_ns)
@@ -513,8 +513,8 @@ class Version:
         """
         tensors = self.record.tensors
         files = {tensors[name].file if name in tensors else name for name in damaged}
-        # Only intact files: a file that somebody has put here may have another name elsewhere, and
-        # its time is not ours to change.
+        # Change only intact files. A file that a user has put here may have another name elsewhere,
+        # so its time must stay.
         intact = sorted(filter(self.is_intact, files))
         for file in intact:
             with suppress(OSError):

@@ -97,8 +97,9 @@ class TakeCommit:
         comm = self.comm
         comm.broadcast(session.commit_id)
 
-        # Whether the other ranks wait for an instruction. Only then is an error sent as one. While
-        # they hand over, they would misread it, and learn of it as of any error of a rank.
+        # Whether the other ranks wait for an instruction. Only then is an error sent as an
+        # instruction. While they hand over, they would misread it; the communicator tells them of
+        # the error.
         is_awaited = False
 
         def gather(seq: int) -> list[Handover]:

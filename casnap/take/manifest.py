@@ -146,7 +146,7 @@ class _Builder:
         self._digests = digests
         self._put_node = put_node
         self._scopes = list(division.scopes)
-        # This rank owns some paths: the cells of these, and the entries of the sharded ones.
+        # For the paths that this rank owns: their cells, and the entries of sharded tensors.
         self._cells: defaultdict[bytes, dict[int, bytes]] = defaultdict(dict)
         self._sharded: dict[str, KnownEntry] = {}
 

@@ -177,7 +177,7 @@ class _Steps:
         chunk_size = repository.config.chunk_size
         keys = [key_of(component) for component in agreed.keys]
         self.state = source.capture(keys, chunk_size, allow_pickle=options.allow_pickle)
-        # Noted by rank 0 for all ranks.
+        # Rank 0 makes notes, and records the environment, for all ranks.
         is_first = comm.rank == 0
         self._notes = options.hooks.notes(self._name) if is_first else {}
         has_environment = is_first and options.environment
@@ -438,7 +438,7 @@ class _Steps:
             finally:
                 if built is not None and session.may_be_referenced:
                     unclear_commits.add(session.commit_id)
-            # Noted only here, so that a take that starts again counts once.
+            # Note the streaks only here, so that a take that starts again counts once.
             if asking is not None:
                 asking.note_streaks()
             return result

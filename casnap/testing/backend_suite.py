@@ -358,7 +358,7 @@ class BackendSuite:
             assert backend.unmark([key], lambda _, content: content == b"second") == {}
             backend.sync()
         assert backend.sizes("") == before[0]
-        # Only elsewhere: some servers list empty folders for a while.
+        # Some servers list empty folders for a while, so they are not checked.
         assert backend.costly_requests or sorted(backend.names("")) == sorted(before[1])
         assert backend.read("roots/0/0") == b"root"
 

@@ -240,7 +240,7 @@ class SnapshotCopy:
         # Either all chunks are compressed, or all are sent as they are stored.
         if self._compresses(session):
             session.use(codec_among(BY_SIZE))
-            # Only for chunks to send: finding candidates takes long.
+            # Without chunks to send, candidates need not be found, which takes long.
             if planned:
                 deltas = DeltaCopier(self._source, session, self._candidates_for(session))
         else:

@@ -210,7 +210,8 @@ class KeptStager:
             saved: The values that were saved.
         """
         stager = self._stager
-        # Only if the values lie in it: the stager may be another save's, staged meanwhile.
+        # Keep the stager only if the values lie in its copies: another save may have been staged
+        # meanwhile.
         if stager is not None and not _copies(stager).keys().isdisjoint(map(_address, saved)):
             self._stager = None
             _kept_memory.value.keep(stager)

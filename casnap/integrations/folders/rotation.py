@@ -82,7 +82,7 @@ class RunFolder:
             if self._folder(name).name not in present and self._is_gone(name):
                 row = table.get(name)
                 if row is None or row.commit != commit:
-                    # The snapshot was deleted, or taken anew by another process.
+                    # The snapshot was deleted, or another process has taken its name again.
                     self._folders.pop(name, None)
                 else:
                     gone[name] = row

@@ -239,7 +239,7 @@ class SplitCells:
                 for rank, pieces in enumerate(drawn)
             ]
         finally:
-            # Also after an error: no outbox has these pieces any more.
+            # After an error too, since no outbox has these pieces any more.
             give_back(piece for pieces in drawn for piece, _ in pieces)
 
     def _draw(self, rank: int) -> list[tuple[Piece, _OpenJoint]]:
