@@ -978,32 +978,33 @@ class Store:
     ) -> casnap.AverageReport:
         """Write the mean of snapshots as a new snapshot, in one commit.
 
-        Averaged are the weights: tensors of fractions that are no moments and no buffers, and that
-        have one shape and dtype in all snapshots. All else is that of the last snapshot named, and
-        takes no more room. So do tensors that are equal in all snapshots. The chunks of each
-        snapshot are read once, and verified; memory stays below 400 MiB for any size. With
-        ``torch.distributed``, one rank alone calls this.
+        The mean is taken of the weights: floating-point tensors, except moments and buffers, that
+        have one shape and dtype in all snapshots. All else comes from the last snapshot in
+        ``names``, and takes no more room. Nor do tensors that are equal in all snapshots. The
+        chunks of each snapshot are read once, and verified; memory stays below 400 MiB for any
+        size. With ``torch.distributed``, one rank alone calls this.
 
         Elements are summed in float32 (those of float64 in float64) in the order of ``names``:
-        ``(x0 + x1 + …) / n``, or ``x0 * w0 + x1 * w1 + …``, and cast to the dtype of the tensor. An
-        element that has the same bits in all snapshots stays as it is, if the weights sum to one.
-        They need not: ``[1 - w, w]`` with ``w`` beyond 1 goes further than the second snapshot.
+        ``(x0 + x1 + …) / n``, or ``x0 * w0 + x1 * w1 + …``, and cast to the dtype of the tensor. If
+        the weights sum to one, an element that has the same bits in all snapshots stays as it is.
+        The weights need not sum to one, nor lie between 0 and 1: ``[1 - w, w]`` with ``w`` above 1
+        goes beyond the second snapshot.
 
         Args:
             names: The snapshots, or their names.
             into: The name of the new snapshot.
             weights: A number for each snapshot; by default, all have the same.
-            decay: In place of weights, those of a moving average that begins with the first
-                snapshot: at each further one it keeps this share, from 0 to 1, of what it was.
+            decay: In place of ``weights``: compute a moving average that begins with the first
+                snapshot. At each further one the average keeps this share of itself, from 0 to 1.
             exact: Sum in float64.
-            metadata: Metadata of the new snapshot. It gets ``average_of``, the names, and
-                ``average_weights`` besides.
+            metadata: Metadata of the new snapshot. It also gets ``average_of``, the names, and
+                ``average_weights``.
             overwrite: Replace a snapshot of this name, unless it has a tag.
             progress: True shows bars. Or a function, called as ``progress(phase, done, total)``, in
                 bytes.
 
         Returns:
-            How many tensors are means, and which are not, and why.
+            How many tensors are means; and which tensors are not, and why.
 
         Raises:
             ValueError: The weights do not fit the snapshots.

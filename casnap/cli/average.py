@@ -107,7 +107,16 @@ def average(
 
 
 def _chosen(store: Store, names: tuple[str, ...], into: str) -> list[str]:
-    """Return the names of the snapshots that names and patterns mean, each once."""
+    """Return the names of the snapshots that the arguments select, each once.
+
+    Args:
+        store: The store.
+        names: Names and patterns.
+        into: The name of the new snapshot, which no pattern matches.
+
+    Raises:
+        CommandError: A pattern matches no snapshot.
+    """
     known = [snapshot.name for snapshot in store.snapshots()]
     chosen: list[str] = []
     for name in names:

@@ -100,11 +100,12 @@ def is_imported(path: Path, contents: Contents, *, key: str | None, rank: int | 
 
 
 def has_weights_of(path: Path, contents: Contents, keys: Collection[str]) -> bool:
-    """Whether files hold weights of a snapshot, and nothing else. This reads the files.
+    """Whether files hold the weights of a snapshot, and no other tensors. This reads the files.
 
-    A tensor has the dtype, shape and bytes of the snapshot's tensor of its name; if there is none
-    of that name, as in an adapter, those of any tensor. If the snapshot has all names, no tensor
-    may be missing, except those that equal another one.
+    A tensor of the files is compared with the snapshot's tensor of the same name: dtype, shape and
+    bytes must be equal. If the snapshot has no tensor of that name, as with an adapter, any tensor
+    of it may be the equal one. If the snapshot has all names of the files, the files must have each
+    of its tensors; a tensor that equals another one may be missing.
 
     Args:
         path: As for :func:`import_files`; of several shards, one of them or the index.
@@ -131,7 +132,7 @@ def has_weights_of(path: Path, contents: Contents, keys: Collection[str]) -> boo
 
 
 def with_shards(path: Path) -> frozenset[Path]:
-    """Return the files that are read with one: the shards of its model; a folder alone.
+    """Return a file and all other shards of its model. A folder is returned alone.
 
     Raises:
         FileFormatError: The index is malformed, or a file is missing.
@@ -140,7 +141,7 @@ def with_shards(path: Path) -> frozenset[Path]:
 
 
 def _tensors_in(part: Part, contents: Contents) -> dict[str, object]:
-    """Return the tensors of a part by name, each as a key that equal tensors share."""
+    """Return, by name, a key for each tensor of a part. Equal tensors have equal keys."""
     tensors, _ = named_tensors(part, DTYPES, contents.label)
     return {name: content_of(tensor.entry) for name, tensor in tensors.items()}
 

@@ -165,7 +165,10 @@ def restore(
 
 
 def _environment_changes(contents: Contents, comm: Comm) -> list[str]:
-    """Return how this process differs from the one that took; rank 0 logs it, in a line."""
+    """Return, in words, how this process's environment differs from the take's.
+
+    Rank 0 also logs the differences, in one line.
+    """
     is_first = comm.rank == 0
     changes = changes_since(
         contents.environment, contents.row.world_size, comm.size, with_commit=is_first

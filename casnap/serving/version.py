@@ -474,7 +474,7 @@ class Version:
         return [*bad, *(file for file in self.record.files if not self._begins_rightly(file))]
 
     def is_as_written(self, file: str) -> bool:
-        """Whether a file has the bytes that it was written with, whatever its time; reads it."""
+        """Whether a file has the bytes that a pull wrote, whatever its time; reads the file."""
         about = self.record.files[file]
         cells = [cell for _, _, _, cell in self.each_cell() if cell.file == file]
         if about.head_bytes + sum(cell.nbytes for cell in cells) != about.file_bytes:
@@ -496,7 +496,7 @@ class Version:
         return False
 
     def _parts(self, file: str, nbytes: int) -> Iterator[bytearray]:
-        """Yield the first bytes of a file, in parts that are not large."""
+        """Yield the first ``nbytes`` bytes of a file, in parts of bounded size."""
         for start in range(0, nbytes, _READ_BYTES):
             part = bytearray(min(_READ_BYTES, nbytes - start))
             read_run(self.open(file), memoryview(part), start)

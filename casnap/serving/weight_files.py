@@ -6,8 +6,8 @@ own, then moved, the record that lists them first. If there are several files, a
 reader can load stands in place of the first one until all others are there. They are removed in the
 opposite order.
 
-Other programs write into that folder too. :meth:`WeightFiles.others_than` finds weights that are
-not those of the snapshot.
+Other programs write into the same folder. :meth:`WeightFiles.others_than` finds weights there that
+differ from the snapshot's.
 """
 
 from __future__ import annotations
@@ -143,16 +143,15 @@ class WeightFiles:
     def others_than(
         contents: Contents, paths: Iterable[Path], keys: Collection[str] = ("model",)
     ) -> list[Path]:
-        """Return those of some files and folders of weights that are not those of a snapshot.
+        """Return those files and folders whose weights differ from a snapshot's.
 
-        A file that casnap has put beside the snapshot, and that has its length and its time, is not
-        read. Others are hashed. They count as the snapshot's if they have its tensors, whoever has
-        written them.
+        A file that casnap has put beside the snapshot, and that still has its length and time, is
+        not read. All others are hashed. They count as the snapshot's if they have its tensors,
+        whichever program has written them.
 
         Args:
             contents: The snapshot.
-            paths: The files: weights, or indexes of shards; or folders of DCP. Notices are
-                passed over.
+            paths: The files: weights, or indexes of shards; or folders of DCP. Notices are ignored.
             keys: The keys of the snapshot that hold weights.
 
         Raises:
@@ -178,13 +177,19 @@ class WeightFiles:
 
     @staticmethod
     def shapes_in(contents: Contents) -> dict[str, tuple[int, ...]]:
-        """Return the names and shapes of the weights of a snapshot, as they would be put."""
+        """Return the name and shape of each tensor of weights that :meth:`put` would write."""
         files = layout_of(contents, PullOptions()).files
         return {name: t.entry.shape for file in files for name, t in file.tensors.items()}
 
 
 def _differing(contents: Contents, paths: Iterable[Path], keys: Collection[str]) -> Iterator[Path]:
-    """Yield the paths whose tensors are not those of a snapshot; shards are read once."""
+    """Yield the paths whose tensors differ from a snapshot's. The shards of a model are read once.
+
+    Args:
+        contents: The snapshot.
+        paths: The files and folders.
+        keys: The keys of the snapshot that hold weights.
+    """
     # torch takes long to import, and most often there is nothing to compare.
     from casnap.files.importing import has_weights_of, with_shards
 
@@ -273,7 +278,7 @@ def _publish(staged: Path, folder: Path) -> None:
 def _is_ours(version: Version, path: Path) -> bool:
     """Whether a file has the bytes with which it was put there, whoever owns it.
 
-    It is read only if its time has changed, as in a copy of the folder.
+    The file is read only if its time has changed, as in a copy of the folder.
     """
     info, about = status(path, follow=False), version.record.files[path.name]
     if info is None or info.st_size != about.file_bytes:

@@ -1,7 +1,7 @@
 """The environment of a take: what decides, besides the state, which bits a training computes.
 
-It is a dict of short texts, by fixed keys. The variables of the process's environment in it have
-their own names; only those that are known to change results are read, and no others.
+It is a dict of short texts, by fixed keys. Some variables of the process's environment are in it,
+under their own names: those that are known to change results. No others are read.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _trainers: dict[str, str] = {}
 
 
 def name_trainer(package: str, version: str) -> None:
-    """Note that a trainer uses casnap in this process: takes note its version.
+    """Note that a trainer uses casnap in this process. Later takes record its version.
 
     Args:
-        package: The name of its package.
+        package: The name of the trainer's package.
         version: Its version.
     """
     _trainers[package] = version
@@ -98,7 +98,10 @@ def _warn_once(text: str) -> None:
 
 @cache
 def _of_process() -> dict[str, str]:
-    """Return what is found out once: libraries read the variables once, too."""
+    """Return the part of the environment that does not change while the process runs.
+
+    It is computed once. Libraries read the variables only once, too.
+    """
     cudnn = ""
     if torch.version.cuda:
         cudnn = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
