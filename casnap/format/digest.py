@@ -23,7 +23,7 @@ def digest_of(buffer: bytes | bytearray | memoryview) -> Digest:
 
 
 def digest_of_parts(parts: Iterable[bytes | bytearray | memoryview]) -> Digest:
-    """Return the BLAKE3-256 of several buffers, one behind the other."""
+    """Return the BLAKE3-256 digest of several buffers, as if they were one buffer in this order."""
     hasher = blake3()
     for part in parts:
         hasher.update(part)

@@ -303,9 +303,8 @@ class Manifest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
         ranks: For each rank r and key, the digest of the tree ``ranks/<r>/<key>``, whose entries
             belong to that rank.
         thinned: The path components of the keys that the snapshot has lost by thinning, sorted.
-        environment: Facts about the process that took the snapshot, such as its version of torch.
-            A later
-            version may add values that are not strings.
+        environment: Facts about the process that took the snapshot, such as its version of torch. A
+            later version of casnap may add values that are not strings.
     """
 
     shared: dict[str, bytes] = msgspec.field(name="global")

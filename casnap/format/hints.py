@@ -1,7 +1,7 @@
-"""Hints: where the chunks and nodes lie that a pack of nodes names. They are the pack's last node.
+"""Hints: the places of the chunks and nodes to which a pack of nodes refers.
 
-A hint may be wrong. A reader verifies what it reads at the hinted place. If the digest differs, the
-reader looks in the index.
+The hints are the last node of that pack. A hint may be wrong, so a reader verifies the bytes at the
+hinted place. If their digest differs, the reader looks in the index.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""A notice: a file of casnap where another library looks for a file of its own.
+"""Notices: files of casnap that lie where another library expects a file of its own.
 
-Who unpickles it gets an error that begins with casnap: it has torch look up a layout by the text of
-the notice. torch's safe unpickler may call that function too, so the error is not one of the
-unpickler, which torch would put advice before. So a notice never passes for what it stands for.
+A program that unpickles a notice gets an error whose text begins with ``casnap``. So no program
+takes a notice for the other library's file. The error comes from a function of torch that looks up
+a layout: the notice calls this function with its text. The safe unpickler of torch may call it too.
+An error of the unpickler itself would begin with advice from torch.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ _CALL = _HEADS[0] + b"ctorch.serialization\n_get_layout\nX%b%b\x85R."
 
 
 def notice(subject: str) -> bytes:
-    """Return the content of a file whose unpickling fails, with an error that names casnap.
+    """Return the content of a notice. Who unpickles the notice gets an error that names casnap.
 
     Args:
-        subject: The message: what the snapshot has, and how to read it.
+        subject: The message of the error: which data the snapshot has, and how to read the
+            snapshot.
     """
     text = f"casnap: {subject}".encode()
     return _CALL % (len(text).to_bytes(4, "little"), text)
 
 
 def is_notice(head: bytes) -> bool:
-    """Whether a file is a notice, by its first :data:`HEAD_BYTES` bytes."""
+    """Whether a file is a notice.
+
+    Args:
+        head: The first :data:`HEAD_BYTES` bytes of the file.
+    """
     return head.startswith(_HEADS)

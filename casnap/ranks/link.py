@@ -467,7 +467,7 @@ class Link:
         return name, start
 
     def _token_in(self, name: str) -> bytes:
-        """Return the token that a group's list has for this rank, cut to the listed length.
+        """Return the start of this rank's token, as the token list of a group in the store has it.
 
         Args:
             name: The name of the group.

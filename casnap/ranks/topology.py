@@ -1,4 +1,4 @@
-"""The ways on which the bytes of a collective get from rank to rank.
+"""How the bytes of a collective get from rank to rank.
 
 A few ranks are all connected to each other (:class:`Mesh`). Many ranks are divided into teams, each
 on one host (:class:`Teams`). One rank of each team is its speaker. It is connected to the other

@@ -1,4 +1,4 @@
-"""Cut a sequence of items into batches of about so many bytes each."""
+"""Cut a sequence of items into batches of about a given number of bytes."""
 
 from __future__ import annotations
 

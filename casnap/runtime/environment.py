@@ -200,9 +200,10 @@ def hashes_on_device() -> bool:
 
 
 def numeric_variables() -> dict[str, str]:
-    """Return the variables that are known to change which bits a training computes, if any are set.
+    """Return the environment variables that change which bits a training computes, as far as set.
 
-    Only the first 100 characters of a value are kept, and of these none that cannot be printed.
+    The list of these variables is fixed. A value is cut to 100 characters, and loses those that
+    cannot be printed.
     """
     variables = os.environ
     found = {name: variables[name] for name in _NUMERIC if name in variables}

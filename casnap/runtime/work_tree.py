@@ -1,4 +1,4 @@
-"""The git commit of the program that runs: of the folder of its script."""
+"""The git commit of the work tree in which the script of this process lies."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _CHANGE = re.compile(r"^[^#]", re.MULTILINE)
 
 @cache
 def commit_of_program() -> str:
-    """Return the commit in hex, with ``-dirty`` behind it if tracked files have changed since.
+    """Return the commit in hex; with ``-dirty`` at the end if tracked files have changed since.
 
-    It is empty if the script is in no work tree, or git cannot tell. A process asks git once, and
-    only in a work tree. Nothing that git runs there by its settings, such as a file system monitor,
-    is run.
+    Return "" if the script lies in no work tree, or if git cannot tell the commit within a second.
+    The process asks git once, and only in a work tree. git gets settings by which it starts no
+    other program, such as a file system monitor.
     """
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     try:

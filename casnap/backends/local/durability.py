@@ -89,14 +89,14 @@ def sync_folder(folder: str, identity: Callable[[], str] = str) -> None:
 
 
 def put_whole(path: Path, content: bytes | Path) -> None:
-    """Put a file that appears whole and durable under its name, or not at all.
+    """Write a file so that it appears under its name whole and durable, or not at all.
 
     Args:
-        path: The path of the file, which replaces a file there.
-        content: The bytes, or a file to copy.
+        path: The path of the file. A file that is already there is replaced.
+        content: The bytes, or the path of a file to copy.
 
     Raises:
-        OSError: It cannot be written, as on a full disk.
+        OSError: The file cannot be written, for example because the disk is full.
     """
     # The temporary name has a suffix that no library reads.
     partial_path = path.with_name(f".{path.name}.{os.urandom(6).hex()}.partial")

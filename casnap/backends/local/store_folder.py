@@ -374,7 +374,7 @@ class StoreFolder:
 
 
 def _inode(file: os.stat_result) -> _Inode:
-    """Return a key for a file that no other file has, also no later file with the same inode."""
+    """Return a key that only this file has: a later file with the same inode gets another key."""
     return file.st_dev, file.st_ino, file.st_ctime_ns
 
 

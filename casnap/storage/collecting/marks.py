@@ -68,7 +68,7 @@ class Marks(Protocol):
         """Return which of some digests are needed, and for each, whether it names a node."""
 
     def advance(self, root: Root) -> set[bytes]:
-        """Mark for a newer root too; return the digests that the root before did not need.
+        """Mark what a newer root needs as well; return the digests that only the newer root needs.
 
         Chunks and nodes that the newer root no longer needs stay marked. This is safe: the next
         collection finds them.
@@ -78,4 +78,4 @@ class Marks(Protocol):
         """
 
     def note_done(self) -> None:
-        """Note the packs that were looked at in the counts; the next collection skips them."""
+        """Note which packs were looked at, so that the next collection skips them."""

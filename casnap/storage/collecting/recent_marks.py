@@ -130,7 +130,7 @@ class RecentMarks:
         return newest
 
     def note_done(self) -> None:
-        """Note the packs that were looked at in the counts; the next collection skips them."""
+        """Note in the counts which segments were looked at. The next collection skips them."""
         self._counts.segments = self._segments
         self._counts.dead -= self._dead
 
@@ -145,7 +145,7 @@ class RecentMarks:
         return {d: self._counts.names_node(d) for d in self._counts.needed_of(digests)}
 
     def advance(self, root: Root) -> set[bytes]:
-        """Mark for a newer root too; return the digests that the root before did not need.
+        """Mark what a newer root needs; return the digests to which this root added references.
 
         Raises:
             DamagedError: A tree node is missing or damaged. The counts are cleared then.

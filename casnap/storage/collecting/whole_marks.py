@@ -225,7 +225,7 @@ class WholeMarks:
                     yield digest, packs[n], stored_bytes
 
     def note_done(self) -> None:
-        """Note the packs that were looked at in the counts; the next collection skips them."""
+        """Note in the counts which segments were looked at. The next collection skips them."""
         if self._counts is not None:
             self._counts.segments = self._counted
 
@@ -248,7 +248,7 @@ class WholeMarks:
         return {d: d in nodes for d in chunks | ((nodes | self._needed_bases) & digests)}
 
     def advance(self, root: Root) -> set[bytes]:
-        """Mark for a newer root too; return the digests that the root before did not need.
+        """Mark what a newer root needs as well; return the digests that only the newer root needs.
 
         Chunks and nodes that the newer root no longer needs stay marked. This is safe: the next
         collection finds them. The bases of all new deltas count as needed, even if no snapshot

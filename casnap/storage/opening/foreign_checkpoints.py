@@ -92,9 +92,10 @@ class ForeignCheckpoints:
 
     @staticmethod
     def notice(subject: str) -> bytes:
-        """Return a notice: the content of a file that stands where another library's would be.
+        """Return the content of a notice: a file of casnap where another library expects its own.
 
-        Whatever unpickles it raises an error that begins with ``casnap``, and says ``subject``.
+        A program that unpickles the notice gets an error. Its message begins with ``casnap``, and
+        contains ``subject``.
         """
         return notices.notice(subject)
 
@@ -148,8 +149,8 @@ class ForeignCheckpoints:
                 form counts even if other files may match its names.
 
         Raises:
-            SnapshotExistsError: The folder contains one. Who looks for the snapshot by its path
-                could find the checkpoint instead.
+            SnapshotExistsError: The folder contains a checkpoint. A library that is given the
+                snapshot's path would find this checkpoint instead of the snapshot.
             PlaceError: The folder cannot be looked at.
         """
         folder = self._path

@@ -461,9 +461,9 @@ class Contents:
         """Yield each entry whose path begins with a text.
 
         Args:
-            start: The text. If it begins with a rank and a slash, the entries that this rank sees
-                are yielded. If it begins with ``global/``, only global entries are. Otherwise
-                global entries and the entries of all ranks are.
+            start: The text. If it begins with a rank and a slash, the method yields the entries
+                that this rank sees. If it begins with ``global/``, the method yields only global
+                entries. Otherwise it yields global entries and the entries of all ranks.
         """
         head, slash, tail = start.partition("/")
         shared, ranks = self.manifest.shared, self.manifest.ranks

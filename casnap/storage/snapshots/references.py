@@ -28,7 +28,7 @@ def tops_of(root: Root) -> list[bytes]:
 
 
 def is_node(reference: bytes) -> bool:
-    """Whether a reference is one to a node, not to a chunk."""
+    """Whether a reference leads to a node, not to a chunk."""
     return len(reference) > DIGEST_SIZE
 
 

@@ -1,6 +1,6 @@
-"""The writes of a repair: packs of whole data, and roots that name these instead of damaged packs.
+"""Write for a repair: packs with copies of whole chunks, and roots that name these new packs.
 
-A repair overwrites nothing, and deletes nothing.
+The roots leave out the damaged packs. A repair overwrites no object, and deletes none.
 """
 
 from __future__ import annotations

@@ -76,10 +76,10 @@ class Rewriting:
     new_refs: tuple[SegmentRef, ...]
 
     def fits(self, root: Root, without: frozenset[PackId]) -> bool:
-        """Whether the root after a root can have the new segments.
+        """Whether the root after the last root may name the new segments.
 
-        The conditions are: the root still names all old segments, the same packs are
-        to be left out, and the fence has not passed the new segments.
+        It may on three conditions: the last root still names all old segments, its fence has not
+        passed the new segments, and the same packs are to be left out.
 
         Args:
             root: The last root.
