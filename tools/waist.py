@@ -17,7 +17,7 @@ from pathlib import Path
 
 import click
 
-GUESTS = (Path("integrations"), Path("report"))
+GUESTS = (Path("integrations"), Path("proving"), Path("report"))
 # Those of the contract `verbs`.
 VERBS = (
     *map(Path, ("cli", "files", "mirror", "serving", "transfer")),
