@@ -19,7 +19,8 @@ files and folders           ``local_path``; ``exists``, ``is_file``, ``is_folder
 folders of checkpoints      ``Markers``, ``ForeignCheckpoints``; ``is_file_name``, ``put_whole``
 pulled versions             ``Version``, ``VersionTensor``; ``StagedPatches``, ``Patch``;
                             ``WeightFiles`` beside a snapshot
-progress, sizes, classes    ``Progress``, ``without_torch_modes``; ``size``; ``override``
+progress, numbers, classes  ``Progress``; ``size``, ``amount``;
+                            ``override``, ``without_torch_modes``
 ==========================  ====================================================================
 
 Each name is loaded at its first use. So this module may lie below modules whose names it offers
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from casnap.restore.targets import why_unfit as why_unfit
     from casnap.runtime.environment import local_path as local_path
     from casnap.runtime.progress import Progress as Progress
+    from casnap.runtime.sizes import amount as amount
     from casnap.runtime.sizes import size as size
     from casnap.runtime.torch_modes import without_torch_modes as without_torch_modes
     from casnap.runtime.typing import override as override

@@ -9,7 +9,8 @@ from math import fsum
 import click
 
 from casnap.cli.arguments import open_store, store_fields, writing_options
-from casnap.cli.output import CommandError, amount, emit, progress_bars, safe, say, size
+from casnap.cli.output import CommandError, emit, progress_bars, safe, say
+from casnap.runtime.sizes import amount, size
 from casnap.store import Store
 
 EXAMPLES = """\

@@ -12,7 +12,6 @@ from casnap.cli.arguments import open_snapshot, open_store, open_whole_store, re
 from casnap.cli.option_types import positive_share
 from casnap.cli.output import (
     CommandError,
-    amount,
     emit,
     print_requests,
     print_warnings,
@@ -25,6 +24,7 @@ from casnap.errors import NotAStoreError, nearest, shell_word
 from casnap.maintenance.check import CheckReport
 from casnap.maintenance.check import check as check_store
 from casnap.maintenance.damage import ALL, Damage, Hurt
+from casnap.runtime.sizes import amount
 from casnap.store import Store
 from casnap.view import repository_of
 

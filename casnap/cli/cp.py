@@ -22,7 +22,6 @@ from casnap.cli.arguments import (
 from casnap.cli.option_types import duration
 from casnap.cli.output import (
     CommandError,
-    amount,
     emit,
     print_requests,
     progress_bars,
@@ -33,6 +32,7 @@ from casnap.cli.output import (
 from casnap.cli.shell_command import EndingSignals
 from casnap.errors import NotAStoreError
 from casnap.format.names import check_name
+from casnap.runtime.sizes import amount
 from casnap.storage import Location
 from casnap.store import NewStore, Store
 from casnap.transfer.continuous import ContinuousCopier, Pair

@@ -14,8 +14,9 @@ from casnap.cli.arguments import (
     store_fields,
 )
 from casnap.cli.garbage import disk_fields, what_frees
-from casnap.cli.output import amount, emit, print_requests, progress_bars, say, size, table
+from casnap.cli.output import emit, print_requests, progress_bars, say, size, table
 from casnap.maintenance.usage import disk_usage, usage
+from casnap.runtime.sizes import amount
 from casnap.view import repository_of
 
 

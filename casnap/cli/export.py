@@ -17,8 +17,9 @@ from casnap.cli.arguments import (
     store_fields,
 )
 from casnap.cli.option_types import size_in_bytes
-from casnap.cli.output import amount, emit, print_warnings, progress_bars, say, size
+from casnap.cli.output import emit, print_warnings, progress_bars, say, size
 from casnap.files.file_reports import FORMATS, ExportReport, format_of
+from casnap.runtime.sizes import amount
 from casnap.snapshot import Snapshot
 
 EXAMPLES = """\

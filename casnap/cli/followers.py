@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from casnap.cli.arguments import open_whole_store, reading_options
-from casnap.cli.output import amount, emit, json_time, moment, print_requests, say, table
+from casnap.cli.output import emit, json_time, moment, print_requests, say, table
+from casnap.runtime.sizes import amount
 from casnap.serving.handshake import PHASES, FollowedVersion, FollowerState
 from casnap.view import repository_of
 

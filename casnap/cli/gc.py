@@ -10,7 +10,6 @@ import click
 from casnap.cli.arguments import open_whole_store, store_fields, writing_options
 from casnap.cli.option_types import duration_or_none, share
 from casnap.cli.output import (
-    amount,
     emit,
     json_time,
     moment,
@@ -21,6 +20,7 @@ from casnap.cli.output import (
     say,
     size,
 )
+from casnap.runtime.sizes import amount
 from casnap.storage import GcOptions, GcReport, collect
 from casnap.store import Store
 from casnap.view import repository_of

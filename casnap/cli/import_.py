@@ -17,11 +17,12 @@ from casnap.cli.arguments import (
     snapshot_at,
     writing_options,
 )
-from casnap.cli.output import CommandError, amount, emit, progress_bars, say, size
+from casnap.cli.output import CommandError, emit, progress_bars, say, size
 from casnap.errors import CasnapError, FileFormatError, NotAStoreError, SnapshotNotFoundError
 from casnap.files.file_reports import SUFFIXES, ImportReport
 from casnap.format.names import STORE_FOLDER, check_name
 from casnap.runtime.environment import local_path
+from casnap.runtime.sizes import amount
 from casnap.snapshot import Snapshot
 from casnap.storage import Location, open_at
 from casnap.store import Store, import_snapshot

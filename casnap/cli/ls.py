@@ -14,7 +14,8 @@ from casnap.cli.arguments import (
     snapshots_of,
     store_fields,
 )
-from casnap.cli.output import MUST, amount, emit, moment, say, size, summary, table
+from casnap.cli.output import MUST, emit, moment, say, size, summary, table
+from casnap.runtime.sizes import amount
 from casnap.snapshot import Snapshot
 from casnap.view import repository_of, view_of
 

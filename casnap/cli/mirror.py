@@ -8,11 +8,12 @@ from contextlib import suppress
 import click
 
 from casnap.cli.arguments import identity, open_whole_store, reading_options
-from casnap.cli.output import CommandError, amount, emit, json_time, moment, say, size, table
+from casnap.cli.output import CommandError, emit, json_time, moment, say, size, table
 from casnap.errors import MirrorError
 from casnap.format.records import Root
 from casnap.mirror.notes import is_unmirrored, lag_in, mirror_place, succeeded_in
 from casnap.mirror.status import HostFiles, HostStatus
+from casnap.runtime.sizes import amount
 from casnap.snapshot import Snapshot
 from casnap.store import Store
 from casnap.view import repository_of

@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from casnap.runtime.progress import Progress, ProgressBars
+from casnap.runtime.sizes import amount
 from casnap.runtime.sizes import size as size
 from casnap.view import repository_of
 
@@ -75,13 +76,6 @@ def moment(seconds: float) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S%z", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):
         return "?"
-
-
-def amount(count: int, thing: str) -> str:
-    """Return a number and a noun, in the plural unless the number is 1."""
-    if count != 1:
-        thing = f"{thing[:-1]}ies" if thing.endswith("ry") else f"{thing}s"
-    return f"{count:,} {thing}"
 
 
 def requests_text(requests: Mapping[str, int]) -> str:

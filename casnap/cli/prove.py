@@ -12,10 +12,11 @@ from typing import Any
 import click
 
 from casnap.cli.option_types import duration
-from casnap.cli.output import amount, emit, json_option, say, table
+from casnap.cli.output import emit, json_option, say, table
 from casnap.proving.proof import Comparison, Options, Proof, Run, check_command, remove_room
 from casnap.proving.proof import prove as proved
 from casnap.runtime.environment import local_path
+from casnap.runtime.sizes import amount
 
 EXAMPLES = """\
 \b

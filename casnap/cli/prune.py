@@ -17,7 +17,6 @@ from casnap.cli.gc import collect_garbage, garbage_fields, grace_option, show
 from casnap.cli.option_types import duration
 from casnap.cli.output import (
     CommandError,
-    amount,
     confirm,
     emit,
     json_time,
@@ -29,6 +28,7 @@ from casnap.cli.output import (
     table,
 )
 from casnap.errors import CasnapError
+from casnap.runtime.sizes import amount
 from casnap.storage import Best, GcOptions, GcReport, PruneReport, Retention
 from casnap.store import Store
 from casnap.view import repository_of, view_of

@@ -16,7 +16,6 @@ from casnap.cli.option_types import duration, size_in_bytes
 from casnap.cli.output import (
     JSON_VERSION,
     CommandError,
-    amount,
     emit,
     json_time,
     json_values,
@@ -28,6 +27,7 @@ from casnap.cli.output import (
 )
 from casnap.cli.shell_command import EndingSignals, run_command
 from casnap.runtime.progress import Progress
+from casnap.runtime.sizes import amount
 from casnap.serving.options import FLOATS, FollowEvent, PullOptions, PullReport
 from casnap.serving.version import RECORD, read_record, verify
 from casnap.store import Store

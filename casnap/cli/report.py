@@ -15,7 +15,6 @@ from casnap.cli.arguments import open_store, reading_options, snapshots_of, stor
 from casnap.cli.garbage import disk_fields
 from casnap.cli.output import (
     CommandError,
-    amount,
     emit,
     json_time,
     print_requests,
@@ -31,6 +30,7 @@ from casnap.maintenance.usage import DiskUsage, Usage, disk_usage, usage
 from casnap.report.facts import Facts, RunFacts, SnapshotFacts, Space, gather, metrics_in
 from casnap.report.page import HEAD, page
 from casnap.runtime.environment import local_path
+from casnap.runtime.sizes import amount
 from casnap.storage import Contents, GcOptions, Repository, collect
 from casnap.view import repository_of
 

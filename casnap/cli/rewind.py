@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from casnap.cli.arguments import identity_of, open_snapshot, writing_options
-from casnap.cli.output import amount, emit, say
+from casnap.cli.output import emit, say
+from casnap.runtime.sizes import amount
 from casnap.view import view_of
 
 

@@ -6,7 +6,8 @@ import click
 
 from casnap.cli.arguments import identity_of, open_snapshot, writing_options
 from casnap.cli.garbage import show_what_waits
-from casnap.cli.output import CommandError, amount, confirm, emit, say, size, summary
+from casnap.cli.output import CommandError, confirm, emit, say, size, summary
+from casnap.runtime.sizes import amount
 from casnap.snapshot import Snapshot
 from casnap.view import repository_of
 

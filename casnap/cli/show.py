@@ -16,7 +16,6 @@ from casnap.cli.arguments import (
 )
 from casnap.cli.entries import entry_fields, keys_in_words, small_value
 from casnap.cli.output import (
-    amount,
     emit,
     moment,
     print_rest,
@@ -38,6 +37,7 @@ from casnap.format.entries import (
 from casnap.format.names import is_hashed
 from casnap.format.records import Stats
 from casnap.maintenance.usage import shared_bytes
+from casnap.runtime.sizes import amount
 from casnap.snapshot import Snapshot
 from casnap.storage import Contents, Entries
 

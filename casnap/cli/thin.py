@@ -6,7 +6,8 @@ import click
 
 from casnap.cli.arguments import identity, open_store, store_fields, writing_options
 from casnap.cli.garbage import show_what_waits
-from casnap.cli.output import amount, confirm, emit, safe, say
+from casnap.cli.output import confirm, emit, safe, say
+from casnap.runtime.sizes import amount
 from casnap.view import view_of
 
 EXAMPLES = """\

@@ -1,4 +1,4 @@
-"""Numbers of bytes for people."""
+"""Numbers for people: of bytes, and of things."""
 
 from __future__ import annotations
 
@@ -10,3 +10,10 @@ def size(nbytes: float) -> str:
             break
         nbytes /= 1000
     return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+
+
+def amount(count: int, thing: str) -> str:
+    """Return a number and a noun, in the plural unless the number is 1."""
+    if count != 1:
+        thing = f"{thing[:-1]}ies" if thing.endswith("ry") else f"{thing}s"
+    return f"{count:,} {thing}"
