@@ -124,11 +124,16 @@ def _print(proof: Proof, place: Path) -> None:
             first = comparison.differing[0]
             say(f"The first to differ are {proof.unbroken.name}/{first} and {name}/{first}:")
             _print_paths(comparison)
+    if left_out := proof.result.left_out:
+        say()
+        say("These differ, and are not compared:")
+        table(("ROLE", "PATH", "WHY"), left_out[:_MOST_PATHS], numbers=set())
+        if (more := len(left_out) - _MOST_PATHS) > 0:
+            say(f"… and {amount(more, 'path')} more")
     say()
     if proof.ok:
-        ignored = f", but for {amount(len(proof.noise.paths), 'path')} that differ in any run"
         kills = amount(len(proof.killed.kills), "kill")
-        say(f"PROVEN: equal, bit for bit, after {kills}{ignored if proof.noise.paths else ''}")
+        say(f"PROVEN: {'all else ' if left_out else ''}equal, bit for bit, after {kills}")
         return
     say("NOT PROVEN. This usually means:")
     for cause in proof.causes:
@@ -176,6 +181,7 @@ def _document(proof: Proof, place: Path) -> dict[str, Any]:
                 "differing_names": None if found is None else found.differing,
                 "lacking_names": None if found is None else found.lacking,
                 "paths": None if found is None else sorted(found.paths),
+                "left_out": None if found is None else [each._asdict() for each in found.left_out],
             }
             for run, found in _compared_runs(proof)
         ],

@@ -14,7 +14,10 @@ from pathlib import Path
 from casnap.errors import CasnapError
 
 _MARK = "CASNAP_PROVE"
-"""The variable by which the processes of an attempt are found: torchrun's workers, too."""
+"""The variable by which the processes of an attempt are found: torchrun's workers, too.
+
+Its value has the mark of each attempt that a process is part of, since a command may be a proof.
+"""
 _ENDED = (b"Z", b"X")
 """States of processes that have ended, and for which nobody has waited."""
 _LOOK = 0.02
@@ -33,10 +36,10 @@ class Attempt:
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        self._mark = f"{_MARK}={secrets.token_hex(8)}".encode()
+        mark = secrets.token_hex(16)
+        self._mark = mark.encode()
         self._log = log
         self._killed = False
-        name, _, value = self._mark.decode().partition("=")
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
             with log.open("ab") as output:
@@ -45,7 +48,7 @@ class Attempt:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**environment, name: value},
+                    env={**environment, _MARK: f"{environment.get(_MARK, '')} {mark}"},
                     start_new_session=True,
                 )
         except OSError as e:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from casnap import Diff, Store
 from casnap.errors import CasnapError
-from casnap.extending import is_folder, is_taken, paths_in
+from casnap.extending import amount, is_folder, is_taken, paths_in
 from casnap.proving.attempts import Attempt
 from casnap.proving.causes import Cause, causes_of
 
 PLACE = "{store}"
 """What stands for the folder of a run in the arguments of the command."""
 _TRIES = 3
+_OF_RANK = "one rank's own, and the run may have gone on with other ranks"
+_OF_NOISE = "two unbroken runs differ in it: seed it, if the training depends on it"
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,10 @@ class Run:
         names: The names of its snapshots, in the order in which they were taken, also of those that
             a retention has deleted since.
         seconds: How long all its attempts took.
-        kills: The newest snapshot at each kill; "" if there was none.
+        kills: The newest snapshot at each kill, but for names that are taken more than once.
         began_again: The newest snapshot at a kill after which the run took an older one anew; "" if
             it never did.
+        replaced: The names that it took more than once, such as that of a last snapshot.
     """
 
     name: str
@@ -66,6 +70,21 @@ class Run:
     seconds: float
     kills: list[str] = field(default_factory=list)
     began_again: str = ""
+    replaced: frozenset[str] = frozenset()
+
+
+class LeftOut(NamedTuple):
+    """What differs between two runs, and shows nothing.
+
+    Attributes:
+        role: What it is to a training.
+        path: Its path; of what a rank has of its own, the number of the rank and the key.
+        why: Why it is left out, in words.
+    """
+
+    role: str
+    path: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -80,6 +99,7 @@ class Comparison:
         paths: All paths that differ, in any snapshot.
         roles: What the paths that differ are to a training.
         first: What differs in the first snapshot that differs; None if none does.
+        left_out: What differs and is not compared.
     """
 
     compared: int
@@ -88,6 +108,7 @@ class Comparison:
     paths: frozenset[str]
     roles: frozenset[str]
     first: Diff | None = None
+    left_out: list[LeftOut] = field(default_factory=list)
 
     @property
     def equal(self) -> bool:
@@ -140,14 +161,15 @@ def prove(options: Options) -> Proof:
     store = make_room(options.room)
     runs = _Runs(options, store)
     unbroken = runs.unbroken("unbroken")
-    options.say(f"unbroken: {_count(unbroken.names)} in {unbroken.seconds:.1f} s")
+    options.say(f"unbroken: {amount(len(unbroken.names), 'snapshot')} in {unbroken.seconds:.1f} s")
     again = runs.unbroken("again")
     ended_alone = options.snapshots is None
     noise = _compared(store, unbroken, again, ended_alone=ended_alone)
     others = ", ".join(sorted(noise.roles)) or "its snapshots"
     options.say(f"again: {'equal' if noise.equal else f'differs in {others}'}")
     killed = runs.killed("killed", unbroken)
-    options.say(f"killed: {_count(killed.names)}, after {len(killed.kills)} kills")
+    kills = amount(len(killed.kills), "kill")
+    options.say(f"killed: {amount(len(killed.names), 'snapshot')}, after {kills}")
     result = _compared(
         store,
         unbroken,
@@ -192,10 +214,6 @@ def remove_room(room: Path) -> None:
     shutil.rmtree(room, ignore_errors=True)
 
 
-def _count(names: Collection[str]) -> str:
-    return f"{len(names)} snapshot{'s' if len(names) != 1 else ''}"
-
-
 # --- the runs -----------------------------------------------------------------------------------
 
 
@@ -206,7 +224,7 @@ class _Watch:
         self._store = store
         self._run = run
         self.seen: dict[str, str] = {}
-        self.replaced = list[str]()
+        self.replaced = set[str]()
         self._first = self._last = 0.0
 
     @property
@@ -221,7 +239,7 @@ class _Watch:
             name, commit = snapshot.name.removeprefix(f"{self._run}/"), snapshot.commit_id
             if self.seen.setdefault(name, commit) != commit:
                 self.seen[name] = commit
-                self.replaced.append(name)
+                self.replaced.add(name)
         if len(self.seen) > before:
             self._last = time.monotonic()
             self._first = self._first or self._last
@@ -247,13 +265,14 @@ class _Runs:
         most = self._options.snapshots
         self._attempt(name).watch(lambda: watch.look() >= (most or 1 << 62), self._options.timeout)
         if watch.look() < 2:
-            found = _count(watch.seen)
+            found = amount(len(watch.seen), "snapshot")
             raise CasnapError(
                 f"the run took {found} below {self._options.room / name}; a proof needs two or "
                 f"more. Does it store where {PLACE} stands? Let it take some more often"
             )
         self._gap = watch.gap
-        return Run(name, list(watch.seen)[:most], time.monotonic() - began)
+        seconds, replaced = time.monotonic() - began, frozenset(watch.replaced)
+        return Run(name, list(watch.seen)[:most], seconds, replaced=replaced)
 
     def killed(self, name: str, unbroken: Run) -> Run:
         """Run the command, kill it at random moments, and start it again until it ends.
@@ -273,7 +292,10 @@ class _Runs:
     def _killed(self, name: str, unbroken: Run, *, is_last: bool) -> Run:
         options, watch, began = self._options, _Watch(self._store, name), time.monotonic()
         count = len(unbroken.names)
-        aims = range(1, count)
+        once = [n for n in unbroken.names if n not in unbroken.replaced] or unbroken.names
+        # A run that is killed as it takes the first one may not see that one, and begin again.
+        begun = unbroken.names.index(once[:2][-1]) + 1
+        aims = range(min(begun, count - 1), count)
         targets = sorted(self._random.sample(aims, min(options.kills, len(aims))))
         gap = 0.0 if is_last else self._gap
         kills, began_again = list[str](), ""
@@ -284,13 +306,16 @@ class _Runs:
             command = options.resume_command if kills and options.resume_command else None
             was_killed = self._attempt(name, command).watch(moment.look, options.timeout)
             watch.look()
-            if watch.replaced and not began_again:
-                began_again = kills[-1] if kills else ""
+            # A trainer may not see the newest one either, if the kill cut off what it does after.
+            unseen = {*kills[-1:]} - {once[0]}
+            if kills and watch.replaced - unbroken.replaced - unseen and not began_again:
+                began_again = kills[-1]
+            watch.replaced.clear()
             if not was_killed or moment.is_complete:
                 break
-            if len(watch.seen) >= count:
+            if len(watch.seen) >= count and not unbroken.replaced:
                 break  # nothing is left that a resume could get wrong
-            kills.append(next(reversed(watch.seen), ""))
+            kills.append(next((n for n in reversed(watch.seen) if n not in unbroken.replaced), ""))
             options.say(f"killed after {kills[-1]}")
         return Run(name, list(watch.seen), time.monotonic() - began, kills, began_again)
 
@@ -353,37 +378,53 @@ def _compared(
         only_global: Whether to leave out what belongs to single ranks.
     """
     a, b = ([n for n in run.names if f"{run.name}/{n}" in store] for run in (first, second))
-    both = [name for name in a if name in set(b)]
+    # What a run takes again under one name is that of its end.
+    both = sorted((n for n in a if n in set(b)), key=lambda name: name in first.replaced)
     if ended_alone:
         lacking = [n for n in dict.fromkeys([*a, *b]) if n not in both]
     else:
         # A run that was ended may have taken one more, or a retention have deleted one less.
         lacking = [n for n in first.names if n not in second.names]
+        # It may also have been ended before it took one anew under the same name.
+        both = [name for name in both if name not in first.replaced]
+
+    def why_left_out(path: str) -> str:
+        if only_global and path.partition("/")[0].isdigit():
+            return _OF_RANK
+        return _OF_NOISE if path in ignored else ""
+
+    every = {name: store.diff(f"{first.name}/{name}", f"{second.name}/{name}") for name in both}
     changes = {
-        name: [
-            change
-            for change in store.diff(f"{first.name}/{name}", f"{second.name}/{name}").changes
-            if change.path not in ignored
-            and not (only_global and change.path.partition("/")[0].isdigit())
-        ]
-        for name in both
+        name: [change for change in diff.changes if not why_left_out(change.path)]
+        for name, diff in every.items()
     }
+    left_out = dict.fromkeys(
+        LeftOut(change.role, _own_key(change.path) if why == _OF_RANK else change.path, why)
+        for diff in every.values()
+        for change in diff.changes
+        if (why := why_left_out(change.path))
+    )
     differing = [name for name in both if changes[name]]
     found = [change for name in differing for change in changes[name]]
-    diff = None
+    shown = None
     if differing:
         names = (f"{run.name}/{differing[0]}" for run in (first, second))
         paths = {change.path for change in changes[differing[0]]}
-        every = store.diff(*names, elements=True).changes
-        diff = Diff([change for change in every if change.path in paths])
+        measured = store.diff(*names, elements=True).changes
+        shown = Diff([change for change in measured if change.path in paths])
     return Comparison(
         len(both),
         differing,
         lacking,
         frozenset(change.path for change in found),
         frozenset(change.role for change in found),
-        diff,
+        shown,
+        list(left_out),
     )
+
+
+def _own_key(path: str) -> str:
+    return "/".join(path.split("/")[:2])
 
 
 def _causes(store: Store, proof: Proof) -> list[Cause]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +40,33 @@ for step in range(progress["step"] + 1, 9):
     weight -= moment["exp_avg"] * 0.1
     progress["step"] = step
     store.take(state, f"step_{step}")
+    store.take(state, "last", overwrite=True)
     time.sleep(0.05)
+"""
+SHARDED = """\
+import sys
+import torch
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
+from casnap import RNGState, StateDict, Store
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(12, 12, bias=False)
+fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+progress = StateDict(step=0)
+state = {"model": model, "progress": progress, "rng": RNGState()}
+store = Store(sys.argv[1])
+if (last := store.latest()) is not None:
+    last.restore(state, new_ranks="keep")
+for step in range(progress["step"] + 1, 6):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    torch.rand(1)
+    progress["step"] = step
+    store.take(state, f"step_{step}")
+dist.destroy_process_group()
 """
 # Python's random numbers and hashes, which the script does not use, begin anew in each process.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -68,11 +96,12 @@ def test_a_right_resume_is_proven(tmp_path: Path) -> None:
     room, command = tmp_path / "room", (sys.executable, light(tmp_path / "train.py"), "{store}")
     text, _ = prove_light("--kills", 1, "--room", room, "--", *command)
     assert "killed after step_" in text
-    assert "PROVEN: equal, bit for bit, after 1 kill" in text
+    assert "PROVEN: all else equal, bit for bit, after 1 kill" in text
+    assert re.search(r"^generators +0/rng/python/1 +two unbroken runs differ in it", text, re.M)
     store = Store(room)
     roles = store.diff("unbroken/step_8", "killed/step_8").by_role()
     assert set(roles) <= {"generators"}  # Python's, which the script does not seed
-    assert len(store.snapshots("killed")) == 8
+    assert len(store.snapshots("killed")) == 9
     assert (room / "logs/killed.log").exists()
 
 
@@ -91,7 +120,7 @@ def test_a_wrong_resume_is_named(tmp_path: Path) -> None:
     _, again, killed = document["runs"]
     assert not set(again["paths"]) & {"model/weight", "optim/state/0/exp_avg"}
     after = int(killed["kills"][0].removeprefix("step_"))
-    assert killed["differing_names"] == [f"step_{step}" for step in range(after + 1, 9)]
+    assert killed["differing_names"] == [*(f"step_{n}" for n in range(after + 1, 9)), "last"]
 
 
 @pytest.mark.slow
@@ -102,8 +131,49 @@ def test_a_run_that_ends_after_a_kill_is_not_proven(tmp_path: Path) -> None:
     document = json.loads(prove_light(*options, *command, status=1)[0])
     killed = document["runs"][2]
     assert killed["differing_names"] == []
-    assert killed["lacking_names"][-1] == "step_4"
+    assert killed["lacking_names"][-1] == "step_3"
     assert [cause["role"] for cause in document["causes"]] == ["run"]
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_again_is_not_proven(tmp_path: Path) -> None:
+    """What it takes anew under names that are there is equal."""
+    script = light(tmp_path / "train.py")
+    text = script.read_text().replace("(last := store.latest())", "(last := None)")
+    script.write_text(text.replace('f"step_{step}")', 'f"step_{step}", overwrite=True)'))
+    options = ("--kills", 1, "--room", tmp_path / "room")
+    text, _ = prove_light(*options, sys.executable, script, "{store}", status=1)
+    assert "killed 9 snapshots equal: 9 snapshots" in re.sub(" +", " ", text)
+    assert "it did not resume" in text
+
+
+@pytest.mark.slow
+def test_a_resume_on_more_ranks(tmp_path: Path) -> None:
+    """What ranks keep for themselves differs then: that is said, and shows nothing."""
+    script = tmp_path / "train.py"
+    script.write_text(SHARDED)
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+    command, resume = ([sys.executable, *ranks, n, str(script), "{store}"] for n in "23")
+    options = ("--kills", 1, "--room", tmp_path / "room", "--resume-with", shlex.join(resume))
+    text, _ = prove(*options, *command)
+    assert re.search(r"^generators +2/rng +one rank's own", text, re.MULTILINE)
+    assert "PROVEN: all else equal" in text
+    worlds = {s.metadata.world_size for s in Store(tmp_path / "room").snapshots("killed")}
+    assert worlds == {2, 3}
+
+
+@pytest.mark.slow
+def test_a_proof_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    """As when the command is a proof itself."""
+    pid = tmp_path / "pid"
+    worker = ("sh", "-c", f"echo $$ > {pid}; exec sleep 1000", "{store}")
+    script = tmp_path / "proof.sh"
+    inner = [sys.executable, "-m", "casnap", "prove", "--room", tmp_path / "inner", "--", *worker]
+    script.write_text(shlex.join(map(str, inner)))
+    options = ("--timeout", "9s", "--room", tmp_path / "room")
+    prove(*options, "sh", script, "{store}", status=1)
+    status = Path(f"/proc/{pid.read_text().strip()}/stat")
+    assert not status.exists() or ") Z " in status.read_text()
 
 
 @pytest.mark.slow
