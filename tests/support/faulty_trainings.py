@@ -22,6 +22,7 @@ torch.manual_seed(0)
 random.seed(0)
 np.random.seed(0)
 torch.set_num_threads(1)
+steps = int((sys.argv[2:] or ["12"])[0])
 
 
 class Batches:
@@ -83,7 +84,7 @@ last = store.latest()
 if last is not None:
     last.restore(state)
 # resumed
-for step in range(progress["step"] + 1, 13):
+for step in range(progress["step"] + 1, steps + 1):
     x = batches.next()
     # forward
     loss = torch.nn.functional.cross_entropy(model(x), x.flatten())

@@ -6,7 +6,7 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -23,9 +23,17 @@ become(sys.argv[1:], {})
 """
 
 
-def run_program(*command: object, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
-    """Run ``python command``; each Python that it starts is a fork, too."""
-    return run_python(_CODE, *command, modules=PRELOADED, timeout=timeout)
+def run_program(
+    *command: object, modules: Iterable[str] = (), timeout: float = 300.0
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python command``; each Python that it starts is a fork, too.
+
+    Args:
+        command: What Python runs.
+        modules: What is imported before, once a run.
+        timeout: Seconds until this gives up.
+    """
+    return run_python(_CODE, *command, modules=(*PRELOADED, *modules), timeout=timeout)
 
 
 class ForkedPython(subprocess.Popen[Any]):
@@ -55,6 +63,7 @@ class ForkedPython(subprocess.Popen[Any]):
 def become(command: list[str], environment: Mapping[str, str]) -> None:
     """Run a script, or ``-m`` a module, as the program of this process."""
     os.environ.update(environment)
+    command = command[command[0] == "-u" :]  # as torchrun starts its workers
     if command[0] == "-m":
         sys.argv[:] = command[1:]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
