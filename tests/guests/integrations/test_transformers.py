@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -183,7 +184,7 @@ def test_small_files_of_a_store_stay_in_the_folder(
 ) -> None:
     """Who can write to the store chooses their names."""
     from casnap.integrations.trainers import Value
-    from casnap.integrations.transformers import _put_back
+    from casnap.integrations.transformers.small_files import put_back
 
     names = ["..", ".", "", "a/..", "../out", "a/b", ".bashrc", "a\nb", "casnap-snapshot.json"]
     files = {**dict.fromkeys(names, b"bad"), "config.json": b"good"}
@@ -191,7 +192,7 @@ def test_small_files_of_a_store_stay_in_the_folder(
     snapshot = Snapshot.take(tmp_path / "store/step", {"files": Value(files)})
     folder = tmp_path / "out"
     folder.mkdir()
-    _put_back(snapshot, folder)
+    put_back(snapshot, folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {"config.json": b"good"}
     assert {path.name for path in tmp_path.iterdir()} == {"store", "out"}
     said = [record.getMessage() for record in caplog.records if record.name == "casnap"]
@@ -486,6 +487,53 @@ def test_what_a_subclass_adds_is_saved_and_loaded(
     assert in_child(go) == 0
     assert_same(load(tmp_path / "end"), load(uninterrupted / "end"))
     assert json.loads((tmp_path / "out/checkpoint-8/extra.json").read_text()) == 4
+
+
+def test_a_load_that_a_subclass_replaces_gets_what_is_no_snapshot(tmp_path: Path) -> None:
+    """Whichever way the checkpoint is given."""
+
+    def go() -> None:
+        import transformers
+
+        from casnap.integrations.transformers import CasnapTrainerMixin
+
+        class Own(CasnapTrainerMixin, transformers.Trainer):  # type: ignore[misc]
+            def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
+                own.append(resume_from_checkpoint)
+
+        own: list[Any] = []
+        trainer = trainer_of(tmp_path, kind=Own, max_steps=2)
+        trainer.train()
+        place, model = tmp_path / "checkpoint-2", trainer.model
+        stored = dict(Snapshot(place).get_state_dict_for_key("model"))
+        for args, named in (
+            ([str(place), model], {}),
+            ([place], {"model": model}),
+            ([], {"model": model, "resume_from_checkpoint": str(place)}),
+        ):
+            torch.nn.init.zeros_(model.transformer.wpe.weight)
+            trainer._load_from_checkpoint(*args, **named)
+            assert_same(dict(model.state_dict()), stored)
+        assert not own
+        trainer._load_from_checkpoint(model=model, resume_from_checkpoint=str(tmp_path / "other"))
+        assert own == [str(tmp_path / "other")]
+
+    assert in_child(go) == 0
+
+
+def test_what_casnap_replaces_has_the_arguments_of_the_trainers_own() -> None:
+    import transformers
+
+    from casnap.integrations.transformers.storing import StoringTrainer
+
+    for name, method in vars(StoringTrainer).items():
+        if inspect.isfunction(method):
+            theirs = inspect.signature(getattr(transformers.Trainer, name)).parameters
+            ours = inspect.signature(method).parameters
+            assert [*ours] == [*theirs][: len(ours)], name
+            assert all(
+                theirs[more].default is not inspect._empty for more in [*theirs][len(ours) :]
+            )
 
 
 def test_a_subclass_that_saves_by_itself_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,33 @@
+"""Give the mixin to every Trainer of a process, as ``casnap run`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import Trainer
+
+from casnap.integrations.transformers.classes import storing
+from casnap.integrations.transformers.mixin import CasnapTrainerMixin
+
+
+def install(tell: Callable[[str], object] | None = None, *, weights: str | None = None) -> None:
+    """Have every Trainer that this process makes from now on save and load as by the mixin.
+
+    Subclasses are included, also those that were imported before. Checkpoints that the Trainer
+    itself has written are still loaded. A tool that names the newest checkpoint of ``output_dir``
+    gets the last whole one, as ``resume_from_checkpoint=True`` does.
+
+    Args:
+        tell: Called on rank 0 when a Trainer begins to train, with a line that says where it saves.
+        weights: ``casnap_weights`` of :class:`CasnapTrainerMixin`, unless a class with that mixin
+            sets it; by default it stays as it is.
+    """
+    if weights is not None:
+        CasnapTrainerMixin.casnap_weights = weights
+    CasnapTrainerMixin._tell = None if tell is None else staticmethod(tell)
+
+    def new(cls: Any, *_: Any, **__: Any) -> Any:
+        return object.__new__(storing(cls, CasnapTrainerMixin))
+
+    Trainer.__new__ = new

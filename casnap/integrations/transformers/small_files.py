@@ -1,0 +1,72 @@
+"""The small files of a checkpoint: in the snapshot, and in the folder, where the Trainer looks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+
+from casnap import Snapshot
+from casnap.extending import Markers, is_file, is_file_name, is_taken, paths_in
+from casnap.integrations.transformers.weights import ADAPTER
+
+_log = logging.getLogger("casnap")
+_UNFINISHED = "checkpoint-is-incomplete.txt"
+"""A file that the Trainer puts into the folder while it saves after a SIGTERM."""
+_WEIGHTS = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME, *ADAPTER)
+
+
+def put_small_files(staged: Path, folder: Path) -> dict[str, bytes]:
+    """Put files into the folder of a checkpoint, but no weights; return all that it has then.
+
+    Args:
+        staged: The folder into which the Trainer has written them.
+        folder: The folder of the checkpoint.
+    """
+    for path in sorted(staged.rglob("*")):
+        if is_file(path) and path.name not in _WEIGHTS:
+            target = folder / path.relative_to(staged)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    files = (path for path in paths_in(folder) if is_file(path))
+    return {p.name: p.read_bytes() for p in files if p.name not in (Markers.FILE, _UNFINISHED)}
+
+
+def put_back(snapshot: Snapshot, folder: Path) -> None:
+    """Put the small files of a snapshot where the Trainer looks for them, if they are missing.
+
+    They are missing if the snapshot was copied from another store. A file that differs stays, since
+    a user may have edited it. But if a save that should have replaced the snapshot was cut off, the
+    snapshot's files replace those of that save.
+    """
+    files: Mapping[str, bytes] = snapshot.read_object("0/files")
+    commit = Markers(snapshot.contents.store).commit_in(snapshot.contents.name)
+    stays = commit == snapshot.row.commit
+    differing: list[str] = []
+    # Who can write to the store chooses the names.
+    bad = sorted(name for name in files if not is_file_name(name) or name == Markers.FILE)
+    for name in files.keys() - bad:
+        path, data = folder / name, files[name]
+        if name in _WEIGHTS or (is_file(path) and path.read_bytes() == data):
+            continue
+        if is_there := is_taken(path):
+            differing.append(path.name)
+        if not (is_there and stays):
+            # Made only if a file is missing: this user may have no right to write there.
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    if bad:
+        text = "%s: files of the snapshot are left out, for their names (%.500s)"
+        _log.warning(text, folder, ", ".join(map(repr, bad)))
+    if differing and stays:
+        _log.warning(
+            "%s: files that are not as they were saved are used as they are (%s); to have those of "
+            "the snapshot, remove them before the run resumes",
+            folder,
+            ", ".join(sorted(differing)),
+        )
+    elif differing:
+        text = "%s: files of a save that was cut off are replaced by those of the snapshot (%s)"
+        _log.warning(text, folder, ", ".join(sorted(differing)))

@@ -1,0 +1,161 @@
+"""The Trainer with casnap in place of its files: it loads snapshots, and checkpoints of its own."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+
+from casnap import RNGState, Snapshot
+from casnap.errors import SnapshotNotFoundError
+from casnap.extending import ForeignCheckpoints, WeightFiles, is_file, own_rank
+from casnap.integrations import with_deepspeed
+from casnap.integrations.notices import is_notice
+from casnap.integrations.sharded import optimizer_for
+from casnap.integrations.trainers import (
+    OTHER_WEIGHTS,
+    both_there_error,
+    check_saved_by,
+    check_weights,
+    check_whole,
+    load_own,
+    snapshot_at,
+)
+from casnap.integrations.transformers.small_files import put_back
+from casnap.integrations.transformers.weights import is_its_own, may_be_others
+from casnap.integrations.versions import check_methods
+
+check_methods(
+    "transformers",
+    Trainer,
+    [
+        *("_get_output_dir", "_load_best_model", "_load_from_checkpoint", "_load_rng_state"),
+        *("_load_optimizer_and_scheduler", "_load_scaler", "_save", "_save_checkpoint"),
+        *("_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler", "save_model"),
+    ],
+)
+_log = logging.getLogger("casnap")
+_MODULE = "casnap.integrations.transformers"
+STATE = ("optimizer.pt", "scheduler.pt")
+"""Files of the Trainer without which it would go on with a fresh optimizer, and say nothing."""
+
+
+class StoringTrainer(Trainer):
+    """The Trainer with casnap in place of its files, right above the Trainer itself.
+
+    So what subclasses do in these methods is done too. While a checkpoint is saved, those that
+    write files do nothing: what they would write is in the snapshot.
+    """
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        self._trainer_has_saved = True
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model for ``from_pretrained``, as the Trainer does."""
+        if not self._saving_checkpoint:
+            super().save_model(output_dir, _internal_call)
+        elif self.args.should_save:
+            Path(output_dir or self.args.output_dir).mkdir(parents=True, exist_ok=True)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self._saving_checkpoint:
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        if not self._saving_checkpoint:
+            super()._save_scaler(output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if not self._saving_checkpoint:
+            super()._save_rng_state(output_dir)
+
+    # --- loading ---
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        snapshot = snapshot_at(resume_from_checkpoint)
+        if snapshot is None:
+            if not is_its_own(Path(resume_from_checkpoint)):
+                raise SnapshotNotFoundError(
+                    f"{resume_from_checkpoint} holds no whole checkpoint: its save was cut off, "
+                    "its snapshot was deleted, or the store of casnap is not there. "
+                    "resume_from_checkpoint=True takes the last whole one"
+                    + ForeignCheckpoints(Path(resume_from_checkpoint)).advice()
+                )
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        check_saved_by(snapshot, _MODULE, ["files"])
+        _check_folder(snapshot, Path(resume_from_checkpoint))
+        if own_rank() == 0:
+            put_back(snapshot, Path(resume_from_checkpoint))
+        if model is None or self.is_fsdp_enabled:
+            model = self._model_state(self.model if model is None else model)
+        snapshot.restore({"model": model})
+
+    def _load_best_model(self) -> None:
+        snapshot = snapshot_at(self.state.best_model_checkpoint)
+        if snapshot is None or self._engine is not None:
+            super()._load_best_model()
+        else:
+            if own_rank() == 0:
+                _warn_of_others(snapshot)
+            snapshot.restore({"model": self._model_state(self.model)})
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        snapshot = None if checkpoint is None else snapshot_at(checkpoint)
+        if snapshot is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        check_whole(snapshot, "optimizer")
+        if "optimizer" in snapshot.contents.trees(own_rank()):
+            state = self._optimizer_and_scheduler()
+            if self._engine is None:
+                state["optimizer"] = optimizer_for(
+                    snapshot, "optimizer", self.model, self.optimizer, self.is_fsdp_enabled
+                )
+            snapshot.restore(state)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        snapshot = None if checkpoint is None else snapshot_at(checkpoint)
+        if snapshot is None:
+            super()._load_scaler(checkpoint)
+        elif self._scaler is not None:
+            load_own(snapshot, "scaler", self._scaler)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        snapshot = None if checkpoint is None else snapshot_at(checkpoint)
+        if snapshot is None:
+            super()._load_rng_state(checkpoint)
+        elif not load_own(snapshot, "rng", RNGState()):
+            _log.warning("%s has no random state of rank %d", checkpoint, own_rank())
+
+
+def load_engine(engine: Any, load: Any, load_dir: str, *args: Any, **options: Any) -> Any:
+    """Load a checkpoint into an engine of DeepSpeed: a snapshot, or DeepSpeed's own checkpoint."""
+    snapshot = snapshot_at(load_dir)
+    if snapshot is None:
+        return load(load_dir, *args, **options)
+    _check_folder(snapshot, Path(load_dir))
+    return with_deepspeed.load(engine, snapshot)
+
+
+def _check_folder(snapshot: Snapshot, folder: Path) -> None:
+    """Check that nobody has put another checkpoint beside a snapshot. All ranks call this.
+
+    Raises:
+        StateError: The folder has an optimizer of the Trainer's, or other weights.
+    """
+    state = folder / STATE[0]
+    if is_file(state) and not is_notice(state):
+        raise both_there_error(folder, "the Trainer itself", f"remove {state}")
+    check_weights(snapshot, may_be_others(snapshot, folder))
+
+
+def _warn_of_others(snapshot: Snapshot) -> None:
+    """Warn of other weights beside the best snapshot: an error would lose a training at its end."""
+    paths = may_be_others(snapshot, Path(snapshot.path))
+    if others := WeightFiles.others_than(snapshot.contents, paths):
+        text = "%s: %s. The best model is that of the snapshot"
+        _log.warning(text, ", ".join(map(str, others)), OTHER_WEIGHTS)

@@ -1,0 +1,102 @@
+"""Weights in the folder of a checkpoint of the Trainer: their names, their form, whose they are."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
+
+from casnap import Snapshot
+from casnap.extending import (
+    WeightFiles,
+    is_file,
+    is_folder,
+    matching,
+    paths_in,
+)
+from casnap.integrations.notices import is_notice
+from casnap.integrations.trainers import WEIGHTS
+
+try:
+    from transformers.core_model_loading import revert_weight_conversion
+except ImportError:  # of Transformers 4
+    revert_weight_conversion = None
+
+ADAPTER = (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME)
+_LOADED = (*WEIGHTS, *ADAPTER, "pytorch_model_fsdp*")
+"""The names of what the Trainer itself loads weights from: files, or a folder of FSDP's."""
+
+
+def weights_in(folder: Path) -> list[Path]:
+    """Return what the Trainer itself would load weights from, whoever has written it."""
+    weights = matching(folder, *_LOADED)
+    for inner in filter(is_folder, paths_in(folder)):
+        if inner.name != WeightFiles.STAGED:
+            weights += matching(inner, *ADAPTER)
+    return [path for path in weights if not is_notice(path)]
+
+
+def is_its_own(folder: Path) -> bool:
+    """Whether the Trainer itself has written weights into a folder."""
+    return any(path.name not in WeightFiles(path.parent).names() for path in weights_in(folder))
+
+
+def remove_weights(folder: Path) -> None:
+    """Remove all weights from the folder of a checkpoint that is saved anew."""
+    for place in {folder, *(path.parent for path in weights_in(folder))}:
+        WeightFiles(place).remove()
+    for path in filter(is_file, weights_in(folder)):
+        path.unlink()
+
+
+def may_be_others(snapshot: Snapshot, folder: Path) -> Iterator[Path]:
+    """Yield the weights beside a snapshot, except those that a subclass has saved with it."""
+    has_files = "files" in snapshot.contents.keys()  # noqa: SIM118 - no dict
+    files: Mapping[str, bytes] = snapshot.read_object("0/files") if has_files else {}
+    for path in weights_in(folder):
+        if not (path.name in files and is_file(path) and path.read_bytes() == files[path.name]):
+            yield path
+
+
+def put_adapters(snapshot: Snapshot, folder: Path, staged: Path) -> None:
+    """Put the adapters of a snapshot beside it, whole, for the tools of PEFT.
+
+    Args:
+        snapshot: The snapshot.
+        folder: Its folder.
+        staged: The folder into which PEFT has written them.
+    """
+    for path in sorted(staged.rglob("*")):
+        if path.name in ADAPTER:
+            place = folder / path.parent.relative_to(staged)
+            WeightFiles(place).put(snapshot.contents, write=partial(_copy_into, path))
+
+
+def _copy_into(file: Path, folder: Path) -> None:
+    folder.mkdir()
+    shutil.copyfile(file, folder / file.name)
+
+
+def tied_in(model: Any) -> set[str]:
+    """Return the tensors that Transformers saves under another name alone."""
+    names = getattr(model, "all_tied_weights_keys", None)  # of Transformers 5
+    return set(names or getattr(model, "_tied_weights_keys", None) or ())
+
+
+def is_rewritten(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether Transformers saves other tensors than the model has, or gives them other names."""
+    if not isinstance(model, PreTrainedModel):
+        return False
+    if getattr(model, "hf_quantizer", None) is not None or model._keys_to_ignore_on_save:
+        return True
+    if revert_weight_conversion is None:
+        return bool(getattr(model, "_checkpoint_conversion_mapping", None))
+    state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    saved = revert_weight_conversion(model, dict(state))
+    return saved.keys() != state.keys() or any(saved[name] is not state[name] for name in state)
