@@ -175,7 +175,7 @@ class _Levels(Generic[V]):
     def closed_to(self, level: int) -> bool:
         """Store the full nodes of levels up to ``level``; return whether no node stays open there.
 
-        If none does, a stored node of that level can be added without reading it.
+        If no node stays open, the caller can add a stored node of that level without reading it.
         """
         self._reach(level)
         for i in range(level + 1):
@@ -342,10 +342,10 @@ class Tree(Generic[V]):
         return LeafNode([item for item in node.items if item[0] not in bad]) if bad else node
 
     def _check_claim(self, digest: Digest, node: LeafNode[V] | Branch) -> None:
-        """Check that a node is as the list above it says. Otherwise an edit could lose items.
+        """Check that a node fits its entry in the node above. Otherwise an edit could lose items.
 
         Raises:
-            DamagedError: The node differs from what the list says.
+            DamagedError: The first key, the keys or the number of items differ from the entry.
         """
         claim, entries = self._claims[digest], _entries(node)
         count = sum(c for _, _, c in node.children) if isinstance(node, Branch) else len(entries)

@@ -103,14 +103,14 @@ class Comm(ABC):
     def leave(self) -> None:
         """End the operation on this rank, after its last collective.
 
-        Other ranks hear of no later error.
+        A later error of this rank is not told to the other ranks.
         """
 
     @abstractmethod
     def enter_phase(self, phase: str) -> None:
         """Note which phase this rank begins, in words.
 
-        If the rank dies, the others' error tells it.
+        If this rank dies, the error on the other ranks names the phase.
         """
 
     def resume(self, error: BaseException) -> bool:

@@ -190,8 +190,8 @@ class Link:
 
         Args:
             operation: The operation in words. The store's keys of the operation contain a hash of
-                these words. So a rank that has skipped an operation does not take the next one for
-                it.
+                these words. So a rank that has skipped an operation does not mistake the next one
+                for the skipped one.
             phase: The first phase of this rank, in words.
         """
         self._number += 1
@@ -238,9 +238,10 @@ class Link:
                 _warn_of_absent(operation, absent, timeout)
 
     def _reminder(self, operation: str, timeout: float) -> Callable[[Iterable[int]], None]:
-        """Return a function that logs a warning, once, about ranks that are seconds late.
+        """Return a function that logs a warning about absent ranks, if they are seconds late.
 
-        Its argument is the absent ranks. Calls before that time, and after the warning, do nothing.
+        The argument of the function is the absent ranks. The function warns only once; until the
+        ranks are late, a call does nothing.
         """
         warn_at = time.monotonic() + _WARN_AFTER if self._warns else math.inf
 

@@ -143,11 +143,11 @@ def unlink_abandoned(folder: int, min_age: float) -> int:
 
 
 def _unlink_left_open(name: str, folder: int) -> int:
-    """Delete a file that a client has kept for a day since it was deleted; return the bytes freed.
+    """Delete the rest of a deleted file, which a client has kept for a day; return the bytes freed.
 
-    The client of a network file system deletes such a file itself once no process has it open; some
-    clients of FUSE never do. This function does not open the file, since the client would keep it
-    again.
+    A client of a network file system renames a file that is deleted while it is open. The client
+    deletes the renamed file once no process has it open; some clients of FUSE never do. This
+    function does not open the file, since the client would keep it again.
     """
     with suppress(OSError):
         info = os.stat(name, dir_fd=folder, follow_symlinks=False)

@@ -3,7 +3,7 @@
 Nothing is at a path if the system says so. If the system says anything else, such as that this user
 may not look or that the disk has failed, the functions raise an error. A program that took such an
 answer for "nothing" would begin its run anew. The functions of ``os.path`` and ``pathlib`` swallow
-such errors, and which ones differs between releases of Python.
+some of these errors: which ones depends on the release of Python.
 """
 
 from __future__ import annotations

@@ -389,7 +389,7 @@ class RemoteBackend(Backend):
         work: Callable[[Client], Coroutine[Any, Any, T]],
         transfer: Transfer | None = None,
     ) -> T:
-        """Make a request, and repeat it while it fails in ways that may pass, and there is time.
+        """Make a request. Repeat it as long as its failures may pass, and time is left.
 
         Args:
             kind: The kind of request, to count it.

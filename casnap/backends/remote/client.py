@@ -276,7 +276,7 @@ def tls_problem(errors: Iterable[BaseException | None]) -> TransientError | None
         errors: The error of a request, and the errors that caused it.
 
     Returns:
-        The error; None if no handshake failed, or only because the connection broke.
+        The error; None if no handshake failed, or if one failed only because the connection broke.
     """
     for error in errors:
         if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):

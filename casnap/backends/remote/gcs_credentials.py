@@ -27,8 +27,8 @@ def token_to_use(token: Any) -> Any:
     """Return the ``token=`` to pass to gcsfs, so that gcsfs does not wait in vain.
 
     With None, gcsfs looks for default credentials, then asks the metadata server, then goes on
-    without credentials. If there are no default credentials and no metadata server, the last is
-    chosen at once.
+    without credentials. If there are no default credentials and no metadata server, this function
+    returns at once the token by which gcsfs does not look for them.
 
     Args:
         token: The user's ``token=``. If it is not None, it is returned.

@@ -37,14 +37,14 @@ class Retries:
     """How long and how often a remote backend tries requests; all times in seconds.
 
     Attributes:
-        attempts: The most attempts of one request. By default only the time counts: how many
-            refused connections fit into a second is chance.
+        attempts: The most attempts of one request. By default only the time is limited, because it
+            is a matter of chance how many refused connections fit into a second.
         deadline: How long one operation may take with all its attempts. Each 256 KiB that are sent
             or received add a second.
         silence: How long an attempt may go on while no byte is sent or received.
         connect: How long an attempt may take to make a connection.
-        first_contact: How long to try to reach a server that has never answered this process. An
-            operation that follows one without success also gets only this time, so that cleaning up
+        first_contact: How long to try to reach a server that has never answered this process. After
+            an operation has failed, the next operation gets only this time too, so that cleaning up
             does not take a whole deadline again.
         first_delay: The longest wait before the second attempt. It doubles before each further
             attempt. The wait is random, so that many hosts do not return at the same time.

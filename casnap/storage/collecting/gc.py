@@ -124,7 +124,7 @@ class GcReport:
         waiting_packs: How many condemned packs wait for the end of their grace.
         waiting_bytes: The bytes of these packs.
         waiting_until: When the grace of the last waiting pack is over, in seconds since the epoch.
-        lost_chunks: How many chunks snapshots need that a repair has found to be lost.
+        lost_chunks: How many chunks are lost, as a repair has found, though snapshots need them.
         refused: Garbage files that this user may not delete → the reason. They belong to other
             users, in a sticky folder. Their owners' collections delete them.
         warnings: Rules of the bucket that can hurt the store, or keep what was deleted.

@@ -168,7 +168,7 @@ class ReferenceCounts:
     def _count_bases(self, store: Repository, root: Root) -> set[bytes]:
         """Count the bases of the deltas in new segments; return these bases.
 
-        They are never subtracted.
+        The counts of bases are never lowered.
         """
         new = self._bases.of(root, store.index)
         self._tally.change(new, 1)
@@ -176,12 +176,11 @@ class ReferenceCounts:
 
 
 class _Tally:
-    """A count for each of many digests, by the first eight bytes of the digest.
+    """Counts for many digests, found by the first eight bytes of each digest.
 
-    It takes 12 bytes each.
-
-    Two digests that begin with the same eight bytes share a count. So the collector may keep a
-    chunk that nobody needs, but never takes a needed chunk for garbage.
+    A digest and its count take 12 bytes. Two digests that begin with the same eight bytes share a
+    count. So the collector may keep a chunk that nobody needs, but never takes a needed chunk for
+    garbage.
     """
 
     def __init__(self) -> None:

@@ -79,7 +79,7 @@ class StoredFiles:
     def add(self, packs: Iterable[PackId]) -> None:
         """Add packs that were not listed.
 
-        It must be called before a root drops them from its segments.
+        Call this before a root leaves these packs out of its segments.
         """
         if self._knows_all:
             return

@@ -148,8 +148,8 @@ class WholeMarks:
         """Go through all records of the index, and add up how much of each pack is needed.
 
         Args:
-            use_counts: The needed digests of this part → 0. The values are set to a number for a
-                live pack that holds the digest.
+            use_counts: The needed digests of this part, each with the value 0. If a live pack holds
+                a digest, the call sets its value to a number that stands for the pack.
             part: The number of the part of the digests that is marked now.
         """
         condemned = self.root.condemned

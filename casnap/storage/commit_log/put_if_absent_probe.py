@@ -174,7 +174,7 @@ def honours_put_if_absent(backend: Backend) -> bool:
 
 
 def _place(backend: Backend) -> str:
-    """Return a text for the endpoint and its versioning, which a probe is about; "" for none."""
+    """Return a text for what one probe holds for: an endpoint and its versioning; "" if unknown."""
     endpoint = backend.endpoint
     versioning = backend.versioning if endpoint else ""
     return f"{endpoint} versioning {versioning}" if versioning else endpoint

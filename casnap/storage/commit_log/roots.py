@@ -378,11 +378,11 @@ def sealed_root(root: Root) -> bytes:
 
 
 def _problem(root: Root, seq: int) -> str | None:
-    """Return why a decoded root cannot be right, as words that follow its name; None if it may be.
+    """Return what is wrong with a decoded root, as words that follow its name; None if nothing is.
 
     Args:
         root: The root.
-        seq: The number by which it was read.
+        seq: The number by which the root was read.
     """
     if root.seq != seq or seq >= MOST_ROOTS:
         return f"says that it is root {root.seq}"

@@ -1,9 +1,9 @@
 """This host's cache of a store, in LMDB: places of chunks and nodes, tree nodes, and notes.
 
 A cached record says that a digest lies at a place in a pack. It stays true: packs never change, and
-their ids are never used again. So a cache may be out of date, deleted, or shared between processes,
-even if the store was rolled back and went on in two ways: each of these costs only time. Each place
-of a store has a cache of its own, since a copy of a store may hold other bytes under the same ids.
+their ids are never used again. So it costs only time if a cache is out of date, deleted, or shared
+between processes, or if the store was rolled back and went on in another way. Each place of a store
+has a cache of its own, since a copy of a store may hold other bytes under the same ids.
 """
 
 from __future__ import annotations

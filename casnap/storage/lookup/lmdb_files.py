@@ -93,7 +93,7 @@ def _map_environment(folder: Path) -> lmdb.Environment:
 def _reserve(lock: Path) -> None:
     """Allocate the disk space of LMDB's table of readers.
 
-    LMDB writes this table through mmap; on a full disk that would kill the process.
+    LMDB writes this table through mmap. On a full disk, such a write would kill the process.
 
     Raises:
         OSError: The disk is full.

@@ -3,8 +3,8 @@
 On a disk, each look reads the root from the store. On a remote store, the root is remembered: this
 process knows when it saw the root, and this host keeps a note of the root, so that opening a store
 needs no listing. The note has the root's number and commit id. Roots are never removed, and commit
-ids are random. So if the root of that number still has that commit id, the same store is at the
-place, and no older root is the newest one.
+ids are random. So a look reads the root of the noted number. If this root has the noted commit id,
+the place still has the same store, and the newest root is this one or a later one.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class RememberedRoot(NewestRoot):
 
         Args:
             backend: The backend of the place.
-            look_ahead: Whether to read the newest root now, so that the next use need not.
+            look_ahead: Whether to read the newest root now. Otherwise its first use reads it.
 
         Raises:
             NotAStoreError: There is no store, or its creation was cut off.
@@ -223,7 +223,8 @@ def _known_to_host(backend: Backend, *, look_ahead: bool) -> tuple[StoreConfig, 
         look_ahead: Whether to return the newest root, instead of the one in the note.
 
     Returns:
-        Both; None if this host has no note of the place, or the root in the note no longer exists.
+        The record and the root; None if this host has no note of the place, or the root in the note
+        no longer exists.
     """
     try:
         note = decoder(_RootNote).decode(_host_notes(backend).note(_NOTE) or b"")

@@ -686,10 +686,11 @@ def _check_ours(store: Path, *, is_parent: bool) -> None:
 
 
 def _why_not_ours(store: Path, *, is_parent: bool) -> str | None:
-    """Return the same as :func:`_why_distrusted`, right also where volumes change owners.
+    """Return why no snapshots must be put into a store to which a path leads; None if they may.
 
-    On some volumes, a new file does not get the owner or mode of its maker. To find out, this
-    function creates a file in the store's folder, and deletes it.
+    Unlike :func:`_why_distrusted`, this is also right on volumes where a new file does not get the
+    owner or mode of its maker. To find out, it creates a file in the store's folder, and deletes
+    it.
     """
     new_file = LocalBackend(store).new_file()
     refusal = _why_distrusted(store, is_parent=is_parent)

@@ -144,7 +144,7 @@ class FailedRead(NamedTuple):
 def _readers(backend: Backend) -> int:
     """Return how many threads should read.
 
-    They are more than the cores on a disk, since some wait for the disk while others verify.
+    On a disk, there are more threads than cores: some wait for the disk while others verify.
     """
     return min(cores() + 2, SLOTS) if backend.has_page_cache else SLOTS
 

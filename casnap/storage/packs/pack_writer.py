@@ -125,7 +125,7 @@ class PackWriter:
         pool: The pool of memory for packs.
         crew: The crew that starts the threads.
         codec: The codec of new chunks or nodes.
-        packs: The ids of the packs that were begun to be written.
+        packs: The ids of the packs that the writer has begun to write.
         records: The records of the packs that were written.
         lengths: The length of each pack that was written.
         stored_bytes: The stored bytes of the chunks or nodes in full packs.
@@ -182,9 +182,10 @@ class PackWriter:
             pack.waits += 1
 
     def end_wait(self, pack: _Pack) -> None:
-        """Note that a filler or room no longer uses a pack. When none does, have the pack written.
+        """Note that a filler or room no longer uses a pack.
 
-        Afterwards the pack's memory goes back to the pool; at once if the pack is empty.
+        Once neither fillers nor rooms use the pack, a thread writes it. Then the pack's memory goes
+        back to the pool. The memory of an empty pack goes back at once.
         """
         with self._lock:
             pack.waits -= 1
@@ -293,7 +294,7 @@ class PackWriter:
         return new_ids
 
     def delete_packs(self) -> None:
-        """Delete all packs that were begun to be written."""
+        """Delete all packs that this writer has begun to write."""
         for refused in self._backend.delete_all(map(pack_key, self.packs)).values():
             raise refused
         self.packs = []
@@ -392,7 +393,9 @@ class PackFiller:
             pack.records.append((digest, place))
 
     def room(self, nbytes: int, count: int) -> Room | None:
-        """Reserve memory in a pack, into which the caller puts raw chunks. It begins on a page.
+        """Reserve memory in a pack, into which the caller puts raw chunks.
+
+        The memory begins on a page.
 
         Args:
             nbytes: The bytes of the memory.
@@ -614,9 +617,8 @@ def _is_small(place: Place) -> bool:
 def _append_small_chunks(pack: _Pack) -> tuple[int, list[Record]]:
     """Append a second copy of the small chunks of a pack.
 
-    It does not share a page with the first copy.
-
-    If there is no space for it, the pack holds its small chunks once.
+    The second copy shares no page with the first. If there is no space for it, the pack holds its
+    small chunks once.
 
     Returns:
         The offset after the second copy, and the records of all chunks.

@@ -323,7 +323,7 @@ class CacheRoom(NamedTuple):
 
 
 def room_for(backend: Backend, bound: Size | None) -> CacheRoom | None:
-    """Return where, and how much, to cache of the chunks of a store; None for no cache.
+    """Return the folder and the size limit of the read cache for a store; None for no cache.
 
     Args:
         backend: The backend of the store.

@@ -267,12 +267,13 @@ class Repository:
     def as_of_whole_root(self) -> Repository | None:
         """Return the store as of an older root, if the newest root is not whole.
 
-        A root is whole if all files that it names exist. The newest whole root with snapshots is
-        taken. A root without snapshots is not: a run that sees an empty store would begin anew. The
-        result is only for reading.
+        A root is whole if all files that it names exist. The older root is the newest whole one
+        with snapshots. A root without snapshots does not count: a run that sees an empty store
+        would begin anew. The result is only for reading.
 
         Returns:
-            The store; None if the newest root is whole, or no older root with snapshots is.
+            The store; None if the newest root is whole, or if no older root with snapshots is
+            whole.
         """
         newest = self.newest()
         before = islice(roots_before(self.backend, newest.seq), _MOST_ROOTS)

@@ -23,10 +23,10 @@ class Table(Tree[Row]):
     def in_commit_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
         """Return snapshots in the order in which they were committed.
 
-        Copies may come late: for example, a snapshot is copied only after a repair, or once its
-        name is free. So all copies from one store are sorted by their commits in that store, if
-        their rows name these. As a group, they keep the positions that the copies have among all
-        snapshots.
+        A copy of a snapshot from another store may be committed late: for example, only after a
+        repair, or once its name is free. So the copies from one store are put in the order of their
+        commits in that store, if their rows name these commits. Together they keep the same
+        positions among all snapshots.
         """
         ordered = sorted(rows, key=lambda item: (item[1].seq, item[0]))
         places: dict[str, list[int]] = {}

@@ -42,10 +42,10 @@ def snapshot_before(
 ) -> Contents | None:
     """Return the earlier snapshot whose chunks are to be the bases for another snapshot's chunks.
 
-    This is the snapshot before in the same folder. The first snapshot of a folder may be a
-    fine-tune of a snapshot in another folder. So for a first snapshot, the newest snapshots of
-    other folders are compared with it, and the one is returned that shares most bytes by path,
-    dtype and shape.
+    The earlier snapshot is the last one before the other in the same folder. But the first snapshot
+    of a folder may be a fine-tune of a snapshot in another folder. So a first snapshot is compared
+    with the newest snapshots of other folders. The one that shares most bytes with it, by path,
+    dtype and shape, is returned.
 
     Args:
         contents: The snapshot to find bases for.

@@ -162,7 +162,7 @@ def _best(
 def unknown_metrics(retention: Retention, rows: Iterable[Row]) -> list[str]:
     """Return the metrics of ``keep_best`` for which no row has a number.
 
-    Such a rule keeps all rows.
+    A rule by such a metric keeps all rows.
     """
     metadata = [row.metadata for row in rows]
     metrics = (metric for metric, *_ in _best_rules(retention.keep_best))

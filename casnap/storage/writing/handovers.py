@@ -36,7 +36,7 @@ class Handover(Struct, array_like=True):
         new_bytes: The stored bytes of the chunks and nodes that the rank added.
         records: The records of these chunks and nodes, as a sealed segment that is not stored yet.
             Empty if there are none, or too many for the segment of the rank that commits.
-        weight: If they are too many, the number of records, bases and packs that need another
+        weight: If the records are too many, the number of records, bases and packs that need another
             segment; else 0.
         segments: The segments that the rank wrote, for itself and other ranks.
         sample: The id of one of the rank's packs; empty if it wrote none.

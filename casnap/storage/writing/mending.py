@@ -260,7 +260,7 @@ class Mending:
             whole: The older root.
             newest: The newest root.
             packs: The packs of the newest root.
-            records_of: Returns the records of such a pack.
+            records_of: Returns the records of a pack of the newest root.
         """
         view = self._store.index.view(whole)
         later = [pack for pack in packs if pack not in view.packs]

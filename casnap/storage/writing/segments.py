@@ -232,9 +232,9 @@ def _weight(records: list[Record]) -> int:
 
 
 def _put_segment(store: Repository, content: bytes, base: int) -> SegmentId:
-    """Write a segment, and make it durable, and all packs too.
+    """Write a segment. Make it and all packs durable.
 
-    If that fails, delete the segment.
+    If this fails, delete the segment.
     """
     ident = SegmentId(new_id(base))
     try:
