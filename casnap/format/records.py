@@ -719,7 +719,7 @@ def merged_segment(
 ) -> tuple[bytes, tuple[PackId, ...]]:
     """Merge segments into one.
 
-    It has each place of each digest, also if a digest has several places.
+    The new segment has each place of each digest, also if a digest has several places.
 
     Args:
         parts: For each segment, its sealed bytes and its name for messages.

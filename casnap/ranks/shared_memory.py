@@ -74,7 +74,7 @@ class OwnMemory:
     def close_descriptor(self) -> None:
         """Prevent further processes from finding the memory.
 
-        A process that has mapped it keeps it.
+        A process that has mapped the memory keeps it.
         """
         self._file.close()
 

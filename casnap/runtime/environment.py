@@ -202,8 +202,8 @@ def hashes_on_device() -> bool:
 def numeric_variables() -> dict[str, str]:
     """Return the environment variables that change which bits a training computes, as far as set.
 
-    The list of these variables is fixed. A value is cut to 100 characters, and loses those that
-    cannot be printed.
+    The list of these variables is fixed. Only the first 100 characters of a value are kept, without
+    unprintable ones.
     """
     variables = os.environ
     found = {name: variables[name] for name in _NUMERIC if name in variables}

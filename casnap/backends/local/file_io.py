@@ -17,9 +17,10 @@ _DIRECT_WRITE_BYTES = 256 << 10
 
 
 def write_at(fd: int, view: memoryview, offset: int) -> None:
-    """Write a view to a file at an offset. A large aligned view goes around the page cache.
+    """Write a view to a file at an offset.
 
-    This holds for its whole pages, and if the file system allows it.
+    The whole pages of a large aligned view go around the page cache, if the file system allows
+    this.
     """
     position = 0
     if _DIRECT and len(view) >= _DIRECT_WRITE_BYTES and not view.readonly:

@@ -24,8 +24,8 @@ _CLOSING = 1.0
 class EventLoop:
     """An event loop on a thread of its own, which starts at first use.
 
-    It is not fsspec's loop: fsspec's loses its helper threads once the interpreter begins to exit.
-    Then no host name could be resolved, but a pending take must still finish.
+    The loop of fsspec would not do: it loses its helper threads once the interpreter begins to
+    exit. Then it cannot resolve host names, but a pending take must still finish.
     """
 
     def __init__(self) -> None:

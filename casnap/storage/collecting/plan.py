@@ -64,8 +64,8 @@ class Plan:
     """The changes that a collection is to make.
 
     Attributes:
-        view: The index as the newest root sees it. The plan is for the root after that, the next
-            root.
+        view: The index as the newest root sees it. The plan is for the root after the newest one,
+            the next root.
         condemned: The packs that the next root newly condemns.
         copied: The condemned packs whose needed part is copied first, each with the bytes of this
             part.

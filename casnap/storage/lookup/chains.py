@@ -118,7 +118,11 @@ class ShortestChains:
         self._lengths.clear()
 
     def ends(self, place: Place) -> bool:
-        """Whether a chunk can be read at a place: it is no delta, or its chain ends in time."""
+        """Whether a chunk can be read at a place.
+
+        It can if it is not stored as a delta there, or if its chain has no more deltas than readers
+        apply.
+        """
         return not isinstance(place, DeltaPlace) or self._below(Digest(place.base)) < MOST_LINKS
 
     def is_too_long(self, place: Place) -> bool:

@@ -183,7 +183,7 @@ def _at(backend: Backend, *, or_none: bool, look_ahead: bool, marks: bool) -> Re
     Args:
         backend: The backend of the place.
         or_none: Whether to return None if there is no store.
-        look_ahead: Whether to read the newest root now, so that the next use need not.
+        look_ahead: Whether to read the newest root now, instead of at its first use.
         marks: Whether to put a marker, a file for people, for each snapshot.
 
     Raises:

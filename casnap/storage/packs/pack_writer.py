@@ -79,7 +79,7 @@ class _Pack:
         records: The records of its chunks or nodes.
         hints: The hints to write after its nodes.
         promised: For how many more records the footer must have space.
-        waits: How many fillers and rooms still use the pack. It is written when none does.
+        waits: How many fillers and rooms still use the pack. At 0 the pack is written.
         again: The bytes that a second copy of its small chunks takes.
         counted: How many of the records are already counted in ``again``.
     """

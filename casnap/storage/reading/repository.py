@@ -104,7 +104,7 @@ class Repository:
 
         Args:
             backend: The backend of the place.
-            look_ahead: Whether to read the newest root now, so that the next use need not.
+            look_ahead: Whether to read the newest root now, instead of at its first use.
             marks: Whether to put a marker, a file for people, for each snapshot.
 
         Raises:

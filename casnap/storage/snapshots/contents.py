@@ -487,7 +487,7 @@ class Contents:
     def matching(self, pattern: str) -> list[Listed]:
         """Return the tensors and values whose paths match a glob. ``*`` matches slashes too.
 
-        If the pattern is itself the path of entries, only these are returned.
+        If the pattern is itself the path of entries, only these entries are returned.
 
         Raises:
             TypeError: The pattern is not a str.

@@ -36,8 +36,8 @@ class Handover(Struct, array_like=True):
         new_bytes: The stored bytes of the chunks and nodes that the rank added.
         records: The records of these chunks and nodes, as a sealed segment that is not stored yet.
             Empty if there are none, or too many for the segment of the rank that commits.
-        weight: If the records are too many, the number of records, bases and packs that need another
-            segment; else 0.
+        weight: If the records are too many, the number of records, bases and packs that need
+            another segment; else 0.
         segments: The segments that the rank wrote, for itself and other ranks.
         sample: The id of one of the rank's packs; empty if it wrote none.
         place: Bytes that are equal for ranks that write to the same place.
@@ -60,7 +60,7 @@ class Handover(Struct, array_like=True):
 
     @staticmethod
     def segment_writers(handovers: Sequence[Handover]) -> list[int]:
-        """Return the ranks that write segments: of records too many for the committing rank.
+        """Return the ranks that write segments, since the committing rank cannot take all records.
 
         Each writes one segment for itself and the ranks after it, up to the next rank that writes.
         So even with many ranks there are few segments, which a reader reads one by one.
