@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from casnap.files.file_reports import ExportReport as ExportReport
     from casnap.files.file_reports import ImportReport as ImportReport
     from casnap.history.average import AverageReport as AverageReport
+    from casnap.history.who import Holder as Holder
+    from casnap.history.who import WhoReport as WhoReport
     from casnap.maintenance.check import CheckReport as CheckReport
     from casnap.maintenance.repair import RepairReport as RepairReport
     from casnap.maintenance.usage import Usage as Usage

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from casnap.backends import Backend
 from casnap.errors import MirrorError, SnapshotNotFoundError
+from casnap.format.digest import Digest
 from casnap.format.names import check_name, name_text
 from casnap.format.records import DEFAULT_CHUNK_SIZE
 from casnap.runtime.environment import given_path, local_path
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     import casnap
     from casnap import serving
     from casnap.serving.pull import Source
+    from casnap.storage import Contents
 else:
     casnap, serving = ModuleLater("casnap"), ModuleLater("casnap.serving")
 
@@ -963,6 +965,69 @@ class Store:
         return import_snapshot(
             source, full, find, options, key=key, rank=rank, metadata=dict(metadata or {})
         )
+
+    def who(
+        self,
+        source: Any,
+        *,
+        key: str | None = None,
+        prefix: str | None = None,
+    ) -> casnap.WhoReport:
+        """Say which snapshots hold tensors, by digests: whose weights a file has.
+
+        Paths do not count: a tensor is found under any. A tensor that was cast to more bits is
+        found, too, if the cast lost nothing: the report names the dtype. One that was cast to fewer
+        bits is not. The tensors are hashed, streamed from a file; nothing of the store is read but
+        the trees of its snapshots.
+
+        Args:
+            source: The path of a file or folder, as :meth:`import_file` takes it; an object with
+                ``state_dict``, such as a module; a state dict; or a snapshot of this store.
+            key: As for :meth:`import_file`.
+            prefix: Only look at snapshots below this folder.
+
+        Returns:
+            The snapshots, those that hold most first, and what the first one lacks.
+
+        Raises:
+            FileFormatError: The files are malformed, or in no known format.
+            StateError: There is no tensor with elements.
+            UnsupportedTypeError: The source is none of these.
+            DamagedError: A node of a snapshot is missing or damaged.
+        """
+        from casnap.history.who import Asked, tensors_of, who
+
+        snapshots = self._contents(prefix)
+        if isinstance(source, Snapshot):
+            asked = Asked(source.get_manifest(), self.chunk_size)
+        else:
+            asked = tensors_of(source, key, self.chunk_size)
+        return who(snapshots, asked)
+
+    def equal_weights(self, prefix: str | None = None) -> list[list[str]]:
+        """Return groups of snapshots whose weights are all equal: did training go on between them?
+
+        Args:
+            prefix: Only look at snapshots below this folder.
+
+        Returns:
+            The names of at least two snapshots in each group, in the order of their commits.
+
+        Raises:
+            DamagedError: A node of a snapshot is missing or damaged.
+        """
+        from casnap.history.who import equal_weights
+
+        return equal_weights(self._contents(prefix))
+
+    def _contents(self, prefix: str | None) -> dict[str, Contents]:
+        """Return the contents of the snapshots that this version can read, by their names."""
+        from casnap.storage import Contents
+
+        view = self._view
+        known = [(name, row) for name, row in view.rows(prefix) if not row.unknown_features]
+        view.readable.cache_nodes([Digest(row.manifest.digest) for _, row in known])
+        return {name: Contents(view.readable, view.full_of(name), row) for name, row in known}
 
     def average(
         self,

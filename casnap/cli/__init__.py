@@ -57,6 +57,7 @@ COMMANDS = {
     "tag": ("casnap.cli.tag", "Add tags to a snapshot, remove them, or move them."),
     "prune": ("casnap.cli.prune", "Delete the snapshots that no rule keeps."),
     "thin": ("casnap.cli.thin", "Remove from older snapshots what only a resume needs."),
+    "who": ("casnap.cli.who", "Say which snapshots hold the weights of a file or a snapshot."),
     "average": ("casnap.cli.average", "Write the mean of snapshots as a new snapshot."),
     "gc": ("casnap.cli.gc", "Collect garbage: delete what no snapshot needs."),
     "check": ("casnap.cli.check", "Check that a store is whole."),

@@ -1,0 +1,64 @@
+"""``casnap who``."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from casnap.cli.arguments import open_store, reading_options, store_fields
+from casnap.cli.output import emit, safe, say
+
+EXAMPLES = """\
+\b
+Examples:
+  casnap who model.safetensors --store /ckpts
+  casnap who llama/ --store s3://bucket/ckpts --prefix run1
+  casnap who run1/step_300 --store /ckpts        which other steps hold the same
+  casnap who --store /ckpts --prefix run1        steps whose weights are all equal
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("what", metavar="[FILE_OR_DIR_OR_NAME]", required=False)
+@click.option("--store", metavar="STORE", help="The store [at or above the current folder].")
+@click.option("--prefix", metavar="FOLDER", help="Only snapshots below this folder.")
+@click.option("--key", metavar="KEY", help="The key of the state in a file [model].")
+@reading_options
+def who(
+    what: str | None, store: str | None, prefix: str | None, key: str | None, as_json: bool
+) -> None:
+    """Say which snapshots hold the weights of a file or a snapshot, told by digests.
+
+    The tensors of the file are hashed, and looked for under any path. Nothing of the store is read
+    but the trees of its snapshots. Without a file, the command lists the snapshots whose weights
+    are all equal: did training go on between them?
+    """
+    place = open_store(store)
+    if what is None:
+        groups = place.equal_weights(prefix)
+        if as_json:
+            emit({**store_fields(place), "equal": groups}, place)
+            return
+        for names in groups:
+            say(safe(f"equal weights: {', '.join(names)}"))
+        if not groups:
+            say("no two snapshots have equal weights")
+        return
+    is_file = os.path.lexists(what)
+    report = place.who(what if is_file else place[what], key=key, prefix=prefix)
+    if as_json:
+        holders = [
+            {"name": each.name, "found_count": each.found, "lacking": list(each.lacking)}
+            for each in report.holders
+        ]
+        facts = {
+            "tensor_count": report.tensors,
+            "holders": holders,
+            "elsewhere": report.elsewhere,
+            "cast": report.cast,
+        }
+        emit({**store_fields(place), **facts}, place)
+        return
+    for line in str(report).splitlines():
+        say(safe(line))

@@ -1,0 +1,298 @@
+"""Whose weights are these: which snapshots hold tensors, told by digests alone.
+
+Tensors that were cast to a wider dtype are found by their narrower form, if the cast lost nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from casnap.errors import StateError, UnsupportedTypeError
+from casnap.files.importing import read_source
+from casnap.files.sources import MODEL
+from casnap.format.digest import Digest, digest_of
+from casnap.format.entries import Entry, Payload, TensorEntry
+from casnap.format.records import encode
+from casnap.format.tree import LeafNode
+from casnap.runtime.torch_modes import without_torch_modes
+from casnap.state.flatten import flatten
+from casnap.state.roles import role_of
+from casnap.state.tensors import TENSOR_DTYPES, Leaf
+from casnap.storage import Contents
+from casnap.take.capture import DividedLeaves
+from casnap.take.comparison import entries_of
+
+# The dtypes that may have been cast to one of more bits.
+_NARROWER = {"float32": ("bfloat16", "float16"), "float64": ("float32",)}
+_MOST_NAMED = 8
+
+T = TypeVar("T")
+_Identity: TypeAlias = tuple[str, tuple[int, ...], Payload]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A snapshot that holds some of the tensors.
+
+    Attributes:
+        name: Its name.
+        found: How many of the tensors it holds, under any path.
+        lacking: The paths of the others.
+    """
+
+    name: str
+    found: int
+    lacking: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WhoReport:
+    """Which snapshots hold the tensors that were asked about.
+
+    Attributes:
+        tensors: How many tensors there are. Those without elements do not count.
+        holders: The snapshots that hold some: most of them first, then the newest.
+        elsewhere: For each tensor that the first holder lacks, the names of other holders, the
+            newest first; empty if no snapshot has it.
+        cast: For each tensor that is held in another dtype, that dtype. Both have the same values.
+    """
+
+    tensors: int
+    holders: list[Holder]
+    elsewhere: dict[str, list[str]] = field(default_factory=dict)
+    cast: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> list[str]:
+        """The names of the snapshots that hold all tensors, the newest first."""
+        return [holder.name for holder in self.holders if not holder.lacking]
+
+    def __str__(self) -> str:
+        """Return the answer in lines."""
+        if not self.holders:
+            return f"no snapshot holds any of the {self.tensors:,} tensors"
+        named = self.holders[:_MOST_NAMED]
+        lines = [f"{each.found:,} of {self.tensors:,} tensors: {each.name}" for each in named]
+        if more := len(self.holders) - _MOST_NAMED:
+            lines += [f"… and {more:,} more snapshots"] if more > 0 else []
+        for path, names in list(self.elsewhere.items())[:_MOST_NAMED]:
+            others = ", ".join(names[:_MOST_NAMED]) or "no snapshot"
+            lines.append(f"{self.holders[0].name} lacks {path}: it is of {others}")
+        if more := len(self.elsewhere) - _MOST_NAMED:
+            lines += [f"… and {more:,} more tensors"] if more > 0 else []
+        for dtype, count in Counter(self.cast.values()).items():
+            lines.append(f"{count:,} of these tensors are held as {dtype}, with the same values")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The tensors that are looked for.
+
+    Attributes:
+        entries: The entries, by path, as the store would have them.
+        chunk_size: The chunk size of the store, in bytes.
+        leaves: The leaves, by path, if the bytes of the tensors are at hand.
+    """
+
+    entries: Mapping[str, Entry]
+    chunk_size: int
+    leaves: Mapping[str, Leaf] = field(default_factory=dict)
+
+
+def tensors_of(source: object, key: str | None, chunk_size: int) -> Asked:
+    """Return the tensors of files, of a module or of a state dict. All bytes are hashed.
+
+    Args:
+        source: The path of a file or folder, as :meth:`casnap.Store.import_file` takes it; an
+            object with ``state_dict``; or a dict.
+        key: The key for a state without keys of its own; by default ``model``.
+        chunk_size: The chunk size of the store, in bytes.
+
+    Raises:
+        FileFormatError: The files are malformed, or in no known format.
+        UnsupportedTypeError: The source is none of these.
+    """
+    if isinstance(source, str | os.PathLike):
+        leaves = read_source(Path(source), key, None).leaves
+    else:
+        state = source.state_dict() if hasattr(source, "state_dict") else source
+        if not isinstance(state, Mapping):
+            raise UnsupportedTypeError(
+                "who() takes the path of a file or folder, a module, a state dict or a snapshot; "
+                f"got {type(source).__name__}"
+            )
+        leaves = {key or MODEL: list(flatten(state, key or MODEL))}
+    with without_torch_modes():
+        entries = entries_of(DividedLeaves(leaves), chunk_size)
+    return Asked(
+        entries, chunk_size, {leaf.path: leaf for of_key in leaves.values() for leaf in of_key}
+    )
+
+
+def who(snapshots: Mapping[str, Contents], asked: Asked) -> WhoReport:
+    """Return which snapshots hold tensors.
+
+    Args:
+        snapshots: The snapshots to look at, by the names for the report, in the order of their
+            commits.
+        asked: The tensors.
+
+    Raises:
+        StateError: There is no tensor with elements.
+        DamagedError: A node of a snapshot is missing or damaged.
+    """
+    forms = {path: [i] for path, entry in asked.entries.items() if (i := _identity(entry))}
+    if not forms:
+        raise StateError("there is no tensor with elements to look for")
+    held = _held(snapshots, forms)
+    if not any(len(paths) == len(forms) for paths in held.values()):
+        for path, leaf in asked.leaves.items():
+            if path in forms:
+                forms[path] += _narrowed(leaf, asked.chunk_size)
+        held = _held(snapshots, forms)
+    order = {name: i for i, name in enumerate(snapshots)}
+    names = sorted(held, key=lambda name: (-len(held[name]), -order[name]))
+    holders = [
+        Holder(name, len(held[name]), tuple(path for path in forms if path not in held[name]))
+        for name in names
+    ]
+    newest_first = sorted(names, key=order.__getitem__, reverse=True)
+    first = holders[0] if holders else None
+    elsewhere = {
+        path: [name for name in newest_first if path in held[name]]
+        for path in (first.lacking if first else ())
+    }
+    cast = {
+        path: identity[0]
+        for path, identity in (held[first.name].items() if first else ())
+        if identity != forms[path][0]
+    }
+    return WhoReport(len(forms), holders, elsewhere, cast)
+
+
+def equal_weights(snapshots: Mapping[str, Contents]) -> list[list[str]]:
+    """Return the groups of snapshots whose weights are all equal.
+
+    Args:
+        snapshots: The snapshots, by the names to return, in the order of their commits.
+
+    Returns:
+        Groups of at least two names, in the order of their first ones. Snapshots without weights
+        are in none.
+
+    Raises:
+        DamagedError: A node of a snapshot is missing or damaged.
+    """
+
+    def weights_in(component: str, items: Sequence[tuple[str, Entry]]) -> list[Any]:
+        """Return path and identity of each tensor of weights in a leaf node."""
+        return [
+            (inner, identity)
+            for inner, entry in items
+            if (identity := _identity(entry)) and role_of(component + inner, entry) == "weights"
+        ]
+
+    groups: dict[bytes, list[str]] = {}
+    read: dict[tuple[str, bytes], list[Any]] = {}
+    for name, contents in snapshots.items():
+        found = [
+            (owner, component, inner, identity)
+            for owner, component, weights in _leaf_nodes(contents, weights_in, read)
+            for inner, identity in weights
+        ]
+        if found:
+            groups.setdefault(digest_of(encode(found)), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _identity(entry: Entry) -> _Identity | None:
+    """Return what two entries of one tensor share; None if it is no tensor with elements."""
+    if not isinstance(entry, TensorEntry) or not entry.payload.nbytes:
+        return None
+    return entry.dtype, entry.shape, entry.payload
+
+
+def _narrowed(leaf: Leaf, chunk_size: int) -> Iterator[_Identity]:
+    """Yield the identity of a tensor in each narrower dtype that holds its values."""
+    tensor, entry = leaf.content, leaf.entry
+    if not (isinstance(tensor, torch.Tensor) and isinstance(entry, TensorEntry)):
+        return
+    if entry.dtype not in _NARROWER:
+        return
+    if tensor.dtype == torch.uint8:
+        # The content of a leaf of a file: its last axis has the bytes of an element.
+        tensor = tensor.contiguous().view(TENSOR_DTYPES[entry.dtype]).reshape(entry.shape)
+    for dtype in _NARROWER[entry.dtype]:
+        narrow = tensor.to(TENSOR_DTYPES[dtype])
+        if torch.equal(narrow.to(tensor.dtype), tensor):
+            source = DividedLeaves({MODEL: list(flatten({"x": narrow}, MODEL))})
+            yield from filter(None, map(_identity, entries_of(source, chunk_size).values()))
+
+
+def _held(
+    snapshots: Mapping[str, Contents], forms: Mapping[str, Sequence[_Identity]]
+) -> dict[str, dict[str, _Identity]]:
+    """Return, for each snapshot that holds a tensor, the paths that it holds, and in which form.
+
+    Args:
+        snapshots: The snapshots, by name.
+        forms: The path of each tensor → its forms. The first one that a snapshot has counts.
+    """
+    wanted = {identity for identities in forms.values() for identity in identities}
+
+    def held_in(_: str, items: Sequence[tuple[str, Entry]]) -> set[_Identity]:
+        return {i for _, entry in items if (i := _identity(entry)) and i in wanted}
+
+    held: dict[str, dict[str, _Identity]] = {}
+    read: dict[tuple[str, bytes], set[_Identity]] = {}
+    for name, contents in snapshots.items():
+        there = set[_Identity]().union(*(got for *_, got in _leaf_nodes(contents, held_in, read)))
+        paths = {
+            path: identity
+            for path, identities in forms.items()
+            for identity in reversed(identities)
+            if identity in there
+        }
+        if paths:
+            held[name] = paths
+    return held
+
+
+def _leaf_nodes(
+    contents: Contents,
+    look: Callable[[str, Sequence[tuple[str, Entry]]], T],
+    read: dict[tuple[str, bytes], T],
+) -> Iterator[tuple[int | None, str, T]]:
+    """Yield what a look at each leaf node of a snapshot gives, with its owner and component.
+
+    Args:
+        contents: The snapshot.
+        look: Gets a component, and the paths below it and entries of a leaf node.
+        read: Component and digest of a leaf node → what the look gave. A node that several
+            snapshots share is looked at once.
+    """
+    manifest = contents.manifest
+    owned: list[tuple[int | None, Mapping[str, bytes]]] = [(None, manifest.shared)]
+    owned += [(int(rank), trees) for rank, trees in manifest.ranks.items()]
+    with contents.reading():
+        for owner, trees in owned:
+            for component, top in trees.items():
+                tree = contents.tree(top)
+                pending = [Digest(digest) for _, digest, _ in reversed(tree.children)]
+                while pending:
+                    digest = pending.pop()
+                    if (component, digest) not in read:
+                        node = tree.node(digest)
+                        if not isinstance(node, LeafNode):
+                            pending += [Digest(d) for _, d, _ in reversed(node.children)]
+                            continue
+                        read[component, digest] = look(component, node.items)
+                    yield owner, component, read[component, digest]

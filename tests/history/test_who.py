@@ -1,0 +1,120 @@
+"""Whose weights a file has: told by digests, whatever the paths and the format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from casnap import NewStore, StateDict, Store
+from casnap.cli import run
+from casnap.errors import FileFormatError, StateError, UnsupportedTypeError
+
+
+def model_at(step: int) -> nn.Module:
+    torch.manual_seed(step)
+    return nn.Sequential(nn.Linear(300, 200), nn.BatchNorm1d(200), nn.Linear(200, 100))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=1 << 16))
+    for step in range(4):
+        store.take({"model": model_at(step), "progress": StateDict(step=step)}, f"run/step_{step}")
+    return store
+
+
+def tensors_at(step: int) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model_at(step).state_dict().items()}
+
+
+def test_each_form_of_the_weights_of_a_step(store: Store, tmp_path: Path) -> None:
+    tensors = tensors_at(2)
+    save_file(
+        {f"other.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "m.safetensors"
+    )
+    torch.save(tensors, tmp_path / "m.pt")
+    for source in (tmp_path / "m.safetensors", str(tmp_path / "m.pt"), model_at(2), tensors):
+        report = store.who(source)
+        assert report.whole == ["run/step_2"], source
+        assert report.tensors == 9
+    assert store.who(store["run/step_1"]).whole == ["run/step_1"]
+
+
+def test_a_swapped_head(store: Store) -> None:
+    tensors = tensors_at(3) | {
+        "2.weight": tensors_at(1)["2.weight"],
+        "2.bias": torch.full((100,), 9.0),
+    }
+    report = store.who(tensors)
+    assert report.whole == []
+    assert report.holders[0].name == "run/step_3"
+    assert report.elsewhere == {"model/2.bias": [], "model/2.weight": ["run/step_1"]}
+    said = str(report)
+    assert "7 of 9 tensors: run/step_3" in said
+    assert "run/step_3 lacks model/2.weight: it is of run/step_1" in said
+    assert "run/step_3 lacks model/2.bias: it is of no snapshot" in said
+
+
+def test_weights_that_were_cast_to_more_bits(store: Store) -> None:
+    model = model_at(7).to(torch.bfloat16)
+    store.take({"model": model}, "run/half")
+    report = store.who(model.float())
+    assert report.whole == ["run/half"]
+    assert set(report.cast.values()) == {"bfloat16"}
+    assert "held as bfloat16, with the same values" in str(report)
+    assert store.who(model_at(7)).whole == []
+
+
+def test_two_tensors_that_were_exchanged(store: Store) -> None:
+    """Paths do not count, which the page says: all tensors are there."""
+    tensors = tensors_at(0)
+    tensors["0.bias"], tensors["1.bias"] = tensors["1.bias"], tensors["0.bias"]
+    assert store.who(tensors).whole == ["run/step_0"]
+
+
+def test_steps_with_equal_weights(store: Store) -> None:
+    assert store.equal_weights() == []
+    store.take({"model": model_at(1), "progress": StateDict(step=9)}, "run/step_9")
+    other = model_at(1)
+    other(torch.randn(4, 300))  # counts a batch, and changes what BatchNorm knows
+    store.take({"model": other}, "run/step_10")
+    assert store.equal_weights("run") == [["run/step_1", "run/step_9"]]
+    frozen = StateDict(w=torch.ones(1000))
+    for step in range(3):
+        store.take(
+            {"base": frozen, "adapter": StateDict(w=torch.full((9,), step + 0.5))}, f"t/{step}"
+        )
+    assert store.equal_weights("t") == []
+
+
+def test_bad_input(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("no weights")
+    with pytest.raises(FileFormatError):
+        store.who(tmp_path / "text.txt")
+    with pytest.raises(UnsupportedTypeError, match="got int"):
+        store.who(3)
+    with pytest.raises(StateError, match="no tensor with elements"):
+        store.who({"x": torch.empty(0), "y": 3})
+    assert str(store.who({"x": torch.rand(100)})) == "no snapshot holds any of the 1 tensors"
+
+
+def test_the_command(
+    store: Store,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    save_file(tensors_at(2), tmp_path / "m.safetensors")
+    assert run(["who", str(tmp_path / "m.safetensors"), "--store", store.uri]) == 0
+    assert "9 of 9 tensors: run/step_2" in capsys.readouterr().out
+    assert run(["who", "run/step_0", "--store", store.uri, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["holders"][0] == {"name": "run/step_0", "found_count": 9, "lacking": []}
+    assert run(["who", "--store", store.uri]) == 0
+    assert capsys.readouterr().out == "no two snapshots have equal weights\n"
+    assert run(["who", "nothing", "--store", store.uri]) == 1
