@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 import click
 
+from casnap.backends.local import is_taken
 from casnap.cli.arguments import open_store, reading_options, store_fields
 from casnap.cli.output import emit, safe, say
 
@@ -45,7 +46,7 @@ def who(
         if not groups:
             say("no two snapshots have equal weights")
         return
-    is_file = os.path.lexists(what)
+    is_file = is_taken(Path(what))
     report = place.who(what if is_file else place[what], key=key, prefix=prefix)
     if as_json:
         holders = [
