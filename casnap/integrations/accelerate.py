@@ -17,7 +17,7 @@ from typing import Any
 
 from casnap import RNGState, Snapshot, Stateful
 from casnap.errors import SnapshotExistsError, StateError
-from casnap.extending import TakeOptions, join, local_path, matching, own_rank
+from casnap.extending import TakeOptions, is_taken, join, local_path, matching, own_rank
 from casnap.integrations import with_deepspeed
 from casnap.integrations.sharded import ShardedModel, ShardedOptimizer, optimizer_for
 from casnap.integrations.trainers import (
@@ -75,8 +75,8 @@ def save_state(
 
     Raises:
         StateError: The Accelerator splits the model in a way that casnap does not support here.
-        SnapshotExistsError: With automatic naming, a snapshot of that number exists; or the
-            Accelerator itself has written a checkpoint there.
+        SnapshotExistsError: With automatic naming, a snapshot of that number exists with its
+            folder; or the Accelerator itself has written a checkpoint there.
     """
     _check_supported(accelerator)
     automatic = accelerator.project_configuration.automatic_checkpoint_naming
@@ -100,7 +100,8 @@ def save_state(
     state |= {"step": Value(accelerator.step), "rng": RNGState()}
     options = TakeOptions(
         metadata=_metadata_of(accelerator),
-        overwrite=not automatic,
+        # A kill after the commit leaves a snapshot without a folder, which no run goes on from.
+        overwrite=not (automatic and is_taken(output_dir)),
         allow_pickle=allow_pickle,
         per_rank=["dataloader*"],
     )

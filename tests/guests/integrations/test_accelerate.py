@@ -337,6 +337,25 @@ def test_folders_that_the_user_deletes_are_forgotten(tmp_path: Path) -> None:
     assert in_child(lambda: run(4, 7)) == 0
 
 
+def test_a_save_that_was_killed_before_its_folder_was_there(tmp_path: Path) -> None:
+    def run(epoch: int, *, resumes: bool) -> None:
+        from casnap.integrations.accelerate import load_state, save_state
+
+        accelerator, progress, *_ = prepared(tmp_path / "run", None)
+        if resumes:
+            load_state(accelerator)
+            assert progress["epoch"] == 0
+        for progress["epoch"] in range(epoch, epoch + 2):
+            save_state(accelerator)
+
+    folder = tmp_path / "run/checkpoints"
+    assert in_child(lambda: run(0, resumes=False)) == 0
+    shutil.rmtree(folder / "checkpoint_1")
+    assert in_child(lambda: run(5, resumes=True)) == 0
+    epochs = {s.name: s.read_object("custom_0/epoch") for s in Store(folder).snapshots()}
+    assert epochs == {"checkpoint_0": 0, "checkpoint_1": 5, "checkpoint_2": 6}
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     from accelerate.utils import DistributedType
 
