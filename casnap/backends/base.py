@@ -65,7 +65,7 @@ class BackendCore(ABC):
 
     @abstractmethod
     def sync(self, *keys: str) -> None:
-        """Make durable what this object has written, and some objects of other writers.
+        """Make durable all writes through this backend, and some objects of other writers.
 
         After a failed sync, the next one assumes that nothing was made durable.
 
@@ -228,7 +228,7 @@ class ReadHints(BackendCore):
 
 
 class BucketRules:
-    """The part of a backend that tells what its server and bucket do, such as honour put-if-absent.
+    """The part of a backend that tells how its server and bucket behave.
 
     Attributes:
         needs_probe: Whether each host that writes must first probe whether put-if-absent is

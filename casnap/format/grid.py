@@ -85,10 +85,10 @@ class Grid:
         return Region(tuple(offsets), tuple(sizes))
 
     def lead_stop(self, index: int) -> int:
-        """Return one past the last cell with the same position on the axes before ``axis``.
+        """Return one past the last cell that has a cell's position on all axes before ``axis``.
 
         Args:
-            index: The cell with which the others are compared.
+            index: The number of the cell.
         """
         return (index // self.rows + 1) * self.rows
 

@@ -82,8 +82,9 @@ class Comm(ABC):
         Args:
             parts: A part for each rank. If several ranks get the same object, it is sent once where
                 the connections allow that.
-            room: Memory to receive parts into, to save allocations. Parts that arrived by way of
-                another rank do not lie in it. If the others are too long for it, it is not used.
+            room: Memory to receive parts into, to save allocations. Parts that arrive by way of
+                another rank are not put there. If the other parts are too long for the memory, it
+                is not used.
             is_proven: Whether the receivers verify the parts themselves. Parts are then sent
                 without a checksum.
 

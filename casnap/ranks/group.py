@@ -172,7 +172,10 @@ class Group(Comm):
         self._link.shared = self._link.memory = None
 
     def _checksums(self, parts: Sequence[Buffer]) -> list[int]:
-        """Return the checksum of each part; 0 for an empty part, and for this rank's own."""
+        """Return the checksum of each part.
+
+        It is 0 for an empty part, and for the part to this rank.
+        """
         sums, sums_by_id = [0] * self.size, dict[int, int]()
         for rank, part in enumerate(parts):
             if rank == self.rank or not len(part):

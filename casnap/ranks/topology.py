@@ -200,7 +200,7 @@ class _Common(msgspec.Struct, array_like=True):
 
     Attributes:
         step: The ``step`` of the sender. A speaker sends its own, for the whole team.
-        astray: The number of each rank of the team that has another ``step`` → this ``step``.
+        astray: Each rank of the team whose ``step`` differs from the sender's → its ``step``.
         failed: The ranks that have failed.
         told: The parts that go to all ranks, as triples: sender, checksum, content.
     """

@@ -130,7 +130,7 @@ class PerProcess(Generic[T]):
 
 @contextmanager
 def locked_file(file: Descriptor) -> Iterator[Callable[[], bool]]:
-    """Close a file on which this process holds a lock at the end of a block. That frees the lock.
+    """At the end of a block, close a file on which this process holds a lock. This frees the lock.
 
     The system keeps the lock until all processes have closed the file. So each forked child closes
     the file at once.

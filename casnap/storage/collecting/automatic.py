@@ -6,8 +6,8 @@ collections have taken only a small share of the process's time. On a local disk
 packs that are new, or hold chunks that are no longer needed. Once much more was deleted than is
 kept, a collection goes through the whole store again.
 
-On a local disk, a collection frees the packs that were condemned before the collection before it
-ended. So each reader and each take has the time between two collections to finish. On a remote
+On a local disk, a collection frees the packs that were condemned before the end of the previous
+collection. So each reader and each take has the time between two collections to finish. On a remote
 store, and where the store sets a grace, condemned packs stay for the grace. Safety rests on
 neither, but on the protocol (``docs/commit-protocol.md``).
 """
@@ -67,8 +67,8 @@ class _ExitError(Exception):
 class _Spent:
     """How much processor time the collections of this process took, for all stores together.
 
-    Collections through the whole store are not counted. If they cost more, fewer of them begin
-    anyway.
+    Collections through the whole store are not counted. The larger a store is, the fewer of them
+    begin.
     """
 
     def __init__(self) -> None:
@@ -252,7 +252,8 @@ class AutomaticCollector:
 
         Args:
             store: The store.
-            progress: Called from time to time; ends the collection by an :class:`_ExitError`.
+            progress: Called from time to time. To end the collection, it raises an
+                :class:`_ExitError`.
         """
         backend = store.backend
         rest = backend.costs.collection_rest

@@ -25,12 +25,11 @@ _Contents = list[tuple[bytes, int, int]]
 
 
 class RecentMarks:
-    """Which chunks and nodes a root needs, of packs that are new or hold dead chunks or nodes.
+    """Marks for the packs that are new, or hold chunks or nodes that are no longer needed.
 
-    These are :class:`~casnap.storage.collecting.marks.Marks` of such packs alone. A new pack is
-    looked at in any case: it may hold chunks that were needed only between two collections, and
-    that the counts have never seen. A collection of the whole store must find orphans, and
-    condemned packs that are needed.
+    All other packs are left out. Each new pack is looked at, because the counts have never seen a
+    chunk that was needed only between two collections. These marks find neither orphans nor
+    condemned packs that are needed: only a collection of the whole store does.
 
     Args:
         store: The store.

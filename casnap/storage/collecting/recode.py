@@ -6,7 +6,7 @@ which may be a delta too. So chains of deltas arise. Once a chain is too long to
 the next chunk is stored compressed, and begins a new chain. A chunk that is already the base of
 deltas does not become a delta, since this would make all their chains longer.
 
-Recoding only adds smaller copies of chunks. The collection after it frees the old ones.
+Recoding only adds smaller copies of chunks. The next collection frees the larger ones.
 """
 
 from __future__ import annotations

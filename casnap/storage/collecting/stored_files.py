@@ -125,8 +125,8 @@ class StoredFiles:
         """Return the age of a root in seconds: this host's time less the time in the root.
 
         Args:
-            seq: The number of the root. If the root cannot be read, the age of the next one is
-                returned. This is too low, so the collector only waits longer.
+            seq: The number of the root. If the root cannot be read, the age of the next root is
+                returned. It is lower, so the collector only waits longer.
             newest: The newest root.
         """
         for number in range(seq, newest.seq):

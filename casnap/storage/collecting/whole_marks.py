@@ -96,9 +96,9 @@ class WholeMarks:
         A chunk may be stored as a delta in one pack, and whole in another. Its base is needed even
         then: a take may rely on the delta, whichever of the two places the collector counts.
 
-        A delta whose chain lacks a base is no longer a place of its chunk, and its base does not
-        count. The base was deleted when neither base nor chunk was needed. A take that needed the
-        chunk later has stored it anew.
+        A delta cannot be read any more if a base of its chain is missing. Then its base does not
+        count as needed. The missing base was deleted at a time when no snapshot needed the chunk. A
+        take that needed the chunk later has stored it anew.
 
         Args:
             references: The references to the needed chunks.

@@ -102,8 +102,8 @@ def can_carry(chain: Sequence[Record], digest: Digest) -> bool:
 class ShortestChains:
     """Measures the shortest chain of each chunk: each base may be read at any of its places.
 
-    A check asks this for many chunks of a store, and for some repeatedly, since it finds out
-    meanwhile which places are whole. So lengths are remembered.
+    A check of a store asks for many chunks, and for some of them several times. So the lengths are
+    remembered.
 
     Args:
         places: Returns the places of a chunk that may be used, given its digest.
@@ -165,10 +165,8 @@ class ShortestChains:
 class DeltaBases:
     """The bases of all deltas in some segments.
 
-    A chunk may have several, one for each of its deltas.
-
-    Long chains count here like short ones: a collector must not delete a base because readers
-    refuse its chain.
+    A chunk may be stored as several deltas, and then has several bases. The length of a chain does
+    not matter here: a collector must keep a base even if the chain is too long for readers.
 
     Attributes:
         endless: The places of deltas whose chains have no end, as pairs of a pack and an offset.

@@ -73,14 +73,10 @@ _damaged: defaultdict[str, set[Record]] = defaultdict(set)
 
 
 class PackSet:
-    """The union of some sets of packs, without a few packs.
+    """All packs in some sets, except a few packs.
 
     A store may have very many packs, and each commit adds few. So all views of an index share these
     sets. To make a view, or to look up a pack, does not take longer with more packs.
-
-    Args:
-        parts: The sets.
-        without: The packs to leave out.
     """
 
     __slots__ = ("_parts", "_without")

@@ -348,7 +348,10 @@ class LmdbCache(IndexCache):
 
     @contextlib.contextmanager
     def _write_mark(self) -> Iterator[None]:
-        """Keep a mark file while LMDB writes. If this process dies, the next one sees the mark."""
+        """Keep a mark file while LMDB writes.
+
+        If this process dies, the next process sees the mark.
+        """
         mark = self.folder / f"{WRITING}{os.getpid()}"
         try:
             mark.touch()

@@ -69,7 +69,7 @@ class FilesThere:
         self._ends: dict[bytes, dict[PackId, int]] = {}
 
     def lacking(self, root: Root) -> str | None:
-        """Return the key of a file that a root names, and that is missing or too short, or None.
+        """Return the key of a missing or too short file that a root names; None if there is none.
 
         A condemned pack may be missing: the root needs no chunk that only this pack holds.
 

@@ -144,7 +144,10 @@ def search(
 
 
 def _look_in_waves(searches: list[_Search], todo: list[Digest], at_once: int) -> None:
-    """Look for digests in segments, but for only a few of them in all segments.
+    """Look for digests in segments. Only a few of the digests are looked for in all segments.
+
+    The others are looked for where one of these few was found, and in all segments only if they are
+    not there.
 
     Args:
         searches: A search for each segment. They note the records that they find.

@@ -139,14 +139,10 @@ def _first_root(config: StoreConfig, settings: dict[str, Any]) -> Root:
 
 
 def _adopted_config(backend: Backend, *, is_ours: bool) -> StoreConfig:
-    """Return the ``casnap.json`` on which all processes agree that make a store at the same time.
+    """Return the ``casnap.json`` that is the same for all processes that are making the store.
 
     Only at a place without put-if-absent can several processes make the same store. They agree on
     the copy in root 0 if there is a root, and otherwise on the record that was put last.
-
-    Args:
-        backend: The backend of the place.
-        is_ours: Whether this process has put a record.
     """
     time.sleep(_SETTLED)
     config = read_config(backend)

@@ -1,7 +1,7 @@
 """Find checkpoints of other libraries at a path where a snapshot was looked for.
 
-Without the advice from here, a program that has changed to casnap would find no snapshot, and begin
-its run anew without a word.
+An error then tells of the checkpoint. Otherwise a program that has changed to casnap would find no
+snapshot, and begin its run anew without a word.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class Location(NamedTuple):
         may_take: bool = True,
         is_typed: bool = False,
     ) -> Location:
-        """Return the store that a URI or a backend means, and the prefix if the path is below it.
+        """Return the store that a URI or a backend means, and the prefix if there is one.
 
         Args:
             uri: A path, URI or backend.

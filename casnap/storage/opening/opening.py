@@ -158,7 +158,9 @@ def _absent_error(backend: Backend) -> NotAStoreError:
 
 
 def _no_name_error(backend: Backend) -> NotAStoreError | None:
-    """Return the error to raise if the folder above is a store that has no snapshot of this name.
+    """Return the error to raise for a folder that is no store, but lies in the folder of a store.
+
+    The message says that this store has no snapshot with the folder's name.
 
     Returns:
         The error; None if the folder above is not a store.

@@ -79,7 +79,7 @@ class ReadOptions(NamedTuple):
             pack for the run, or None. Large raw chunks are read into this memory, and stay in the
             new pack; nodes are not.
         base: Returns a chunk that the caller has, to be used as the base of a delta. Its bytes need
-            not be verified, since the chunk that the delta makes of it is.
+            not be verified, because the resulting chunk is verified.
     """
 
     budget: int | None = None

@@ -7,7 +7,7 @@ the result is hashed. If the result is wrong, each chunk of the chain is looked 
 places, and verified by itself.
 
 ``lookup/chains.py`` is not used here, since it needs places that name the base of a delta. A place
-that was found in a range of a segment does not name it. So here each delta is read first: its
+that was found in a range of a segment does not name the base. So here each delta is read first: its
 stored bytes name its base.
 """
 

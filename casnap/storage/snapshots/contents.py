@@ -140,8 +140,8 @@ class Contents:
     """The contents of one snapshot.
 
     Paths are ``<rank>/<key>/<path>``. A global entry is found under every rank, and also without a
-    rank. A path without a rank may also mean rank 0's entry, if no other rank has one of its own
-    there.
+    rank. A path without a rank may also mean rank 0's entry, if no other rank has an entry of its
+    own at this path.
 
     Args:
         store: The store.

@@ -1,8 +1,8 @@
 """Published tags: such a tag is on only one snapshot of a store, and a commit moves it to another.
 
 A setting of the store says, for each published tag, which snapshot has it, since when, and who
-moved it. Roots are never removed, so the moves of a tag form a chain: the root before a move has
-the move before (``docs/decisions/0066-publish-and-thin.md``).
+moved it. Roots are never removed, so all moves of a tag can be read: the root before a move still
+names the previous move (``docs/decisions/0066-publish-and-thin.md``).
 """
 
 from __future__ import annotations
@@ -220,9 +220,9 @@ class Tags:
             commit_id: The commit id that the snapshot must have.
             check: Called in each try to commit, with the table and the number of the next root. It
                 raises an error if the tag must not be moved.
-            again: Called with the newest root and the last move if the snapshot has the tag
-                already. It returns the root with those fields changed that must differ in the
-                next root.
+            again: Called if the tag was already moved to this snapshot, with the newest root and
+                this last move. It returns the root, with the changes that the caller wants to
+                commit all the same.
 
         Returns:
             The move.

@@ -124,8 +124,8 @@ def walk(
     Args:
         store: The store.
         tops: The references to the nodes to begin with.
-        visited: The references to nodes that are not visited again. The walk adds those that it
-            visits.
+        visited: The references to nodes that are not visited again. The walk adds the references to
+            the nodes that it visits.
 
     Raises:
         DamagedError: A node is missing or damaged.

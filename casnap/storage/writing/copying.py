@@ -31,11 +31,11 @@ Report = Callable[[Digest, int], None]
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Hold the right to copy chunks by way of the pool's buffers, which one thread has at a time.
+    """Hold the right to copy chunks through the pool's buffers. One thread has it at a time.
 
     A copy holds buffers for reading while it waits for buffers for writing. Two copies at the same
     time could each hold the buffers that the other waits for. Threads in the background have
-    another pool, and so a permission of their own.
+    another pool, and so a right of their own.
     """
     with _turn_in_background if works_in_background() else _turn:
         yield

@@ -76,8 +76,8 @@ class Mending:
 
         Args:
             root: The root that was surveyed.
-            places: The places in damaged packs. The new packs use the codec, of these places, that
-                makes chunks smallest.
+            places: The places in damaged packs. The new packs use that one of the places' codecs
+                that makes chunks smallest.
         """
         codec = codec_among(place.codec for place in places)
         self._saved = NewPacks(self._store, root.seq, self._crew, codec)

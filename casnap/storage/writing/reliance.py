@@ -32,8 +32,8 @@ class Reliance:
 
     Collectors see a note of the change until the reliance ends.
 
-    Each session has a reliance. A caller that asks which chunks the store has before its session
-    begins makes another one, which the session later takes over.
+    Each session has a reliance. If a caller asks which chunks the store has before its session
+    begins, the caller makes a reliance for this, which the session later takes over.
 
     Args:
         store: The store.

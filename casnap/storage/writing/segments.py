@@ -89,7 +89,7 @@ class Rewriting:
         return names_all and root.fence <= self.base and without == self.without
 
     def applied(self, root: Root) -> tuple[SegmentRef, ...]:
-        """Return the segments of the root after a root for which :meth:`fits` is true."""
+        """Return the segments of the next root. :meth:`fits` must be true for ``root``."""
         replaced = set(chain(*self.groups))
         return tuple(ref for ref in root.segments if ref not in replaced) + self.new_refs
 

@@ -217,7 +217,7 @@ class Session:
 
         Args:
             digest: The digest of the node.
-            earlier: The reference in the root before, if any. If it is to the same node, it is
+            earlier: The reference in the root before, if any. If it refers to the same node, it is
                 returned.
         """
         if earlier is not None and earlier.digest == digest:

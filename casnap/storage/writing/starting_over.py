@@ -48,8 +48,8 @@ def put_root_after(
         store: The store.
         prepare: Called with the newest root. It writes all files that the next root names, and
             returns the next root; None to put no root.
-        put: Puts a root; returns False if its number is taken, so that it will never be put. By
-            default :func:`~casnap.storage.commit_log.roots.put_root`.
+        put: Puts a root; returns False if another root has taken its number. By default
+            :func:`~casnap.storage.commit_log.roots.put_root`.
         first_root: Returns the root to follow in the first try; by default the newest.
 
     Returns:
