@@ -2,8 +2,8 @@
 
 A program that unpickles a notice gets an error whose text begins with ``casnap``. So no program
 takes a notice for the other library's file. The error comes from a function of torch that looks up
-a layout: the notice calls this function with its text. The safe unpickler of torch may call it too.
-An error of the unpickler itself would begin with advice from torch.
+a layout: the notice calls this function with its text. The safe unpickler of torch allows this call
+too. If the unpickler refused a notice instead, its error would begin with torch's advice.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Comm(ABC):
     def fail(self, error: BaseException) -> None:
         """Tell all other ranks that this rank has failed.
 
-        The next collective of each raises the error.
+        On each other rank, the next collective raises the error.
         """
 
     @abstractmethod

@@ -52,7 +52,10 @@ class Scatter(Sink):
 
     @override
     def restart(self) -> None:
-        """Keep the bytes that have come, which the caller may have used, and go on behind them."""
+        """Prepare for another attempt: keep the received bytes, and read on after them.
+
+        The caller may have used the received bytes already.
+        """
         self.start += self.nbytes
         super().restart()
 

@@ -51,7 +51,7 @@ class GcOptions:
 
     Attributes:
         grace: How many seconds to keep garbage. None for the store's setting, or else 24 hours.
-        repack: The share of a pack. If less than this share of a pack is needed, the needed part is
+        repack: A share, from 0 to 1. If less than this share of a pack is needed, the needed part is
             copied to a new pack, so that the old one can be condemned.
         dry_run: Whether to only report what a collection would do.
         exclusive: Whether the user vouches that no other process writes to the store.
@@ -174,7 +174,7 @@ def collect(
         options: The options.
         progress: Called with the current phase, how much of it is done, and the total.
         counts: The counts of an earlier collection of this process. The collection then looks only
-            at packs that are new, or hold chunks that were needed until then. If the counts are
+            at packs that are new, or hold chunks that are no longer needed. If the counts are
             empty, the collection looks at all packs, and fills the counts.
         report: An empty report to fill in, for a caller that needs it even if the collection fails.
 

@@ -144,10 +144,11 @@ def search(
 
 
 def _look_in_waves(searches: list[_Search], todo: list[Digest], at_once: int) -> None:
-    """Look for digests in segments. Only a few of the digests are looked for in all segments.
+    """Look for digests in segments, without a search of all segments for each digest.
 
-    The others are looked for where one of these few was found, and in all segments only if they are
-    not there.
+    One digest is looked for in all segments, and the other digests only in the segments that have
+    this one. This is repeated a few times with the digests that are left. Then the last ones are
+    looked for in all segments.
 
     Args:
         searches: A search for each segment. They note the records that they find.

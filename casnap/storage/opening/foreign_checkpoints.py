@@ -169,8 +169,7 @@ class ForeignCheckpoints:
 def _folder_form(folder: Path, forms: Sequence[CheckpointForm]) -> CheckpointForm | None:
     """Return the first of some forms that a folder matches; None if it matches none.
 
-    A folder that DeepSpeed has written also matches by the checkpoint that its file ``latest``
-    names.
+    In a folder of DeepSpeed, the checkpoint that the file ``latest`` names may match instead.
     """
     folders = [folder]
     if is_file(latest := folder / _LATEST):

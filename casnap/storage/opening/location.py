@@ -587,11 +587,11 @@ def _advice(store: Path) -> str:
 
 
 def is_ours(store: Path, uid: int) -> bool:
-    """Whether files with a user id, in the folder of a store, belong to this user.
+    """Whether the files of a user id in a store's folder count as this user's.
 
     Some volumes give all files to one user id: an access point of EFS, an export with
-    ``all_squash`` or, for root, ``root_squash``, CIFS. There, the id that a new file of this
-    process gets belongs to this user.
+    ``all_squash`` or, for root, ``root_squash``, CIFS. On such a volume, a new file of this process
+    gets that id. So the id counts as this user's.
 
     Args:
         store: The folder of the store.

@@ -24,9 +24,9 @@ class Table(Tree[Row]):
         """Return snapshots in the order in which they were committed.
 
         A copy of a snapshot from another store may be committed late: for example, only after a
-        repair, or once its name is free. So the copies from one store are put in the order of their
-        commits in that store, if their rows name these commits. Together they keep the same
-        positions among all snapshots.
+        repair, or once its name is free. So the copies from one store change places with each
+        other, until they are in the order of their commits in that store, if their rows name these
+        commits. All other snapshots keep their places.
         """
         ordered = sorted(rows, key=lambda item: (item[1].seq, item[0]))
         places: dict[str, list[int]] = {}

@@ -64,7 +64,7 @@ def copy_verified(
 
     Raises:
         DamagedError: Some chunks or nodes are whole at no place. All others were written.
-        BackendError: Some cannot be read, and may be whole.
+        BackendError: Some chunks or nodes cannot be read, but may be whole.
     """
 
     def sink(digest: Digest, is_node: bool, raw: memoryview) -> None:
