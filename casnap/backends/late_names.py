@@ -76,7 +76,7 @@ def is_taken_at_server(path: str, *, is_again: bool = False) -> bool:
     except FileExistsError:
         return True
     except FileNotFoundError:
-        # In /proc, and where else nothing can be made, a link is refused so too.
+        # The system also gives this error where no link can be made at all, such as in /proc.
         if is_again or not parent or not is_taken_at_server(parent):
             return False
         return is_taken_at_server(path, is_again=True)

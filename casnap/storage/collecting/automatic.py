@@ -47,7 +47,7 @@ SHARE = 0.04
 MOST = 512 << 20
 """Beyond that share, a collection begins once snapshots with this many bytes were deleted."""
 # To look at a snapshot costs less than 1 % of a take of this many bytes. A collection through the
-# whole store costs as much as that of so many snapshots, and its own.
+# whole store costs as much as to look at all its snapshots, and at so many more.
 _A_SNAPSHOT = 64 << 20
 _ITSELF = 10
 # A pack is copied if no more than about half of it is needed: one of two equal tensors.

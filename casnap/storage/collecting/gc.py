@@ -51,7 +51,7 @@ class GcOptions:
 
     Attributes:
         grace: How many seconds to keep garbage. None for the store's setting, or else 24 hours.
-        repack: A share, from 0 to 1. If less than this share of a pack is needed, the needed part is
+        repack: A share from 0 to 1. If less than this share of a pack is needed, the needed part is
             copied to a new pack, so that the old one can be condemned.
         dry_run: Whether to only report what a collection would do.
         exclusive: Whether the user vouches that no other process writes to the store.

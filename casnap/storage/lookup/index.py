@@ -48,11 +48,11 @@ from casnap.storage.lookup.pack_lengths import PackLengths, RememberedLengths
 
 _log = logging.getLogger("casnap")
 T = TypeVar("T")
-# The size from which a cache is made anew: a base, and so much for each record of the store. Usual
-# caches take some 220 bytes a record, tree nodes included.
+# A cache is made anew once it has this many bytes, and this many more for each record of the store.
+# Usual caches take some 220 bytes a record, tree nodes included.
 _CACHE_BYTES, _BYTES_A_RECORD = 1 << 30, 1024
-# Or, for a cache of more bytes than the first number: once it has more records than the second
-# number times the records of the store.
+# A cache of more bytes than the first number is also made anew once it has more records than the
+# second number times the records of the store.
 _SMALL_CACHE_BYTES, _MOST_TIMES = 4 << 20, 4
 # The most records of the segments that are read at the same time; a record has 61 bytes.
 _TOGETHER_RECORDS = 1 << 20
