@@ -174,7 +174,7 @@ def components_of(keys: Sequence[Key]) -> list[str]:
 def is_hashed(component: str) -> bool:
     """Whether a path component is a hash of a key.
 
-    Such a key stands only in the spec of its dict.
+    A key whose component is a hash stands in full only in the spec of its dict.
     """
     return component.startswith("%k")
 

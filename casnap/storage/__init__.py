@@ -1,13 +1,14 @@
 """The bytes side: a repository of chunks, trees and commits on any backend, without torch.
 
-Its folders are its rooms. Each may import the rooms that are listed before it:
+Its folders are its rooms. A room may import the rooms that are listed before it, but ``opening``
+does not import ``writing``:
 
 - ``commit_log``: the roots of a store, its settings and ``casnap.json``, and put-if-absent.
 - ``packs``: files of many chunks; writes and reads them.
 - ``lookup``: finds in which pack a chunk is: the index, and the caches of this host and process.
 - ``reading``: the repository, which reads nodes and chunks by digest; the cache of chunks.
-- ``writing | opening``, of which neither imports the other: new packs, segments and commits |
-  finding, making and opening a store.
+- ``writing``: new packs, segments and commits.
+- ``opening``: finds, makes and opens a store.
 - ``snapshots``: the table of snapshots, the contents of each, and which of them stay.
 - ``collecting``: finds garbage, condemns it, and deletes it once its grace is over.
 
