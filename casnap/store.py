@@ -1275,6 +1275,28 @@ class Store:
 
         return diff(self[a].contents, self[b].contents, elements=elements)
 
+    def statistics(self, a: str, b: str) -> list[casnap.GroupStatistics]:
+        """Say how far a training has moved each group of tensors from one snapshot to another.
+
+        A group has the paths that differ in numbers alone, as those of the layers of a model. This
+        reads the chunks of the tensors that differ.
+
+        Args:
+            a: The name of the first snapshot.
+            b: The name of the second one.
+
+        Returns:
+            For each group the share of elements that differ, the largest and the mean difference,
+            and the cosine.
+
+        Raises:
+            SnapshotNotFoundError: There is no such snapshot.
+            DamagedError: Chunks are missing or damaged.
+        """
+        from casnap.comparing.statistics import statistics
+
+        return statistics(self[a].contents, self[b].contents)
+
     def usage(self, prefix: str | None = None) -> list[casnap.Usage]:
         """Return the logical, stored and unique bytes of each snapshot, in the order of commits."""
         from casnap.maintenance.usage import usage

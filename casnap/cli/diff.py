@@ -12,6 +12,7 @@ from casnap.cli.entries import entry_fields
 from casnap.cli.output import emit, print_rest, say, size, table
 from casnap.comparing.changes import SIGNS, Change, Diff, Elements
 from casnap.comparing.diff import diff as compare
+from casnap.comparing.statistics import statistics
 from casnap.snapshot import Snapshot
 
 
@@ -22,8 +23,13 @@ from casnap.snapshot import Snapshot
 @click.option(
     "--elements", is_flag=True, help="Read what differs; tell how many elements, and by how much."
 )
+@click.option(
+    "--stats",
+    is_flag=True,
+    help="Read the tensors that differ; tell how far each group of them has moved.",
+)
 @reading_options
-def diff(a: str, b: str, limit: int | None, elements: bool, as_json: bool) -> None:
+def diff(a: str, b: str, limit: int | None, elements: bool, stats: bool, as_json: bool) -> None:
     """Show the differences between two snapshots: added, removed and changed entries.
 
     B may be the bare name of a snapshot beside A or in its store. The entries with the most
@@ -31,9 +37,18 @@ def diff(a: str, b: str, limit: int | None, elements: bool, as_json: bool) -> No
     counts the bytes in those chunks of an entry that differ from the chunks at the same position in
     A. DIFFERENCE has short values; with --elements also how the elements of tensors differ, with
     the largest absolute and relative difference.
+
+    With --stats there is one line for each group of tensors, whose paths differ in numbers alone:
+    how many of the tensors differ, the share of all elements that differ, the largest and the mean
+    difference, and the cosine between the two versions of the tensors that differ.
     """
+    if elements and stats:
+        raise click.UsageError("--elements and --stats are two reports: ask for one")
     older = open_snapshot(a)
     newer = second_snapshot(b, older)
+    if stats:
+        _show_statistics(older, newer, as_json=as_json)
+        return
     difference = compare(older.contents, newer.contents, elements=elements)
     ordered = sorted(difference.changes, key=lambda c: (-c.changed_bytes, -c.total_bytes, c.path))
     if as_json:
@@ -98,3 +113,39 @@ def _fields(elements: Elements) -> dict[str, Any]:
         "largest_relative": relative,
         "nan_count": elements.nan,
     }
+
+
+def _show_statistics(older: Snapshot, newer: Snapshot, *, as_json: bool) -> None:
+    groups = statistics(older.contents, newer.contents)
+    if as_json:
+        rows = [
+            {
+                "group": group.group,
+                "role": group.role,
+                "tensor_count": group.tensors,
+                "differing_tensor_count": group.differing_tensors,
+                "element_count": group.elements,
+                "differing_count": group.differing,
+                "largest": group.largest,
+                "mean": group.mean,
+                "cosine": group.cosine if isfinite(group.cosine) else None,
+            }
+            for group in groups
+        ]
+        document = {"a": identity_of(older), "b": identity_of(newer), "groups": rows}
+        emit(document, older.store, newer.store)
+        return
+    cells = [
+        (
+            group.group,
+            group.role,
+            f"{group.differing_tensors:,} of {group.tensors:,}",
+            f"{group.share:.2%}",
+            f"{group.largest:.3g}" if group.differing else "",
+            f"{group.mean:.3g}" if group.differing else "",
+            f"{group.cosine:.6f}" if isfinite(group.cosine) else "",
+        )
+        for group in groups
+    ]
+    numbers = ("TENSORS", "ELEMENTS", "LARGEST", "MEAN", "COSINE")
+    table(("GROUP", "ROLE", *numbers), cells, numbers={*numbers})

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf, prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from casnap.format.entries import INLINE_BYTES, Entry, TensorEntry, ValueEntry, 
 from casnap.format.plain_values import PLAIN_CODECS
 from casnap.format.region import Region
 from casnap.restore.loading import elements_of
+from casnap.runtime.batches import batches
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.numpy_values import is_numpy
 from casnap.state.tensors import check_tensor, is_float4, itemsize_of
@@ -57,23 +58,17 @@ class Measure:
             new: The elements of the second, of the same shape.
         """
         with without_torch_modes():
-            itemsize = itemsize_of(self._entry)
-            # An item of numpy's is a row of bytes.
-            row = itemsize if is_numpy(self._entry) else 1
-            old, new = (
-                each.detach().to("cpu").contiguous().reshape(-1, row) for each in (old, new)
-            )
-            for start in range(0, len(old), _BLOCK):
-                self._add(old[start : start + _BLOCK], new[start : start + _BLOCK])
+            for block in blocks_of(self._entry, old, new):
+                self._add(*block)
 
     def _add(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        differs = _as_integers(old).ne(_as_integers(new)).any(1)
+        differs = where_apart(old, new)
         count = int(differs.sum())
         if not count:
             return
         if count < len(differs):
             old, new = old[differs], new[differs]
-        a, b = self._numbers(old), self._numbers(new)
+        a, b = numbers_in(self._entry, old), numbers_in(self._entry, new)
         largest, relative, nan = (0.0, 0.0, 0) if a is None or b is None else _apart(a, b)
         with self._lock:
             before = self._found
@@ -85,20 +80,49 @@ class Measure:
                 before.nan + nan,
             )
 
-    def _numbers(self, items: torch.Tensor) -> torch.Tensor | None:
-        """Return elements as numbers in double precision; None if they are not numbers."""
-        entry = self._entry
-        if is_numpy(entry):
-            array = items.numpy().reshape(-1).view(np.dtype(entry.dtype))
-            if array.dtype.kind not in "biufc":
-                return None
-            wide = np.complex128 if array.dtype.kind == "c" else np.float64
-            return torch.from_numpy(array.astype(wide))
-        if is_float4(entry):
+
+def blocks_of(
+    entry: TensorEntry, old: torch.Tensor, new: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield two parts of a tensor in blocks of a few elements, in the memory of the host.
+
+    Args:
+        entry: The entry of both.
+        old: The elements of the first part, as stored.
+        new: The elements of the second, of the same shape.
+
+    Yields:
+        Both blocks, each with a row for each element. The row of an item of numpy has its bytes.
+    """
+    row = itemsize_of(entry) if is_numpy(entry) else 1
+    old, new = (each.detach().to("cpu").contiguous().reshape(-1, row) for each in (old, new))
+    for start in range(0, len(old), _BLOCK):
+        yield old[start : start + _BLOCK], new[start : start + _BLOCK]
+
+
+def numbers_in(entry: TensorEntry, items: torch.Tensor) -> torch.Tensor | None:
+    """Return elements as numbers in double precision; None if they are not numbers.
+
+    Args:
+        entry: The entry of their tensor.
+        items: The elements, as :func:`blocks_of` yields them.
+    """
+    if is_numpy(entry):
+        array = items.numpy().reshape(-1).view(np.dtype(entry.dtype))
+        if array.dtype.kind not in "biufc":
             return None
-        if items.dtype.is_complex:
-            return items.to(torch.complex128)
-        return items.double()
+        wide = np.complex128 if array.dtype.kind == "c" else np.float64
+        return torch.from_numpy(array.astype(wide))
+    if is_float4(entry):
+        return None
+    if items.dtype.is_complex:
+        return items.to(torch.complex128)
+    return items.double()
+
+
+def where_apart(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return, for each row of two blocks, whether the two differ in any bit."""
+    return _as_integers(old).ne(_as_integers(new)).any(1)
 
 
 def _as_integers(items: torch.Tensor) -> torch.Tensor:
@@ -175,11 +199,18 @@ def is_measurable(old: Entry | None, new: Entry | None) -> bool:
 # --- two snapshots ------------------------------------------------------------------------------
 
 
-class _CellToCompare(NamedTuple):
-    """A cell of a tensor that differs between two snapshots.
+class Pairs(Protocol):
+    """Gets the elements of two tensors, part by part."""
+
+    def add(self, old: torch.Tensor, new: torch.Tensor, /) -> None:
+        """Get the elements of one part of both. Any thread may call this."""
+
+
+class CellToCompare(NamedTuple):
+    """A cell of a tensor that two snapshots have.
 
     Attributes:
-        measure: Gets the differences.
+        measure: Gets the elements of both.
         path: The path of the tensor.
         entry: Its entry.
         cell: The box of the cell.
@@ -188,7 +219,7 @@ class _CellToCompare(NamedTuple):
         new: The digest of its chunk in the second.
     """
 
-    measure: Measure
+    measure: Pairs
     path: str
     entry: TensorEntry
     cell: Region
@@ -213,7 +244,7 @@ def with_elements(a: Contents, b: Contents, changes: Iterable[Change]) -> list[C
     measures: dict[int, Measure] = {}
     found: dict[int, Elements | None] = {}
 
-    def pairs() -> Iterator[_CellToCompare]:
+    def pairs() -> Iterator[CellToCompare]:
         for i, change in enumerate(changes):
             old, new = change.old, change.new
             if old is None or new is None or unknown_in(old) or unknown_in(new):
@@ -231,35 +262,42 @@ def with_elements(a: Contents, b: Contents, changes: Iterable[Change]) -> list[C
             for number, ((was, nbytes), (now, _)) in enumerate(both):
                 if was != now:
                     cell = cells.region(number)
-                    yield _CellToCompare(measure, change.path, old, cell, nbytes, was, now)
+                    yield CellToCompare(measure, change.path, old, cell, nbytes, was, now)
 
-    window, nbytes = list[_CellToCompare](), 0
-    for pair in pairs():
-        window.append(pair)
-        nbytes += pair.nbytes
-        if nbytes >= _WINDOW_BYTES:
-            _measure(a, b, window)
-            window, nbytes = [], 0
-    _measure(a, b, window)
+    compare_cells(a, b, pairs())
     found |= {i: measure.found for i, measure in measures.items()}
     return [replace(change, elements=found.get(i)) for i, change in enumerate(changes)]
 
 
-def _measure(a: Contents, b: Contents, window: Iterable[_CellToCompare]) -> None:
+def compare_cells(a: Contents, b: Contents, cells: Iterable[CellToCompare]) -> None:
+    """Read cells of two snapshots, and give the elements of both to their measures.
+
+    Args:
+        a: The first snapshot.
+        b: The second one.
+        cells: The cells. Some are in memory at a time.
+
+    Raises:
+        DamagedError: Chunks are missing or damaged.
+    """
+    for window in batches(cells, lambda cell: cell.nbytes, _WINDOW_BYTES):
+        _compare_window(a, b, window)
+
+
+def _compare_window(a: Contents, b: Contents, window: Sequence[CellToCompare]) -> None:
     new = dict[Digest, bytes]()
 
-    def keep(pair: _CellToCompare) -> Want:
+    def keep(pair: CellToCompare) -> Want:
         return Want(
             pair.new, pair.nbytes, lambda raw: new.update({pair.new: bytes(raw)}), pair.path
         )
 
-    def compare(pair: _CellToCompare) -> Want:
+    def compare(pair: CellToCompare) -> Want:
         def sink(raw: memoryview) -> None:
             now = elements_of(pair.entry, memoryview(bytearray(new[pair.new])), pair.cell)
             pair.measure.add(elements_of(pair.entry, raw, pair.cell), now)
 
         return Want(pair.old, pair.nbytes, sink, pair.path)
 
-    window = list(window)
     b.store.fetch(map(keep, window))
     a.store.fetch(map(compare, window))
