@@ -89,7 +89,7 @@ def average(
             "weights": report.weights,
             "averaged_count": report.averaged,
             "equal_count": report.equal,
-            "kept": report.kept,
+            "kept": [{"entry": path, "why": why} for path, why in report.kept.items()],
             "new_bytes": report.new_bytes,
             "seconds": report.seconds,
         }

@@ -39,7 +39,7 @@ def who(
     if what is None:
         groups = place.equal_weights(prefix)
         if as_json:
-            emit({**store_fields(place), "equal": groups}, place)
+            emit({**store_fields(place), "equal_names": groups}, place)
             return
         for names in groups:
             say(safe(f"equal weights: {', '.join(names)}"))
@@ -56,8 +56,10 @@ def who(
         facts = {
             "tensor_count": report.tensors,
             "holders": holders,
-            "elsewhere": report.elsewhere,
-            "cast": report.cast,
+            "elsewhere": [
+                {"entry": path, "names": names} for path, names in report.elsewhere.items()
+            ],
+            "cast": [{"entry": path, "dtype": dtype} for path, dtype in report.cast.items()],
         }
         emit({**store_fields(place), **facts}, place)
         return

@@ -46,6 +46,10 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     later = forged(tmp / "later", leaf_with(lambda payload: ["z", payload]))
     Store(tmp / "keys").take({"s": StateDict(best={(1, "a"): 0.5})}, "step_0")
     torch.save({"model": {"w": torch.ones(3)}, "step": 4}, tmp / "old.pt")
+    half = tmp / "half.pt"  # a tensor that was cast to more bits, and one that nobody has
+    rounded = torch.randn(100).to(torch.bfloat16)
+    Store(store).take({"model": StateDict(w=rounded)}, "half/step_0")
+    torch.save({"w": rounded.float(), "other": torch.ones(7)}, half)
     result: dict[str, list[dict[str, Any]]] = {
         "init": [document("init", tmp / "new")],
         "ls": [document("ls", store)],
@@ -60,7 +64,12 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         "diff": [
             document("diff", store / "run1/step_2", store / "run2/step_0"),
             document("diff", store / "run1/step_0", "step_1", "--elements"),
+            document("diff", store / "run1/step_0", "step_1", "--stats"),
         ],
+        "average": [
+            document("average", store, "run1/step_0", "run1/step_1", "--into", "mean/step_0"),
+        ],
+        "who": [document("who", half, "--store", store), document("who", "--store", store)],
         "du": [document("du", store)],
         "report": [document("report", store, "-o", tmp / "report.html")],
         "cp": [document("cp", store / "run1", tmp / "copy"), followed(store, tmp / "followed")],
