@@ -6,9 +6,10 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
+from threading import Thread
 from typing import Any
 
 from tests.support.ranks import PRELOADED
@@ -56,8 +57,23 @@ class ForkedPython(subprocess.Popen[Any]):
                     os.dup2(file, number)
             program = partial(become, [str(arg) for arg in args[1:]], environment or {})
             # In a thread: a call of casnap that starts the process is no call that it is within.
-            run_and_end(ThreadPoolExecutor(1).submit(program).result)
+            run_and_end(partial(_in_thread, program))
         self._close_pipe_fds(*files)  # type: ignore[attr-defined]
+
+
+def _in_thread(work: Callable[[], None]) -> None:
+    """Do some work in a thread. It is no executor's: a fork of that waits for itself as it ends."""
+    done = Future[None]()
+
+    def run() -> None:
+        try:
+            work()
+            done.set_result(None)
+        except BaseException as e:  # noqa: BLE001 - as it is raised here
+            done.set_exception(e)
+
+    Thread(target=run, daemon=True).start()
+    done.result()
 
 
 def become(command: list[str], environment: Mapping[str, str]) -> None:
