@@ -15,11 +15,13 @@ sharded; the snapshot keeps a copy. ``metadata.json`` comes last; without it Meg
 
 from __future__ import annotations
 
+import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,6 +41,7 @@ from casnap.extending import (
     Target,
     TensorEntry,
     allocate,
+    boxes_of_run,
     casnap_path,
     containers_above,
     decode_value,
@@ -241,7 +244,8 @@ def _leaves_of(path: str, shards: list[Any], *, allow_pickle: bool) -> list[Leaf
         # Only one rank stores a tensor without elements.
         is_first = not any(first.global_offset)
         return [describe(path, first.data.detach().new_empty(shape))] if is_first else []
-    return list(leaf_of_parts(path, shape, [_part(path, shard) for shard in shards]))
+    parts = chain.from_iterable(_parts(path, shard) for shard in shards)
+    return list(leaf_of_parts(path, shape, parts))
 
 
 def _path_of(shard: Any) -> ObjectPath:
@@ -251,12 +255,24 @@ def _path_of(shard: Any) -> ObjectPath:
     return "tensors", shard.key
 
 
-def _part(path: str, tensor: Any) -> tuple[Region, torch.Tensor]:
-    """Return the box of a ShardedTensor in the global tensor, and its memory in the box's shape."""
+def _parts(path: str, tensor: Any) -> Iterator[tuple[Region, torch.Tensor]]:
+    """Yield the boxes of a ShardedTensor in the global tensor, each with its memory in its shape.
+
+    Megatron Core 0.13 has ShardedTensors that are a run of the elements of their box.
+    """
     if tensor.data is None:
         raise StateError(f"{path} has no data")
-    memory = tensor.data.detach()[(None,) * tensor.prepend_axis_num]
-    return Region(tuple(tensor.global_offset), tuple(memory.shape)), memory
+    run, memory = getattr(tensor, "flattened_range", None), tensor.data.detach()
+    if run is None:
+        memory = memory[(None,) * tensor.prepend_axis_num]
+        yield Region(tuple(tensor.global_offset), tuple(memory.shape)), memory
+        return
+    position, ones = 0, (1,) * tensor.prepend_axis_num
+    for box in boxes_of_run((*ones, *tensor.local_shape), run.start, run.stop):
+        offsets = tuple(map(operator.add, tensor.global_offset, box.offsets))
+        elements = memory.narrow(0, position, box.numel)
+        yield Region(offsets, box.sizes), elements.view(box.sizes)
+        position += box.numel
 
 
 class CasnapLoadStrategy(LoadShardedStrategy, LoadCommonStrategy):
@@ -400,7 +416,7 @@ def _target_of(tensor: Any) -> Target:
         tensor.init_data("cpu")
     path = _path_of(tensor)
     shape = None if tensor.allow_shape_mismatch else tuple(tensor.global_shape)
-    return Target(path, shape, [_part(casnap_path(path), tensor)])
+    return Target(path, shape, [*_parts(casnap_path(path), tensor)])
 
 
 register_default_strategy(StrategyAction.SAVE_SHARDED, _BACKEND, _VERSION, CasnapSaveStrategy())

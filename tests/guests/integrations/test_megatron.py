@@ -184,7 +184,9 @@ class Training:
         from megatron.core.dist_checkpointing import ShardedObject
 
         rank, size = dist.get_rank(), dist.get_world_size()
-        metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+        is_new = hasattr(self.distributed, "sharded_param_state_fully_reshardable")
+        kind = "fully_reshardable" if is_new else "fully_sharded_model_space"
+        metadata = {"distrib_optim_sharding_type": kind}
         model = self.model.sharded_state_dict(metadata=metadata)
         return {
             "step": self.step,
@@ -265,7 +267,7 @@ def test_tensor_pipeline_and_data_parallel_sizes_change(tmp_path: Path) -> None:
     assert {name: s.metadata.user for name, s in snapshots.items()} == {
         name: {"step": 2} for name in (*LAYOUTS, "one")
     }
-    assert snapshots["one"].stats.new_bytes < snapshots["data"].stats.new_bytes / 20
+    assert snapshots["one"].stats.new_bytes < snapshots["data"].stats.new_bytes / 10
 
 
 # --- what a state dict may hold -------------------------------------------------------------------
