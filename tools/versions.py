@@ -78,6 +78,13 @@ TESTED_IN: Mapping[str, Environment] = {
         ),
         _TESTS_OF_TRAINERS,
     ),
+    "deepspeed-oldest": Environment(
+        (*oldest("deepspeed"), "accelerate", "transformers"),
+        tests_of("deepspeed", "trainers_deepspeed"),
+        ("--no-build-isolation",),  # its build imports torch
+    ),
+    # It asks for a NumPy below 2.
+    "megatron-oldest": Environment((*oldest("megatron"), "numpy"), tests_of("megatron")),
     "trainers-newest": Environment((*newest(*_TRAINERS), "peft"), _TESTS_OF_TRAINERS),
 }
 """The oldest and the newest versions."""

@@ -56,12 +56,25 @@ class Versions(NamedTuple):
 TESTED: Mapping[str, Versions] = MappingProxyType(
     {
         "accelerate": Versions("accelerate", "1.2.1", "1.15.0"),
-        "deepspeed": Versions("deepspeed", "0.19.8", "0.19.8"),
+        "deepspeed": Versions("deepspeed", "0.16.9", "0.19.8"),
         "lightning": Versions("lightning", "2.3.3", "2.6.6"),
-        "megatron": Versions("megatron-core", "0.16.1", "0.16.1"),
+        "megatron": Versions("megatron-core", "0.13.1", "0.16.1"),
         "pytorch_lightning": Versions("pytorch-lightning", "2.3.3", "2.6.6"),
         "torch_checkpointing": Versions("torch_checkpointing", "0.1.0", "0.1.1"),
-        "torchtitan": Versions("torchtitan", "0.3.0", "0.3.0"),
+        "torchtitan": Versions(
+            "torchtitan",
+            "0.3.0",
+            "0.3.0",
+            (
+                Failing(
+                    "0",
+                    "0.3.0",
+                    "its Trainer takes no other CheckpointManager. Its own one works after "
+                    "casnap.integrations.dcp.install(folder, dcp_files=True)",
+                    "torchtitan>=0.3.0",
+                ),
+            ),
+        ),
         "transformers": Versions("transformers", "4.51.3", "5.24.0"),
     }
 )
