@@ -73,6 +73,7 @@ class WeightFiles:
         tied: Collection[str] = (),
         max_shard_size: Size = "50GB",
         write: Callable[[Path], object] | None = None,
+        make_room: Callable[[], object] | None = None,
     ) -> None:
         """Put the weights of a snapshot into the folder, whole. If that fails, only warn.
 
@@ -83,9 +84,12 @@ class WeightFiles:
             tied: Tensors to leave out if another one has their bytes.
             max_shard_size: The most bytes of a file.
             write: Writes the weights into a folder, if they differ from those of the snapshot.
+            make_room: Removes what the disk need not hold, such as the weights of others. If they
+                cannot be put, as on a full disk, it is called, and they are put once more.
         """
         folder, staged = self.folder, self.folder / self.STAGED
-        try:
+
+        def put() -> None:
             self.remove()
             if write is None:
                 _pull(contents, staged, others, PullOptions(max_shard_size=max_shard_size), tied)
@@ -93,6 +97,16 @@ class WeightFiles:
                 write(staged)
                 put_whole(staged / RECORD, _record_of(contents, staged).encode())
             _publish(staged, folder)
+
+        try:
+            try:
+                put()
+            except Exception:
+                if make_room is None:
+                    raise
+                self.remove()
+                make_room()
+                put()
         except Exception as e:  # noqa: BLE001 - the snapshot is committed, whatever the error is
             with suppress(OSError, *PLACE_ERRORS):
                 self.remove()

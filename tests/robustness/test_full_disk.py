@@ -33,7 +33,7 @@ from tests.support.faults import (
     system_faults,
     take,
 )
-from tests.support.mounts import tmpfs
+from tests.support.mounts import fill, tmpfs
 
 PAGE = 4096
 Take = Callable[..., Any]
@@ -48,15 +48,6 @@ BOTH = pytest.mark.parametrize("how", [Store.take, async_take], ids=["take", "as
 
 def free(disk: Path) -> int:
     return os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
-
-
-def fill(disk: Path, leave: int = 0) -> None:
-    """Fill a disk but for some bytes."""
-    with (disk / "fill").open("ab", buffering=0) as f:
-        with suppress(OSError):
-            while True:
-                f.write(bytes(PAGE))
-        f.truncate(f.tell() - leave)
 
 
 # --- takes ------------------------------------------------------------------------------------

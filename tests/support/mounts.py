@@ -7,7 +7,7 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,15 @@ def tmpfs(folder: Path, size: str) -> Iterator[Path]:
     """Mount a file system of a few bytes on a folder, or skip the test."""
     with mounted(folder, "-t", "tmpfs", "-o", f"size={size}", "tmpfs"):
         yield folder
+
+
+def fill(disk: Path, leave: int = 0) -> None:
+    """Fill a disk but for some bytes."""
+    with (disk / "fill").open("ab", buffering=0) as f:
+        with suppress(OSError):
+            while True:
+                f.write(bytes(4096))
+        f.truncate(f.tell() - leave)
 
 
 @contextmanager

@@ -279,6 +279,12 @@ class CasnapTrainerMixin(_Base):
         folder, model = Path(snapshot.path), self._plain_model()
         checkpoints = Checkpoints(run_dir, f"{PREFIX_CHECKPOINT_DIR}-", is_its_own).paths()
         others = [path for path in reversed(checkpoints) if path.name != folder.name]
+        best = self.state.best_model_checkpoint
+        outdated = [
+            path
+            for path in (others if self.casnap_weights == "last" else ())
+            if best is None or os.path.realpath(path) != os.path.realpath(best)
+        ]
         differs = is_rewritten(model, WeightFiles.shapes_in(snapshot.contents))
         sizes = inspect.signature(PreTrainedModel.save_pretrained).parameters
         WeightFiles(folder).put(
@@ -287,14 +293,9 @@ class CasnapTrainerMixin(_Base):
             tied=tied_in(model),
             max_shard_size=sizes["max_shard_size"].default,
             write=partial(self._write_weights, snapshot) if differs else None,
+            make_room=partial(_remove_weights_of, outdated) if outdated else None,
         )
-        best = self.state.best_model_checkpoint
-        for other in others if self.casnap_weights == "last" else ():
-            if best is None or os.path.realpath(other) != os.path.realpath(best):
-                try:
-                    WeightFiles(other).remove()
-                except (OSError, CasnapError) as e:
-                    _log.warning("the weights of an older checkpoint cannot be removed: %s", e)
+        _remove_weights_of(outdated)
 
     def _write_weights(self, snapshot: Snapshot, folder: Path) -> None:
         """Have Transformers write the weights, in the form that it reads."""
@@ -349,6 +350,14 @@ class CasnapTrainerMixin(_Base):
     @property
     def _scaler(self) -> Any:
         return getattr(self.accelerator, "scaler", None)
+
+
+def _remove_weights_of(folders: list[Path]) -> None:
+    for folder in folders:
+        try:
+            WeightFiles(folder).remove()
+        except (OSError, CasnapError) as e:
+            _log.warning("the weights of an older checkpoint cannot be removed: %s", e)
 
 
 def _is_newest(path: str, checkpoints: Checkpoints) -> bool:

@@ -23,6 +23,7 @@ from tests.support.cli_calls import COMMAND
 from tests.support.faults import in_child, kill
 from tests.support.hf_trainer import loaded, stored, trainer_of, with_weights
 from tests.support.launched import launched
+from tests.support.mounts import fill, tmpfs
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
@@ -324,6 +325,27 @@ def test_where_they_cannot_be_put_there_are_none(
     assert "is committed, but its weights cannot be put beside it" in caplog.text
     assert "casnap pull" in caplog.text
     assert {path.name for path in folder.iterdir()} == {"casnap-snapshot.json", "model.safetensors"}
+
+
+def test_on_a_full_disk_older_weights_make_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tmpfs(tmp_path, "8M") as disk:
+        store = Store(disk / "run")
+        model = torch.nn.Linear(256, 256)
+        one = store.take({"model": model}, "step_1")
+        with torch.no_grad():
+            model.weight.add_(1)
+        two = store.take({"model": model}, "step_2")
+        put_weights(one)
+        fill(disk, leave=100_000)
+        put_weights(two)
+        assert caplog.text.count("is committed, but its weights cannot be put beside it") == 1
+        assert [path.name for path in folder_of(two).iterdir()] == ["casnap-snapshot.json"]
+        assert_same(loaded(folder_of(one)), stored(one))
+        put_weights(two, make_room=lambda: remove_weights(folder_of(one)))
+        assert caplog.text.count("cannot be put") == 1
+        assert_same(loaded(folder_of(two)), stored(two))
 
 
 def test_a_setting_that_there_is_not(tmp_path: Path) -> None:
