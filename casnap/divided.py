@@ -152,7 +152,7 @@ class _Commit(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True)
 class Fit:
-    """Conditions for loading a snapshot, besides those of the tensors that are filled.
+    """Further conditions for loading a snapshot. The tensors to fill are checked in any case.
 
     Attributes:
         names: The path of a dict → the names that this rank has in it. The snapshot must have no

@@ -115,10 +115,11 @@ def _all_thinned_error(path: str) -> SnapshotError:
 def _newest(
     view: View, prefix: str | None, *, thinned: bool
 ) -> tuple[FoundRow | None, FoundRow | None]:
-    """Return the snapshot to resume from, and the last snapshot of all. Both come from one look.
+    """Return the snapshot to resume from, and the last snapshot, here or at the mirror.
 
-    The last one is for the error if no snapshot is fit to resume from. Whole snapshots go before
-    thinned ones.
+    The snapshot to resume from is the last one that no rewind has moved aside, and that is not
+    thinned unless ``thinned``; None if there is none. The error for that case names the last
+    snapshot: a whole one if there is one, else a thinned one.
 
     Args:
         view: The store.

@@ -1005,7 +1005,9 @@ class Store:
         return who(snapshots, asked)
 
     def equal_weights(self, prefix: str | None = None) -> list[list[str]]:
-        """Return groups of snapshots whose weights are all equal: did training go on between them?
+        """Return groups of snapshots; the snapshots of one group have equal weights.
+
+        If they are steps of one run, the training has changed no weight between them.
 
         Args:
             prefix: Only look at snapshots below this folder.

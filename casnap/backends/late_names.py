@@ -32,7 +32,9 @@ def is_left_open(name: str) -> bool:
 
 
 def wait_for(what: str, look: Callable[[], bool], still: Callable[[], object], lag: float) -> bool:
-    """Call ``look`` again and again until it returns True; return whether it did.
+    """Call ``look`` again and again until it returns True; return whether it has returned True.
+
+    The function gives up after ``lag`` seconds, and as soon as ``still`` returns False.
 
     Args:
         what: The file that is looked for, for messages.

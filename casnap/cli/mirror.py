@@ -106,9 +106,10 @@ def commits_lacking(store: Store, snapshots: Sequence[Snapshot]) -> set[str]:
 
 
 def _owed_publish(store: Store) -> str:
-    """Return the commit id of the snapshot whose publish the mirror of a tag lacks; "" for none.
+    """Return the commit id of the snapshot that has the followed tag here, but not at the mirror.
 
-    No note in the snapshot's row says so, so the settings of the store are read.
+    The id is "" if the mirror follows no tag, or lacks nothing. No note in the snapshot's row tells
+    this, so the settings of the store are read.
     """
     repository = repository_of(store)
     uri = repository.backend.uri

@@ -29,11 +29,13 @@ Examples:
 def who(
     what: str | None, store: str | None, prefix: str | None, key: str | None, as_json: bool
 ) -> None:
-    """Say which snapshots hold the weights of a file or a snapshot, told by digests.
+    """Say which snapshots hold the weights of a file or a snapshot.
 
-    The tensors of the file are hashed, and looked for under any path. Nothing of the store is read
-    but the trees of its snapshots. Without a file, the command lists the snapshots whose weights
-    are all equal: did training go on between them?
+    The command compares digests. It hashes the tensors of the file, and finds them under any path.
+    It reads nothing of the store but the trees of its snapshots.
+
+    Without an argument, it lists groups of snapshots. The snapshots of one group have equal
+    weights: if they are steps of one run, the training has changed no weight between them.
     """
     place = open_store(store)
     if what is None:

@@ -149,8 +149,9 @@ class Diff:
     def by_role(self) -> dict[Role, list[Change]]:
         """Group the changes by what their entries are for in a training.
 
-        Containers whose elements come or go are left out. A role whose change can cause others,
-        such as generators, comes before these.
+        A container is left out if elements were added to it or removed from it: these are changes
+        of their own. A role whose change can cause changes of other roles, such as generators,
+        comes before them.
         """
         parents = {c.path.rpartition("/")[0] for c in self.changes if c.kind != "changed"}
         found: dict[Role, list[Change]] = {role: [] for role in ROLES}

@@ -82,7 +82,7 @@ def _entries(
 
 
 def _items_apart(*trees: Tree[Entry] | None) -> list[dict[str, Entry]]:
-    """Return, for each of two trees, the items in those leaves that the other tree lacks.
+    """Return, for each of two trees, the items of its own leaves: leaves that only it has.
 
     Both trees are read level by level. If one has more levels, the other is read further than it
     would have to be.

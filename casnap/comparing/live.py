@@ -105,7 +105,10 @@ def _compared(contents: Contents, captured: CapturedState, rank: int) -> Diff:
 def _stored(
     contents: Contents, components: list[str], rank: int
 ) -> tuple[dict[str, Entry], list[str]]:
-    """Return the entries that this rank would restore, and which keys are not compared, in words.
+    """Return the entries that this rank would restore, and a text for each key that is left out.
+
+    A key is left out if the app state lacks it, or if the snapshot keeps a part of it for other
+    ranks alone.
 
     Args:
         contents: The snapshot.
@@ -201,10 +204,10 @@ def _digests(content: bytes, sizes: Iterator[int]) -> list[Digest]:
 def _candidates(
     contents: Contents, captured: CapturedState, pairs: Mapping[int, _TensorPair]
 ) -> Iterator[Want | Candidate]:
-    """Yield the chunks of the stored tensors, each with the part of a live one that may hold it.
+    """Yield the chunks of the stored tensors of which this rank holds live elements.
 
-    If this rank holds all of a chunk, the chunk is hashed first, and read only if it differs. Any
-    other chunk is read, and compared in the part that this rank holds.
+    If this rank holds all elements of a chunk, it hashes them first, and reads the chunk only if
+    the digests differ. Otherwise the chunk is read, and its elements on this rank are compared.
 
     Args:
         contents: The snapshot.
@@ -229,9 +232,9 @@ def _candidates(
 def _candidates_in(
     contents: Contents, pair: _TensorPair, box: Region, held: torch.Tensor
 ) -> Iterator[Want | Candidate]:
-    """Yield the chunks of a stored tensor of which a box of the live one has elements.
+    """Yield the chunks of a stored tensor that have elements in a box of the live tensor.
 
-    A chunk that lies whole in the box is read only if its bytes differ.
+    A chunk whose elements all lie in the box is read only if its digest differs.
 
     Args:
         contents: The snapshot.

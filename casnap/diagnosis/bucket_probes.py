@@ -83,7 +83,7 @@ def encryption(site: Site) -> DoctorRow | None:
 
 
 def _told(site: Site, name: str) -> ObjectFacts:
-    """Put an object; return what the server says about it."""
+    """Put an object; return the facts that the server reports about it, such as encryption."""
     if not isinstance(site.backend, RemoteBackend):
         return ObjectFacts()
     site.backend.write(key := f"{site.key}/{name}", b"1")

@@ -113,7 +113,10 @@ class Meeting:
     # --- how they talk ---
 
     def _is_met(self) -> bool:
-        """Look for another half; return whether each of the two has seen the other."""
+        """Look for another half; return whether this host and the other one see each other.
+
+        Return False if no other half has come in time.
+        """
         met: set[str] = set()
         started = time.monotonic()
         while True:
@@ -133,7 +136,7 @@ class Meeting:
             self._rest(started)
 
     def _rest(self, started: float) -> None:
-        """Pause before the next look; the pause grows with the time since ``started``."""
+        """Pause before looking again. The pause grows with the time since ``started``."""
         lasted = time.monotonic() - started
         time.sleep(min(max(self._pause, lasted / _SHARE), _ASK))
 
@@ -204,7 +207,9 @@ class Meeting:
         yield from self._watched(sizes)
 
     def _watched(self, before: dict[str, int | None]) -> Iterator[DoctorRow]:
-        """Look at the other half's files until this host sees all changes; yield how late it does.
+        """Wait until this host sees all changes of the other half's files; yield a row for each.
+
+        A row says how many seconds passed until this host saw the change.
 
         Args:
             before: Key of each file → its size before the change.
@@ -242,7 +247,11 @@ class Meeting:
             )
 
     def _lag(self) -> DoctorRow:
-        """Measure how late new names are seen: one half puts a name, the other answers, in turn."""
+        """Measure how late a host sees the new names of the other one.
+
+        One half puts a name; the other one puts another name as soon as it sees the first. Then the
+        halves change places.
+        """
         lags: list[float] = []
         ahead = 0.0
         for leader in sorted((self.mine, self._other)):
@@ -324,7 +333,7 @@ class Meeting:
         return Path(self._backend.where(key))
 
     def _size(self, key: str) -> int | None:
-        """Return the size of an object by one look, which does not wait for a late name."""
+        """Return the size of an object; None if this host does not see it now. Do not wait."""
         if self._is_remote:
             return self._backend.size_if_there(key)
         try:

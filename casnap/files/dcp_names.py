@@ -208,14 +208,14 @@ class Stored(NamedTuple):
 
 
 class _Value:
-    """Stands in for a value that DCP does not flatten."""
+    """Holds the place of a value that DCP does not flatten, while DCP plans a load."""
 
     def __init__(self, content: Stored) -> None:
         self.content = content
 
 
 class _List(list[Any]):
-    """Stands in for a list. DCP flattens it only if it holds tensors or dicts."""
+    """Holds the place of a list. DCP flattens a list only if it holds tensors or dicts."""
 
     content: Stored
 

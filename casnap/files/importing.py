@@ -141,7 +141,7 @@ def with_shards(path: Path) -> frozenset[Path]:
 
 
 def _tensors_in(part: Part, contents: Contents) -> dict[str, object]:
-    """Return, by name, a key for each tensor of a part. Equal tensors have equal keys."""
+    """Return name → content for each tensor of a part. Equal tensors have equal contents."""
     tensors, _ = named_tensors(part, DTYPES, contents.label)
     return {name: content_of(tensor.entry) for name, tensor in tensors.items()}
 

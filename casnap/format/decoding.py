@@ -67,7 +67,7 @@ _AT_ONCE = 1024
 
 @lru_cache(maxsize=64)
 def _keeping_decoder(kind: type[Any], later: tuple[str, ...]) -> Any:
-    """Return a decoder for a struct type with more fields, which keep their msgpack bytes.
+    """Return a decoder that also keeps the further fields of a later version, as msgpack bytes.
 
     Args:
         kind: The struct type.

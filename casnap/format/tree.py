@@ -79,9 +79,7 @@ def _decoder(value_type: Any) -> Any:
 
 
 class _Claim(NamedTuple):
-    """What a list of nodes says about one of its nodes.
-
-    The node is checked against this when it is read.
+    """Facts about a node that the list above it states. The node is checked when it is read.
 
     Attributes:
         first_key: The first key of the node.
@@ -331,7 +329,10 @@ class Tree(Generic[V]):
         return node
 
     def _accepted(self, node: LeafNode[V]) -> LeafNode[V]:
-        """Return a leaf without the items whose keys the tree does not accept; note these keys."""
+        """Return a leaf without each item whose key ``accepts`` refuses; note these keys.
+
+        ``rejected`` gets the keys, up to a bound.
+        """
         if self._accepts is None:
             return node
         bad = {key for key, _ in node.items if not self._accepts(key)}

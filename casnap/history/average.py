@@ -328,7 +328,7 @@ class _Averaging:
         return self._manifest(changes)
 
     def _rely_on_last(self) -> None:
-        """Rely on all that the last snapshot has: what is no mean is shared with it."""
+        """Rely on all nodes and chunks of the last snapshot: the new one shares most of them."""
         for node in self._sources[-1].nodes(set()):
             named = [node.digest, *node.chunks]
             for at in range(0, len(named), _BATCH):

@@ -57,7 +57,7 @@ class TensorToAverage:
 
 @dataclass(frozen=True)
 class AveragingPlan:
-    """What becomes of each tensor of the last snapshot.
+    """For each tensor of the last snapshot, whether it is averaged, equal in all, or kept.
 
     Attributes:
         tensors: The tensors to average.
@@ -71,7 +71,7 @@ class AveragingPlan:
 
 
 def plan_average(sources: Sequence[Contents], *, keeps_equal: bool) -> AveragingPlan:
-    """Return what becomes of each tensor of the last snapshot.
+    """Decide for each tensor of the last snapshot whether to average it.
 
     Args:
         sources: The snapshots.

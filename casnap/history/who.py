@@ -179,7 +179,7 @@ def who(snapshots: Mapping[str, Contents], asked: Asked) -> WhoReport:
 
 
 def equal_weights(snapshots: Mapping[str, Contents]) -> list[list[str]]:
-    """Return the groups of snapshots whose weights are all equal.
+    """Return groups of snapshots; the snapshots of one group have equal weights.
 
     Args:
         snapshots: The snapshots, by the names to return, in the order of their commits.
@@ -214,7 +214,10 @@ def equal_weights(snapshots: Mapping[str, Contents]) -> list[list[str]]:
 
 
 def _identity(entry: Entry) -> _Identity | None:
-    """Return what two entries of one tensor share; None if it is no tensor with elements."""
+    """Return dtype, shape and payload, which equal tensors share; None without elements.
+
+    The result is also None for an entry that is no tensor.
+    """
     if not isinstance(entry, TensorEntry) or not entry.payload.nbytes:
         return None
     return entry.dtype, entry.shape, entry.payload
@@ -240,11 +243,14 @@ def _narrowed(leaf: Leaf, chunk_size: int) -> Iterator[_Identity]:
 def _held(
     snapshots: Mapping[str, Contents], forms: Mapping[str, Sequence[_Identity]]
 ) -> dict[str, dict[str, _Identity]]:
-    """Return, for each snapshot that holds a tensor, the paths that it holds, and in which form.
+    """Return, for each snapshot that holds any of the tensors, which of them it holds.
 
     Args:
         snapshots: The snapshots, by name.
-        forms: The path of each tensor → its forms. The first one that a snapshot has counts.
+        forms: The path of each tensor → its identity, then its identities in narrower dtypes.
+
+    Returns:
+        Name → path of each tensor that the snapshot holds → the first of its identities there.
     """
     wanted = {identity for identities in forms.values() for identity in identities}
 
@@ -271,13 +277,14 @@ def _leaf_nodes(
     look: Callable[[str, Sequence[tuple[str, Entry]]], T],
     read: dict[tuple[str, bytes], T],
 ) -> Iterator[tuple[int | None, str, T]]:
-    """Yield what a look at each leaf node of a snapshot gives, with its owner and component.
+    """Yield the result of ``look`` for each leaf node of a snapshot, with owner and component.
 
     Args:
         contents: The snapshot.
-        look: Gets a component, and the paths below it and entries of a leaf node.
-        read: Component and digest of a leaf node → what the look gave. A node that several
-            snapshots share is looked at once.
+        look: Called with a component, and with the items of a leaf node: paths below the component,
+            each with its entry.
+        read: Component and digest of a leaf node → the result of ``look``. So ``look`` is called
+            once for a node that several snapshots share.
     """
     manifest = contents.manifest
     owned: list[tuple[int | None, Mapping[str, bytes]]] = [(None, manifest.shared)]

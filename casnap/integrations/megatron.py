@@ -199,14 +199,16 @@ def _wait_for_end(reader: Connection, writer: Connection, saver: int) -> None:
 
 
 def _common_of(checkpoint_dir: str | Path) -> bytes:
-    """Return the bytes of ``common.pt``, which Megatron has written."""
+    """Return the bytes of ``common.pt``, the file that Megatron itself has written."""
     return Path(checkpoint_dir, COMMON_STATE_FNAME).read_bytes()
 
 
 def _divided(
     state: Mapping[str, Any], checkpoint_dir: str | Path, comm: Comm, *, allow_pickle: bool
 ) -> DividedLeaves:
-    """Return the leaves that this rank stores: of shards of which it has the main replica.
+    """Return the leaves that this rank stores: those of each shard whose main replica it has.
+
+    Rank 0 also stores the containers, and the bytes of ``common.pt``.
 
     Args:
         state: The sharded state dict.

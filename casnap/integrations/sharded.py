@@ -73,7 +73,10 @@ def adapter_of(module: torch.nn.Module) -> dict[str, Any]:
 def optimizer_for(
     snapshot: Snapshot, key: str, module: torch.nn.Module, optimizer: Any, is_sharded: bool
 ) -> Stateful:
-    """Return what loads an optimizer, in the form in which it was stored.
+    """Return the object that loads an optimizer, as its stored state names parameters.
+
+    That is a :class:`ShardedOptimizer` for a state by the names of parameters, and the optimizer
+    itself for a state by their numbers.
 
     Raises:
         StateError: It was stored by the indices of parameters, and ranks have divided these.

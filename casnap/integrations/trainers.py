@@ -90,8 +90,8 @@ class Notices(NamedTuple):
 class Save:
     """One save of a checkpoint, which all ranks make together.
 
-    First, this deletes snapshots in the same folder whose own folders are gone, if this process
-    knew them.
+    First, this deletes each older snapshot beside the new one whose folder has gone since this
+    process saw it.
 
     Args:
         path: The path of the snapshot, or its name in ``store``.
@@ -205,7 +205,7 @@ class Checkpoints:
         self._is_own = is_own
 
     def paths(self) -> list[Path]:
-        """Return the folders with such names, whole or not, sorted by number."""
+        """Return all folders of checkpoints, told by their names, whole or not, by number."""
         numbered = [path for path in paths_in(self._folder) if self.number(path) is not None]
         return sorted(filter(is_folder, numbered), key=lambda path: self.number(path) or 0)
 
@@ -344,7 +344,7 @@ def check_saved_by(snapshot: Snapshot, module: str, keys: Collection[str]) -> No
 
 
 def check_whole(snapshot: Snapshot, key: str) -> None:
-    """Check that a snapshot has not lost a key, without which a trainer would begin anew.
+    """Check that no thinning has removed a key. Without it, a trainer would begin anew.
 
     Raises:
         EntryNotFoundError: The snapshot was thinned, and has lost the key.
@@ -354,10 +354,12 @@ def check_whole(snapshot: Snapshot, key: str) -> None:
 
 
 def load_own(snapshot: Snapshot, key: str, into: Stateful, *, allow_pickle: bool = False) -> bool:
-    """Load the value of a key: this rank's own, or the one that all ranks took together.
+    """Load the value of a key: this rank's own; on a new rank, the one that all ranks share.
+
+    A new rank is one that the take did not have.
 
     Returns:
-        Whether there was one: a rank that the take did not have has no value of its own.
+        Whether there was a value. A new rank has none if ranks stored only values of their own.
     """
     rank = own_rank()
     check_whole(snapshot, key)

@@ -63,7 +63,7 @@ def _bad_of(
 
 
 def _forget(_raw: memoryview) -> None:
-    """Stands for a sink: the bytes of a chunk only have to be verified."""
+    """Do nothing: a sink for chunks that only have to be verified."""
 
 
 def _compare_base(

@@ -46,7 +46,7 @@ from casnap.storage.inspecting import (
 
 
 class _PackState(NamedTuple):
-    """What a look at a pack has found.
+    """The length and the records of a pack, as its file has them.
 
     Attributes:
         size: The length of the pack in bytes; -1 if it is not known.
@@ -157,7 +157,7 @@ class PackSurvey:
         self._note_other_bases()
 
     def blame(self, digest: Digest) -> list[Damage]:
-        """Return the damages because of which a chunk or node lacks one of its places."""
+        """Return the damages of the places of a chunk or node: at each, it cannot be read."""
         return self._blame.get(digest, [])
 
     def has_long_chain(self, digest: Digest) -> bool:
@@ -191,7 +191,7 @@ class PackSurvey:
 
     @property
     def chosen(self) -> Sequence[PackId]:
-        """The packs that the survey looks at."""
+        """The packs that the survey checks: all, or those with a place of a wanted digest."""
         if self.wanted is None:
             return self.index.packs
         return sorted({PackId(place.pack) for d in self.wanted for place in self.index.of(d)})

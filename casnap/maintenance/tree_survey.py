@@ -40,7 +40,9 @@ class Below(NamedTuple):
 
     Attributes:
         hurts: Pairs of a path and a damage that hurts the entry at that path.
-        balance: The sum of :func:`casnap.maintenance.entry_checks.balance` of the entries.
+        balance: A sum over the entries, each counted by
+            :func:`casnap.maintenance.entry_checks.balance`. Summed over all trees of a key, it
+            is 0 if no container of the key lacks an element.
     """
 
     hurts: list[tuple[str, Damage]]
@@ -124,7 +126,9 @@ class TreeSurvey:
         self.nodes.read_ahead(top for top in tops if top not in self._below)
 
     def subtree(self, contents: Contents, key: str, top: bytes) -> Below:
-        """Return what the survey finds in the subtree of a key. Each subtree is read once.
+        """Survey the subtree of a key; return the damages and the balance of its entries.
+
+        A subtree that was surveyed before is not read again.
 
         Args:
             contents: The snapshot.
@@ -146,7 +150,9 @@ class TreeSurvey:
     def _nodes(
         self, contents: Contents, key: str, tree: Tree[Entry], children: list[Child]
     ) -> Below:
-        """Return what the survey finds below some nodes of a tree. Each node is read once.
+        """Survey some nodes of a tree; return the damages and the balance of the entries below.
+
+        A node that was surveyed before is not read again.
 
         Args:
             contents: The snapshot.

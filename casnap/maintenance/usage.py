@@ -232,7 +232,7 @@ class _Walk:
         return self._bytes
 
     def unique(self, steps: int) -> list[int]:
-        """Return, for each snapshot in turn, the stored bytes that it owns.
+        """Return, for each visited snapshot in order, the stored bytes that only it refers to.
 
         Args:
             steps: How many snapshots the walk has visited.

@@ -74,7 +74,7 @@ class Run:
 
 
 class LeftOut(NamedTuple):
-    """What differs between two runs, and shows nothing.
+    """A difference between two runs that says nothing about resuming, so a proof ignores it.
 
     Attributes:
         role: What it is to a training.
@@ -218,7 +218,7 @@ def remove_room(room: Path) -> None:
 
 
 class _Watch:
-    """Looks at the snapshots of a run while it runs, since a retention may delete some."""
+    """Notes the snapshots of a run while it runs, since a retention may delete some."""
 
     def __init__(self, store: Store, run: str) -> None:
         self._store = store
@@ -233,7 +233,7 @@ class _Watch:
         return (self._last - self._first) / max(1, len(self.seen) - 1)
 
     def look(self) -> int:
-        """Note which snapshots are there now; return how many snapshots were taken so far."""
+        """Note the snapshots that are there now; return how many were noted so far."""
         before = len(self.seen)
         for snapshot in self._store.snapshots(self._run):
             name, commit = snapshot.name.removeprefix(f"{self._run}/"), snapshot.commit_id

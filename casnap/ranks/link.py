@@ -78,7 +78,7 @@ class _Arrival(msgspec.Struct, array_like=True):
 
 
 class _At(msgspec.Struct, array_like=True):
-    """The note by which a rank tells in the store how far it is.
+    """The note in which a rank tells, in the torch store, which operation it does now.
 
     Attributes:
         number: The number of the rank's operation, counted from the making of the group.

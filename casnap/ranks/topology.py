@@ -260,9 +260,10 @@ class Teams(Transport):
         pass  # the exchange has brought all parts
 
     def _own(self, outgoing: Outgoing) -> tuple[_Common, list[_Part]]:
-        """Return this rank's message: the common half for all ranks, and parts for single ranks.
+        """Return this rank's message: a common half for all ranks, and parts for single ranks.
 
-        A part that several ranks get is in the common half.
+        If several ranks get the same part, the common half has it. If there are several such parts,
+        it has the one that most ranks get.
         """
         rank, parts, sums = self.rank, outgoing.parts, outgoing.sums
         if outgoing.has_failed:

@@ -148,7 +148,7 @@ def load_what_fits(
 def _paths_of_children(
     state: KeyState, module: torch.nn.Module, does: Callable[[torch.nn.Module], bool]
 ) -> tuple[str, ...]:
-    """Return the prefixes of the paths of those submodules for which ``does`` is true.
+    """Return the prefix of paths of each submodule for which ``does`` returns True.
 
     If the module has a ``load_state_dict`` of its own, its own prefix is the only one.
     """

@@ -230,10 +230,10 @@ def _versions_of_stages(contents: Contents, state: KeyState, rank: int) -> dict[
 def _reached(
     contents: Contents, component: str, rank: int, entries: dict[str, Entry]
 ) -> dict[str, Entry]:
-    """Return the entries that belong to a container of this rank, or to none.
+    """Return the entries without the elements that this rank's own containers do not list.
 
-    A global entry may lie in a container that other ranks have, and this rank does not. Such
-    entries are left out.
+    A global entry may be an element of a container of other ranks, which this rank has with other
+    elements. It is left out, and all entries below it.
 
     Args:
         contents: The snapshot.
@@ -266,7 +266,9 @@ def _reached(
 def _kept_for_others(
     contents: Contents, component: str, rank: int, entries: Mapping[str, Entry]
 ) -> dict[str, list[int]]:
-    """Return the paths of a key that a new rank (one that the take did not have) cannot have.
+    """Return the paths of a key that only ranks of the take can have, seen by a new rank.
+
+    A new rank is one that the take did not have.
 
     Args:
         contents: The snapshot.
@@ -331,7 +333,11 @@ def copied(value: Any) -> Any:
 
 
 def _may_lack(state: KeyState, path: str) -> bool:
-    """Whether the value loads a state without the part at a path, and then keeps its own part."""
+    """Whether a value keeps its live part at a path if the loaded state has none there.
+
+    Known of torch's optimizers for the state of a parameter; of modules and ``StateDict`` for items
+    of a dict. The result is False for anything else.
+    """
     loader, (parent, _, _) = known_loader(state.stateful), path.rpartition("/")
     if loader is torch.optim.Optimizer:
         return parent == f"{state.component}/state"

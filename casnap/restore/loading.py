@@ -93,10 +93,10 @@ class _EntryToLoad(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """The transfer of one cell's bytes into memory.
+    """A *move*: how one cell, once it is read, gets into the memory to fill.
 
     Attributes:
-        number: The number of the cell.
+        number: The number of the cell in the grid of its entry.
         nbytes: The bytes of the cell.
         nbytes_kept: How many of these bytes are needed.
         sink: Takes the bytes.
@@ -266,7 +266,7 @@ class Loading:
                         yield self._candidate(want, target, cells.region(number))
 
     def _candidate(self, want: Want, target: _TensorToFill, cell: Region) -> Want | Candidate:
-        """Return a chunk to read, with the live elements that may make the read needless.
+        """Return a chunk to read, with the elements in memory that may equal it.
 
         Args:
             want: The chunk.
@@ -378,7 +378,7 @@ def elements_of(entry: TensorEntry, raw: memoryview, region: Region) -> torch.Te
 
 
 def _copies(cells: Grid, target: memoryview) -> Iterator[_Move]:
-    """Yield a move for each cell. Together they fill ``target``, one cell after the other."""
+    """Yield a :class:`_Move` for each cell. The cells fill ``target``, one after the other."""
     start = 0
     for number, nbytes in enumerate(cells.sizes()):
         yield _filling(number, target[start : start + nbytes])
@@ -386,7 +386,12 @@ def _copies(cells: Grid, target: memoryview) -> Iterator[_Move]:
 
 
 def _filling(number: int, target: memoryview) -> _Move:
-    """Return the move of a cell whose bytes fill ``target`` exactly."""
+    """Return the :class:`_Move` of a cell that fills memory exactly, so it can be read there.
+
+    Args:
+        number: The number of the cell in the grid of its entry.
+        target: The memory, as long as the cell.
+    """
     return _Move(number, len(target), len(target), _copy_to(target), target)
 
 
@@ -401,7 +406,7 @@ def _copy_to(target: memoryview, offset: int = 0) -> Sink:
 def _moves(
     entry: TensorEntry, cells: Grid, region: Region | Selection, target: torch.Tensor
 ) -> Iterator[_Move]:
-    """Yield a move for each cell that has elements to read. Together they fill a tensor.
+    """Yield a :class:`_Move` for each cell with elements of ``region``: these fill a tensor.
 
     Args:
         entry: The entry.

@@ -213,11 +213,11 @@ def _shape_by_torch(
 def without_named_misfits(
     state: KeyState, modules: Iterable[torch.nn.Module], report: RestoreReport
 ) -> KeyState:
-    """Report misfits in a state made by ``get_optimizer_state_dict()``, and keep live ones.
+    """Report moments that do not fit a state made by ``get_optimizer_state_dict()``.
 
-    Such a state names each moment by its parameter. It also has moments that the optimizer has not
-    made yet. So the live state tells which moments have the shapes of their parameters. Its loader
-    refuses a state without some moment, so moments that do not fit cannot be left out.
+    In their place the live moments are kept: the loader refuses a state that lacks a moment. A
+    moment does not fit if it has another shape in the snapshot, and the live one has the shape of
+    its parameter. The state names each moment by its parameter.
 
     Args:
         state: The key of a value whose loader is neither torch's nor casnap's.

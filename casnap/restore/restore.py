@@ -444,10 +444,9 @@ def _agree(
 
 
 class _Missed(msgspec.Struct, array_like=True):
-    """The part of one key that new ranks cannot have. It is sent between ranks.
+    """A message between ranks: the part of one key that new ranks cannot have.
 
-    A take of fewer ranks stored it for single ranks alone. New ranks are those that the take did
-    not have.
+    New ranks are those that the take did not have. The take stored the part for single ranks alone.
 
     Attributes:
         what: What new ranks cannot have: the key, or some of its paths, in words.
@@ -471,7 +470,7 @@ class _Missed(msgspec.Struct, array_like=True):
         stateful: Stateful,
         in_part: Container[str],
     ) -> _Missed:
-        """Return what a new rank cannot have of a key.
+        """Return the message about a key.
 
         Args:
             component: The key, as a component of paths.

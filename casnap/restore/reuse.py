@@ -39,10 +39,11 @@ class Candidate(NamedTuple):
 
 
 def lacking(candidates: Iterable[Want | Candidate]) -> Iterator[Want]:
-    """Yield the chunks that have to be read; call ``keep`` of the others.
+    """Yield the chunks to read; call ``keep`` of each candidate whose part has the chunk already.
 
-    A part on a device is hashed on the calling thread's current stream of the device, a part on the
-    host by threads. Work that writes to a part may still be under way when this is called.
+    A chunk need not be read if the digest of its candidate's part, computed here, is that of the
+    chunk. A part on a device is hashed on the calling thread's current stream of the device, a part
+    on the host by threads. Work that writes to a part may still be under way when this is called.
 
     Args:
         candidates: The chunks. One that no tensor can hold is a plain ``Want``.
@@ -64,9 +65,13 @@ def lacking(candidates: Iterable[Want | Candidate]) -> Iterator[Want]:
 
 
 def _lacking_of(window: Sequence[Candidate]) -> list[Want]:
-    """Return the chunks of a window that have to be read; call ``keep`` of the others at once.
+    """Return the chunks of some candidates whose parts do not have the chunks' digests.
 
-    It must be at once, since reads of later chunks may overwrite the parts.
+    For the other candidates, ``keep`` is called at once, since reads of later chunks may overwrite
+    the parts.
+
+    Args:
+        window: The candidates, which are hashed together.
     """
     wants = list[Want]()
     by_device: dict[torch.device, list[Candidate]] = {}

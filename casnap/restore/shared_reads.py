@@ -131,7 +131,12 @@ def window_for(ranks: int) -> int:
 
 
 class _SharedFetch:
-    """One rank's part of a shared fetch."""
+    """What one rank does in :func:`fetch_shared`.
+
+    The schedule names one reader for each chunk that several ranks want. The rank reads the chunks
+    for which it is the reader, and passes them on to the ranks that want them. It gets the other
+    chunks that it wants from their readers. Chunks that no other rank wants, it reads itself.
+    """
 
     def __init__(
         self, comm: Comm, store: Repository, wants: Iterable[Want], options: ReadOptions
@@ -157,7 +162,7 @@ class _SharedFetch:
         return None
 
     def run(self, window: int, only_in_memory: bool) -> None:
-        """Read this rank's share of the chunks that several ranks want, and its own chunks.
+        """Read and pass on chunks as the schedule says; receive those that other ranks read.
 
         Chunks that the index does not have are left for :meth:`fetch_the_rest`.
 

@@ -48,9 +48,10 @@ _COUNT = "num_batches_tracked"
 def added_by_module(
     contents: Contents, state: KeyState, module: torch.nn.Module, missing: Iterable[str]
 ) -> set[str]:
-    """Return those missing paths that a module adds by itself to a state of an older version.
+    """Return the missing paths that a module adds itself when it loads an older version's state.
 
-    Only BatchNorm is known to do so. Other modules may, but casnap cannot tell.
+    These are the counts of BatchNorm, if the stored version of the layer is below 2. Other modules
+    may add paths too, but casnap cannot tell.
 
     Args:
         contents: The snapshot.

@@ -501,7 +501,7 @@ class Follower:
         )
 
     def _hear(self, wanted: bytes) -> None:
-        """On ranks other than 0, remember which commit rank 0 wants all ranks to stage."""
+        """Remember the commit that rank 0 wants all ranks to stage. Rank 0 knows it already."""
         if not self._leads:
             self._wanted = wanted
 

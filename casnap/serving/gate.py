@@ -87,7 +87,10 @@ class Gate:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Be inside, perhaps with others. Code that is inside already does not wait for a copy."""
+        """Be inside the gate during a ``with`` block; other forwards may be inside, too.
+
+        This waits for a copy that waits or runs, unless this thread or caller is inside already.
+        """
         visit = _Visit(self)
         try:
             with self._lock:
@@ -127,7 +130,7 @@ class Gate:
     def alone(
         self, timeout: float | None = None, *, unless_stopped: bool = False
     ) -> Iterator[None]:
-        """Be inside alone: wait until all others have left, and let nobody else in meanwhile.
+        """Be inside alone during a ``with`` block: let no other in, and wait until all have left.
 
         Args:
             timeout: How many seconds to wait for others to leave; None: as long as it takes.

@@ -103,7 +103,7 @@ class StagedPatches(NamedTuple):
         return _staged(place / name, digest, raw)
 
     def remove(self) -> None:
-        """Delete the file, unless a pull has made it: other engines may need such a file."""
+        """Delete the file, unless it belongs to a version of a pull: other engines may need it."""
         if self.is_of_version:
             return
         with suppress(OSError):

@@ -226,7 +226,7 @@ class VersionRecord(Struct):
 
 
 class Trace(Struct):
-    """A version of which a folder that is being changed in place may hold chunks.
+    """A version whose chunks a folder may hold, because a change in place has not ended.
 
     Attributes:
         record: The record of the version.

@@ -271,10 +271,12 @@ def _plain_names(names: Iterable[str], levels: int) -> dict[str, str]:
 
 
 def _ddp_levels(names: Iterable[str], keys: Iterable[Any]) -> int:
-    """Return how many DDPs are around a module.
+    """Return how many DDPs are around a module: how many leading parts ``module`` DDPs added.
 
-    DDP calls the module in it ``module``, but a submodule may have that name too. A ``module`` is
-    such a submodule if there are others beside it, or if keys have it as well.
+    DDP calls the module in it ``module``, so DDP adds this part to the names of all submodules. A
+    submodule may also be called ``module`` by itself. A leading part counts as added by DDP if all
+    submodules have it, and no key has it: ``get_state_dict`` removes from keys the parts that DDP
+    added, and leaves the names of submodules there.
 
     Args:
         names: The names of all submodules.

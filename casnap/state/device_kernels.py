@@ -132,7 +132,7 @@ def _block(start, left):
 
 @triton.jit
 def _cell_of(lane, bases, cells, steps, level):
-    """Return the cell that each lane's slot belongs to: the last one that begins at it or before.
+    """Return the cell of each lane's slot: the last cell that does not begin after the slot.
 
     Args:
         lane: The slots.
@@ -262,7 +262,7 @@ def hash_leaves(
 def join_nodes(
     table, of_all, first, cells, steps, below, room_below, nodes, room, level, lanes: tl.constexpr
 ):
-    """Make the nodes of a level from those of the one below.
+    """Make the nodes of a level from the nodes of the level below.
 
     Args:
         table: As for :func:`hash_leaves`.

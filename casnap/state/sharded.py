@@ -267,7 +267,7 @@ def _splits(path: str, value: Any, coordinate: Sequence[int] | None) -> dict[int
 
 
 def _ordered(splits: dict[int, _Split], value: Any) -> Iterable[_Split]:
-    """Return the splits in the order in which they were made. Each splits the shards of the last.
+    """Return the splits in the order in which they were made: each divides the last one's shards.
 
     The factor of a split is the number of shards that later axes of the mesh had made before it, as
     in FSDP over TP. If no order of the axes gives these factors, the splits are returned unchanged:

@@ -175,7 +175,7 @@ class CapturedState:
         self.leaves = [Leaf(path, entry, b"") for path, entry, _ in self.leaves]
 
     def pieces(self, share: float = 0.0) -> Iterator[Piece]:
-        """Yield the bytes that this rank hashes, and before them the parts of cells that it sends.
+        """Yield first the parts of cells that this rank sends, then the bytes that it hashes.
 
         Leaves that share memory yield their bytes once.
 
@@ -207,7 +207,7 @@ class CapturedState:
         return [i for i in self.grids if i not in self.same_as and i not in self.plans]
 
     def _starting_point(self, leaves: list[int], share: float) -> tuple[int, int]:
-        """Return where to begin so that a given share of the leaves' bytes comes last.
+        """Return where to begin so that the first ``share`` of the leaves' bytes comes last.
 
         Args:
             leaves: The numbers of the leaves.

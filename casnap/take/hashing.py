@@ -142,10 +142,13 @@ class Hasher:
             writer.finish()
 
     def _keep_inline(self, piece: Piece) -> bool:
-        """Keep the bytes of a piece whose leaf several ranks hash and whose entry holds bytes.
+        """Keep the bytes of a piece in place of its digests, if they will stand in an entry.
+
+        They will if several ranks hash the leaf, and the leaf is so small that its entry holds its
+        bytes. ``self.digests.shared`` then gets the bytes.
 
         Returns:
-            Whether the bytes were kept. If so, the piece is not hashed.
+            Whether the bytes were kept. If so, the caller must not hash the piece.
         """
         cells = self.digests.shared.get(piece.leaf)
         if cells is None or self._state.leaves[piece.leaf].entry.payload.nbytes > INLINE_BYTES:

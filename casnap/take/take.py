@@ -244,7 +244,7 @@ class _Steps:
         return pieces if self._asking is None else self._asking.unknown(pieces)
 
     def end_reliance(self) -> None:
-        """Let collectors free the chunks again on which the call relied."""
+        """End the reliance of the call, so that collectors may free its chunks again."""
         if self._reliance is not None:
             self._reliance.end()
 

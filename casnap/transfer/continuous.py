@@ -87,7 +87,7 @@ class ContinuousCopier:
         return {name: refusal.reason for name, refusal in dict(self._refused).items()}
 
     def retry_refused(self) -> None:
-        """Try the refused snapshots again at the next look."""
+        """Try the refused snapshots again when :meth:`look` is called next."""
         self._retry_at = 0.0
 
     def look(

@@ -19,7 +19,7 @@ class PlacementError(StoreError):
 
 
 class Placement(NamedTuple):
-    """What putting a snapshot into the table of a destination does, besides the new row.
+    """How a copy enters the table of its destination: its notes and tags, and what it replaces.
 
     Attributes:
         notes: The notes of the new row.

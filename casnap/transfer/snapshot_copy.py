@@ -397,7 +397,9 @@ class SnapshotCopy:
 
 
 class _Presence:
-    """Finds, at the destination, snapshots whose chunks can be bases of deltas.
+    """Says which snapshots of the source the destination has, and which was taken last before one.
+
+    Chunks of these can be bases of deltas.
 
     Args:
         session: The session of the destination.

@@ -13,7 +13,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Owners(NamedTuple):
-    """Whose files count as this user's at a place.
+    """Rules at a place: which files count as this user's, and which files others may write to.
 
     Attributes:
         uids: The user ids: this user's and root's, and the one that this user's new files get
@@ -27,7 +27,7 @@ class Owners(NamedTuple):
 
     @classmethod
     def by(cls, new_file: os.stat_result | None = None) -> Owners:
-        """Return whose files count as this user's at a place.
+        """Return the rules at a place, as a new file of this user shows them.
 
         Args:
             new_file: The status of a new file of this user at the place, from :func:`new_file_in`;

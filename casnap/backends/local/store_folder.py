@@ -353,7 +353,10 @@ class StoreFolder:
         return file
 
     def _model(self, base: OpenFolder | None) -> os.stat_result:
-        """Return the status of the folder whose mode and group new files and folders take over."""
+        """Return the status of the model for new files and folders, which get its mode and group.
+
+        The model is the folder of the objects; the store's own folder if that is not open.
+        """
         return os.stat(self.uri) if base is None else os.fstat(base.fd)
 
     def sync(self) -> None:

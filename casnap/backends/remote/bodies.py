@@ -159,7 +159,7 @@ class _Straight(asyncio.BufferedProtocol):
         transport.set_protocol(self)
 
     def end(self) -> None:
-        """Give the connection back to aiohttp, which receives the next answer."""
+        """Give the connection back to aiohttp, so that aiohttp receives the next answer."""
         if self._transport.get_protocol() is self:
             self._transport.set_protocol(self._usual)
 

@@ -126,7 +126,7 @@ class Operation:
     def _limit(self) -> float:
         """Return the time at which to give up, by the monotonic clock.
 
-        It is earlier as long as the server has never answered.
+        The time is earlier if the server has never answered this process.
         """
         if self._reached:
             return self._until

@@ -26,7 +26,7 @@ from casnap.storage import Contents
 
 
 class _TensorRead(NamedTuple):
-    """A part of a tensor to load.
+    """One tensor to fill, with a box of a stored tensor.
 
     Attributes:
         item: DCP's item of the plan.
@@ -110,7 +110,7 @@ class PlanLoad:
             _give(planner, item, value, true_keys)
 
     def _ties(self, parts: list[_TensorRead]) -> dict[int, torch.Tensor]:
-        """Read into new memory the parts whose targets share memory with other targets.
+        """Read each part whose target shares memory with another target; fill no target yet.
 
         Args:
             parts: All parts to load.

@@ -158,11 +158,10 @@ _MOST_INNER = 8
 
 
 def _run_folders(view: View, name: str) -> Iterator[RunFolder]:
-    """Yield the folders whose entries a training loop may rotate, for a save of ``name``.
+    """Yield the folders in which a training loop may delete old checkpoints when it saves ``name``.
 
-    These are the folder of the snapshot, and the folder above that. None is yielded if snapshots
-    have no folders on a disk. A folder that cannot be looked at, or does not exist yet, is left
-    out.
+    These are the folder of the snapshot, and the folder above that. Nothing is yielded if snapshots
+    have no folders on a disk. A folder that cannot be listed, or does not exist yet, is left out.
     """
     repository = view.repository
     if repository.backend.folder is None or not repository.marks:

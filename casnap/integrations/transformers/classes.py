@@ -35,9 +35,10 @@ def storing(kind: Any, mixin: Any) -> Any:
 
 
 def alone(kind: type) -> Iterator[tuple[type, str]]:
-    """Yield the class and the name of each method that does not call the one that casnap replaces.
+    """Yield class and name of each overriding method that never calls the method it overrides.
 
-    A method calls that if it names it; so one that calls it in some cases only is not found.
+    Only the methods of the Trainer that casnap replaces count. A method counts as calling the
+    overridden one if its code has that name. So one that calls it only in some cases is not found.
     """
     order = kind.__mro__
     for owner in order[1 : order.index(StoringTrainer)]:  # the first is casnap's

@@ -242,7 +242,7 @@ class CasnapTrainerMixin(_Base):
                 self._rotate(run_dir)
 
     def _optimizer_and_scheduler(self) -> dict[str, Stateful]:
-        """Return them, except what the engine of DeepSpeed has."""
+        """Return the optimizer and the scheduler, unless they belong to the engine of DeepSpeed."""
         state: dict[str, Stateful] = {}
         if self.is_fsdp_enabled:
             state["optimizer"] = ShardedOptimizer(self.model, self.optimizer)
@@ -275,7 +275,10 @@ class CasnapTrainerMixin(_Base):
         return names
 
     def _put_weights(self, snapshot: Snapshot, run_dir: str) -> None:
-        """Put the weights beside the snapshot, and take those of others that are to have none."""
+        """Put the weights beside the snapshot; with ``casnap_weights="last"``, remove older ones.
+
+        The weights beside the best checkpoint stay.
+        """
         folder, model = Path(snapshot.path), self._plain_model()
         checkpoints = Checkpoints(run_dir, f"{PREFIX_CHECKPOINT_DIR}-", is_its_own).paths()
         others = [path for path in reversed(checkpoints) if path.name != folder.name]

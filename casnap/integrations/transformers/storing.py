@@ -43,10 +43,10 @@ STATE = ("optimizer.pt", "scheduler.pt")
 
 
 class StoringTrainer(Trainer):
-    """The Trainer with casnap in place of its files, right above the Trainer itself.
+    """A Trainer that loads from snapshots, and whose methods write no files while it saves one.
 
-    So what subclasses do in these methods is done too. While a checkpoint is saved, those that
-    write files do nothing: what they would write is in the snapshot.
+    It comes right above the Trainer in the order of classes, so the methods of users' subclasses
+    still run. The snapshot has what the methods would write.
     """
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -34,7 +34,11 @@ _LOADED = (*WEIGHTS, *ADAPTER, "pytorch_model_fsdp*")
 
 
 def weights_in(folder: Path) -> list[Path]:
-    """Return what the Trainer itself would load weights from, whoever has written it."""
+    """Return the files and folders from which a Trainer without casnap would load weights.
+
+    They are found by their names, so casnap or a user may have written them. Notices of casnap are
+    left out.
+    """
     weights = matching(folder, *_LOADED)
     for inner in filter(is_folder, paths_in(folder)):
         if inner.name != WeightFiles.STAGED:
@@ -56,7 +60,11 @@ def remove_weights(folder: Path) -> None:
 
 
 def may_be_others(snapshot: Snapshot, folder: Path) -> Iterator[Path]:
-    """Yield the weights beside a snapshot, except those that a subclass has saved with it."""
+    """Yield the weights in a checkpoint's folder that its snapshot may not have.
+
+    These are :func:`weights_in`, without each file that is in the snapshot too, with the same name
+    and bytes: a subclass of the Trainer has saved that file.
+    """
     has_files = "files" in snapshot.contents.keys()  # noqa: SIM118 - no dict
     files: Mapping[str, bytes] = snapshot.read_object("0/files") if has_files else {}
     for path in weights_in(folder):

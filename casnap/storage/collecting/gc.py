@@ -241,7 +241,10 @@ class _Candidates:
         self._required: set[bytes] = set()
 
     def at(self, view: IndexView) -> Needs:
-        """Return which packs the next root may condemn, and which packs it has to rescue.
+        """Return the packs that the root after the newest one may condemn, and those to rescue.
+
+        A pack may be condemned if it holds no chunk or node that the newest root needs, or if all
+        that are needed were copied to packs that are live there.
 
         Args:
             view: The index as the newest root sees it.
@@ -478,7 +481,7 @@ class _Collector:
     # --- carrying out the plan ---
 
     def _copy_out(self, marks: Marks, plan: Plan) -> dict[bytes, PackId]:
-        """Copy the needed part of some packs to new packs.
+        """Copy the chunks and nodes that snapshots need out of ``plan.copied`` to new packs.
 
         Returns:
             The digest of each needed chunk or node → a pack that now holds it.

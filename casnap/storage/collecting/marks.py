@@ -78,4 +78,4 @@ class Marks(Protocol):
         """
 
     def note_done(self) -> None:
-        """Note which packs were looked at, so that the next collection skips them."""
+        """Note the packs that this collection has read; the next collection skips them."""

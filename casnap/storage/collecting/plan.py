@@ -211,12 +211,19 @@ def _fence_after(waiting: Waiting, view: IndexView, unnamed: Iterable[bytes]) ->
 def _freed_by(
     fence: int, condemned: Mapping[bytes, int], unnamed: Mapping[str, bytes]
 ) -> tuple[frozenset[PackId], dict[str, bytes]]:
-    """Return what a fence frees: condemned packs, and files that no root names.
+    """Return what may be deleted under a fence.
+
+    A condemned pack may be deleted if it was condemned at the fence or before. A pack or segment
+    that no root names may be deleted if its writer was based on a root before the fence.
 
     Args:
-        fence: The fence.
+        fence: The fence, as the number of a root.
         condemned: The condemned packs, each with the number of the root that condemned it.
-        unnamed: The files that no root names: key → id.
+        unnamed: The packs and segments that no root names: key of the file → id of the pack or
+            segment. The id tells on which root the writer was based (:func:`base_of`).
+
+    Returns:
+        The condemned packs that may be deleted, and the part of ``unnamed`` that may be deleted.
     """
     freed = frozenset(PackId(pack) for pack, seq in condemned.items() if seq <= fence)
     return freed, {key: ident for key, ident in unnamed.items() if base_of(ident) < fence}

@@ -129,7 +129,7 @@ class RecentMarks:
         return newest
 
     def note_done(self) -> None:
-        """Note in the counts which segments were looked at. The next collection skips them."""
+        """Note in the counts the segments that were read; the next collection skips them."""
         self._counts.segments = self._segments
         self._counts.dead -= self._dead
 

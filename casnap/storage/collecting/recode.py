@@ -62,7 +62,7 @@ class Recoding:
 
 @dataclass(frozen=True)
 class RecodingPlan:
-    """Which snapshots to recode.
+    """The snapshots to recode, and those that stay.
 
     Attributes:
         snapshots: The snapshots to recode, each with the snapshot before it in its folder, or None.
@@ -78,7 +78,10 @@ class RecodingPlan:
 def plan_recoding(
     store: Repository, root: Root, newest: int, deleted: Collection[str] = ()
 ) -> RecodingPlan:
-    """Return which snapshots to recode. To decide this, only the table of snapshots is read.
+    """Choose the snapshots to recode. Only the table of snapshots is read.
+
+    They are the snapshots before the ``newest`` ones of each folder, except those that were recoded
+    already, and those that a later version of casnap has stored.
 
     Args:
         store: The store.

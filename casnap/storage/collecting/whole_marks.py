@@ -225,7 +225,7 @@ class WholeMarks:
                     yield digest, packs[n], stored_bytes
 
     def note_done(self) -> None:
-        """Note in the counts which segments were looked at. The next collection skips them."""
+        """Note in the counts the segments that were read; the next collection skips them."""
         if self._counts is not None:
             self._counts.segments = self._counted
 

@@ -174,7 +174,11 @@ def honours_put_if_absent(backend: Backend) -> bool:
 
 
 def _place(backend: Backend) -> str:
-    """Return a text for what one probe holds for: an endpoint and its versioning; "" if unknown."""
+    """Return the text under which the result of a probe is kept; "" if the place needs no probe.
+
+    The text names the endpoint and the bucket's versioning. A result is used again only for the
+    same text: servers differ, and one may honour put-if-absent only without versioning.
+    """
     endpoint = backend.endpoint
     versioning = backend.versioning if endpoint else ""
     return f"{endpoint} versioning {versioning}" if versioning else endpoint

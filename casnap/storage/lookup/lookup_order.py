@@ -46,7 +46,7 @@ _DELTA = int(Codec.DELTA)
 
 
 class Step(NamedTuple):
-    """Places to try next, which a rung of the ladder yields.
+    """Places to try next. A rung, one step of the ladder of places, yields them.
 
     Attributes:
         places: The places, each with the wants for its chunk.

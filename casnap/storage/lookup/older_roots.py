@@ -24,10 +24,10 @@ from casnap.storage.lookup.pack_lengths import GONE, listed_packs
 
 
 class OlderRoot(NewestRoot):
-    """An older root that stands in for the newest root.
+    """The newest root of a store, for readers; an older root while the newest one lacks a file.
 
-    It stands in until there is a root after ``newest``, or the file ``lacked`` appears or has
-    another length.
+    The older root is returned until there is a root after ``newest``, or until the file ``lacked``
+    appears or changes its length.
 
     Args:
         backend: The backend of the place.

@@ -526,9 +526,9 @@ class PackFiller:
     def _keep(
         self, start: int, digests: list[Digest], places: list[Place], is_chosen: list[bool]
     ) -> None:
-        """Keep the chosen chunks of a group that was copied into the pack.
+        """Keep the chosen chunks of a group in the pack, and drop the others.
 
-        Move them to close the gaps.
+        The chosen ones are moved together, so that no gap stays.
 
         Args:
             start: The offset of the group in the pack.

@@ -325,7 +325,7 @@ class Repository:
         return self.index.pack_lengths.has_to_list()
 
     def list_packs_for(self, ranks: int, total: int) -> dict[PackId, int]:
-        """List the packs for many ranks, if that takes fewer requests than a look by each rank.
+        """List the packs for many ranks, if the ranks would need more requests one by one.
 
         Args:
             ranks: How many ranks will look at packs.

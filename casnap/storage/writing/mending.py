@@ -198,7 +198,10 @@ class Mending:
         damaged: frozenset[PackId],
         unreadable: Collection[SegmentRef],
     ) -> bool:
-        """Whether the results of a survey of one root also hold for a newer root.
+        """Whether the results of a survey of one root are also right for a newer root.
+
+        They are not if the newer root has other condemned packs or other lost digests, or if it no
+        longer names all unreadable segments and all damaged packs.
 
         Args:
             newer: The newer root.

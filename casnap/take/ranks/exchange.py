@@ -80,7 +80,7 @@ class _Message:
 
 
 class _Offer:
-    """New chunks that a thread offers to write; later also the decision which of them it writes."""
+    """Chunks that a thread offers to write, since the store lacks them; later, which it writes."""
 
     def __init__(self, chunks: list[tuple[Digest, int]]) -> None:
         self.chunks = chunks
@@ -88,7 +88,7 @@ class _Offer:
 
 
 class Decider:
-    """Decides which rank writes each chunk whose digest selects this rank.
+    """Decides which rank writes a chunk. This rank decides for the digests that select it.
 
     Args:
         rank: The rank that decides.

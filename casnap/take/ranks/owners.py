@@ -84,9 +84,9 @@ class HeldReplica(msgspec.Struct, array_like=True):
 
 
 class Holdings(msgspec.Struct, array_like=True):
-    """The message that tells an owner which of the leaves it owns the sending rank holds.
+    """A message to an owner: the leaves that the sending rank holds, among those of this owner.
 
-    It is sent before anything is hashed.
+    Each rank sends it before it hashes anything.
 
     Attributes:
         sharded: The tensors of which the rank holds pieces.
@@ -98,7 +98,7 @@ class Holdings(msgspec.Struct, array_like=True):
 
 
 class Replica(IntEnum):
-    """What the owner has found about a leaf that is declared equal on all ranks."""
+    """The result of an owner's comparison of one leaf that is declared equal on all ranks."""
 
     MISMATCHED = 0  # some ranks do not have it, or have another shape or dtype
     EQUAL = 1
@@ -106,7 +106,7 @@ class Replica(IntEnum):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """The message in which an owner tells a rank what to do with the leaves in its holdings.
+    """An owner's answer to :class:`Holdings`: what the rank has to do with each leaf in them.
 
     Attributes:
         sharded: The rank's plan for each sharded leaf, in the order of the holdings.

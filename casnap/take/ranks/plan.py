@@ -64,7 +64,7 @@ class RankPlan(Struct, array_like=True):
 
 
 def replicated_runs(grids: Sequence[Grid], rank: int, world: int) -> list[tuple[int, int, int]]:
-    """Return which cells a rank hashes of those tensors that all ranks hold.
+    """Return a rank's share of the cells of tensors that all ranks hold: the cells that it hashes.
 
     All ranks have the same number of bytes to hash, give or take one cell.
 
@@ -313,7 +313,7 @@ class _Planner:
         self.ranks[joiner].senders.append(sorted(senders))
 
     def _near(self, ranks: list[int], joiner: int) -> list[int]:
-        """Return those of ``ranks`` that are on the joiner's host; if none is, all of ``ranks``."""
+        """Return the ranks that are on the joiner's host; all of ``ranks`` if none is there."""
         if self._hosts is None or len(ranks) == 1:
             return ranks
         return [r for r in ranks if self._hosts[r] == self._hosts[joiner]] or ranks

@@ -76,12 +76,12 @@ class _SentPart(msgspec.Struct, array_like=True, gc=False):
 
 
 class _PartList(msgspec.Struct, array_like=True):
-    """The beginning of a message: what opened, and which parts follow.
+    """The beginning of a message: the joints that have just opened, and the parts that follow.
 
     Attributes:
         is_last: Whether the sender will send no more parts.
-        opened: Those joints that the sender has just opened and that need parts from the receiver,
-            in order.
+        opened: The joints that the sender has just opened, in order; only those that need parts
+            from the receiver.
         parts: The parts, in order.
     """
 
