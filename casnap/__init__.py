@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     # Imported at their first use: not every program needs these names, and some need torch.
     from casnap.comparing.changes import Diff as Diff
     from casnap.comparing.statistics import GroupStatistics as GroupStatistics
+    from casnap.comparing.witness_report import WitnessReport as WitnessReport
     from casnap.diagnosis.doctor import doctor as doctor
     from casnap.diagnosis.report import DoctorReport as DoctorReport
     from casnap.diagnosis.report import DoctorRow as DoctorRow

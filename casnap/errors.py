@@ -18,6 +18,7 @@
     ├── StateError                  the state that was handed in
     │   ├── UnsupportedTypeError    (TypeError) not Stateful, or cannot be stored safely
     │   ├── MismatchError           (RuntimeError) state and snapshot differ
+    │   ├── WitnessError            a state is not what it was at this step before
     │   └── EntryNotFoundError      (KeyError) no such path inside the snapshot
     ├── FileFormatError             (ValueError) a file cannot be imported, or not hold an export
     ├── DamagedError                stored bytes are missing or not what was written
@@ -49,7 +50,7 @@ from collections.abc import Iterable
 from heapq import nlargest
 from itertools import islice
 from os.path import commonprefix
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 Reason: TypeAlias = Literal[
     "exhausted", "unreachable", "denied", "credentials", "no_bucket", "archived", "other"
@@ -141,6 +142,18 @@ class UnsupportedTypeError(StateError, TypeError):
 
 class MismatchError(StateError, RuntimeError):
     """The state to be restored and the snapshot do not fit each other."""
+
+
+class WitnessError(StateError):
+    """A state is not what it was when its witness was stored.
+
+    Attributes:
+        report: What differs: a :class:`casnap.WitnessReport`.
+    """
+
+    def __init__(self, message: str = "", report: Any = None) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 class EntryNotFoundError(StateError, KeyError):

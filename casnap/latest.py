@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from casnap.errors import SnapshotError, SnapshotNotFoundError, StoreError, shell_word
 from casnap.format.records import Row
+from casnap.storage import Contents
 from casnap.view import View
 
 _log = logging.getLogger("casnap")
@@ -50,6 +51,30 @@ def find_row(view: View, name: str) -> FoundRow:
     found = FoundRow(mirror, name, mirror.row_of(name))
     _note_returned(view, found, seq)
     return found
+
+
+def find_witness(view: View, name: str) -> Contents | None:
+    """Return what a store has by the name of a witness, or else its mirror; None if neither has.
+
+    If the mirror cannot be reached, only the store counts, and a warning is logged.
+
+    Args:
+        view: The store.
+        name: The local name in the table.
+    """
+    try:
+        return Contents(view.readable, view.full_of(name), view.row_of(name))
+    except SnapshotNotFoundError:
+        pass
+    try:
+        mirror = view.at_mirror()
+        if mirror is not None:
+            return Contents(mirror.readable, mirror.full_of(name), mirror.row_of(name))
+    except SnapshotNotFoundError:
+        pass
+    except StoreError as e:
+        _log.warning("%s is looked for here alone, since the mirror fails: %s", name, e)
+    return None
 
 
 def _note_returned(view: View, found: FoundRow, seq: int) -> None:

@@ -5,6 +5,7 @@ Imports ``view.py``, ``pending.py`` and lower layers; ``store.py`` imports this.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,13 @@ import msgspec
 
 from casnap.backends.local import is_file
 from casnap.backends.uris import joined, name_below, store_uri
-from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, shell_word
+from casnap.errors import (
+    CasnapError,
+    NotAStoreError,
+    SnapshotNotFoundError,
+    WitnessError,
+    shell_word,
+)
 from casnap.format.entries import Entry
 from casnap.format.names import check_name, component_of, key_of, name_text
 from casnap.format.records import Row, Stats
@@ -44,6 +51,8 @@ if TYPE_CHECKING:
     from casnap.take.commit import TakeResult
 else:
     casnap, torch = ModuleLater("casnap"), ModuleLater("torch")
+
+_log = logging.getLogger("casnap")
 
 
 def _check_no_file(path: str | os.PathLike[str], cause: CasnapError) -> None:
@@ -898,6 +907,57 @@ def _take(place: TakePlace, app_state: AppState, options: TakeOptions, pg: Any) 
     with options.attempt.finding_store():
         view, name = place.find(comm)
     return take_from(view, comm, partial(LiveState, app_state), name, options, pg, place.store)
+
+
+def witness_state(
+    place: TakePlace,
+    app_state: AppState,
+    options: TakeOptions,
+    pg: Any,
+    on_mismatch: str,
+    find_in: Callable[[View, str], Contents | None],
+) -> casnap.WitnessReport:
+    """Store or compare a witness with the other ranks: see :meth:`casnap.Store.witness`.
+
+    Args:
+        place: The place of a snapshot of the same name.
+        app_state: As for :meth:`casnap.Store.witness`.
+        options: As for a take.
+        pg: As for :meth:`casnap.Store.witness`.
+        on_mismatch: As for :meth:`casnap.Store.witness`.
+        find_in: Returns what a store, or its mirror, has by a name; None if neither has it.
+    """
+    from casnap.comparing.witness import witness
+    from casnap.ranks.joining import join
+    from casnap.storage import Table
+    from casnap.take.capture import LiveState
+
+    if on_mismatch not in ("raise", "warn"):
+        raise ValueError(f"on_mismatch is 'raise' or 'warn'; got {on_mismatch!r:.80}")
+    comm = join(pg, options.timeout, f"the witness {place.label!r}")
+    view, name = place.find(comm)
+    with comm:
+        find = partial(find_in, view, Table.witness_name(name))
+        full = check_name(view.full_of(name))
+        source = LiveState(app_state)
+        report = witness(view.repository, full, source, _for_view(options, view), comm, find)
+        is_first = comm.rank == 0
+    if report.count and on_mismatch == "raise":
+        raise WitnessError(_mismatch_text(report, view), report)
+    if is_first and (report.count or report.not_compared):
+        _log.warning("%s", _mismatch_text(report, view) if report.count else report)
+    return report
+
+
+def _mismatch_text(report: casnap.WitnessReport, view: View) -> str:
+    """Return the message about a state that is not what it was when its witness was stored."""
+    from casnap.storage import Table
+
+    path = joined(view.repository.backend.uri, Table.witness_name(report.name))
+    return (
+        f"{report}. What comes first may have made the rest differ. If the run was meant to go "
+        f"another way, delete the witness: `casnap rm {shell_word(path)}`, or Store.delete"
+    )
 
 
 def _begin(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from casnap.backends import Backend
 from casnap.errors import MirrorError, SnapshotNotFoundError
@@ -41,6 +41,7 @@ from casnap.snapshot import (
     take_snapshot,
     try_snapshot,
     try_to_begin,
+    witness_state,
 )
 from casnap.state.stateful import AppState
 from casnap.take.options import TakeOptions, check_order
@@ -423,6 +424,73 @@ class Store:
         return try_to_begin(
             self._place_of("try_async_take", app_state, name), app_state, options, pg
         )
+
+    def witness(
+        self,
+        app_state: AppState,
+        name: str,
+        *,
+        on_mismatch: Literal["raise", "warn"] = "raise",
+        pg: Any = None,
+        replicated: Sequence[str] | None = None,
+        per_rank: Sequence[str] | None = None,
+        allow_pickle: bool = False,
+        threads: int | None = None,
+        timeout: float | None = None,
+    ) -> casnap.WitnessReport:
+        """Store the digests of a state; or if they are there already, compare the state with them.
+
+        So a resumed run proves that it computes what it computed before: give each step that
+        follows a snapshot a witness, and a run that resumes from this snapshot meets it. A replay
+        of some steps finds hardware that computes wrong without a word::
+
+            store.witness(app_state, f"run1/step_{step}")
+
+        A witness holds 16 bytes for each path of the state, and none of its chunks. It is no
+        snapshot: nothing lists it, counts it or resumes from it. It stays as long as the snapshot
+        of its run that was the last one when it was stored, and a mirror gets it. If this store
+        lacks it, the mirror's is compared.
+
+        All ranks call this together, as they call :meth:`take`; it costs about what a take costs
+        that finds nothing new. It first waits for pending takes. A state of another number of ranks
+        is not compared: it adds up in another order.
+
+        Args:
+            app_state: As for :meth:`take`; the same keys each time.
+            name: The name, such as that of a snapshot of this step.
+            on_mismatch: "raise" raises an error if the state differs; "warn" logs it.
+            pg: As for :meth:`take`.
+            replicated: As for :meth:`take`.
+            per_rank: As for :meth:`take`.
+            allow_pickle: As for :meth:`take`.
+            threads: As for :meth:`take`.
+            timeout: As for :meth:`take`.
+
+        Returns:
+            Whether the witness was stored now; if not, which paths differ.
+
+        Raises:
+            WitnessError: The state differs, on any rank. All ranks raise it.
+            StateError: A value of the state cannot be taken, or the ranks contradict each other.
+            SnapshotError: The name cannot be used.
+            StoreError: The store cannot be used.
+            DamagedError: The witness is damaged.
+            DeviceError: A device has computed a wrong digest.
+            RankError: Another rank failed, died or did not answer in time.
+            ValueError: ``on_mismatch`` has no such value.
+        """
+        refuse_nested_take()
+        options = TakeOptions(
+            allow_pickle=allow_pickle,
+            replicated=replicated,
+            per_rank=per_rank,
+            threads=threads,
+            timeout=timeout,
+        )
+        from casnap.latest import find_witness
+
+        place = self._place_of("witness", app_state, name)
+        return witness_state(place, app_state, options, pg, on_mismatch, find_witness)
 
     def _place_of(self, call: str, app_state: object, name: str) -> TakePlace:
         """Return the place of a new snapshot.

@@ -158,7 +158,7 @@ class Store:
         need(is_possible and len(bytes.fromhex(store["store_id"])) == 16, "an impossible record")
         self._segments = [self._segment(*ref[:3]) for ref in root["segments"]]
         rows = self._items(root["table"][0], TABLE) if root["table"] else []
-        self.snapshots: dict[str, dict[str, Any]] = dict(rows)
+        self.snapshots = {n: r for n, r in rows if "witness" not in r.get("notes", ())}
 
     def _read(self, key: str) -> bytes:
         try:

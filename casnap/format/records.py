@@ -34,6 +34,8 @@ THINNED = "thinned"
 """The note of a snapshot that has lost some keys, which its manifest names."""
 REWOUND = "rewound"
 """The note of a snapshot that a rewind of its run has moved aside."""
+WITNESS = "witness"
+"""The note of a witness: the commit id, in hex, of its run's last snapshot then; "" for none."""
 ORIGIN = "from"
 """The note of a copy that keeps its order: the source store, and the number of the root there."""
 
@@ -200,6 +202,14 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
         return self.has_note(REWOUND)
 
     @property
+    def is_witness(self) -> bool:
+        """Whether this is no snapshot, but a table of the digests of a state: a witness.
+
+        It also has the note of a snapshot that was moved aside, for versions that know no witness.
+        """
+        return isinstance(self.notes.get(WITNESS), str)
+
+    @property
     def awaited(self) -> list[str]:
         """For each note that holds the snapshot, the reason in words."""
         return [reason for note, reason in HOLDING_NOTES.items() if self.has_note(note)]
@@ -249,7 +259,8 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
 
         All other notes are about this store alone.
         """
-        return {note: True for note in (REWOUND, THINNED) if self.has_note(note)}
+        witness = {WITNESS: self.notes[WITNESS]} if self.is_witness else {}
+        return {note: True for note in (REWOUND, THINNED) if self.has_note(note)} | witness
 
 
 class UnfinishedCopy(Struct, frozen=True, array_like=True):

@@ -70,7 +70,9 @@ class Succession:
         copies = copies_in(table, self.run)
         life = self._life(copies, seq)
         if self.row.is_rewound:
-            return Placement(copy_notes(self.row, self.source.config.store_id, life), {})
+            there = table.get(self.new_name) if self.row.is_witness else None
+            replaced = {} if there is None or not there.is_witness else {self.new_name: there}
+            return Placement(copy_notes(self.row, self.source.config.store_id, life), replaced)
         copies = {name: row for name, row in copies.items() if not row.is_rewound}
         earlier = {name: row for name, row in copies.items() if life_of(row) != life}
         follows = follows_of(self.row, self.destination.config.store_id)

@@ -296,7 +296,7 @@ def lag_in(root: Root, table: Table, tag: str, uri: str) -> Lag:
     Raises:
         MirrorError: The setting for the mirror cannot be understood.
     """
-    noted = [(name, row) for name, row in table.items_in() if is_unmirrored(row)]
+    noted = [(name, row) for name, row in table.with_witnesses() if is_unmirrored(row)]
     rows = dict(sorted(noted, key=lambda item: item[1].seq))
     if not tag:
         return Lag(rows)

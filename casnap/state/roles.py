@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Literal, get_args
 
-from casnap.format.entries import Entry, TensorEntry, ValueEntry
+from casnap.format.entries import Entry, Payload, TensorEntry, ValueEntry
 from casnap.state.stateful import TORCH_NAMES
 
 Role = Literal[
@@ -78,6 +78,23 @@ def role_of(path: str, entry: Entry) -> Role:
     if last_words & _COUNTERS and _is_one_number(entry):
         return "counters"
     return "weights" if is_fractions else "values"
+
+
+_FORMS: tuple[Entry, ...] = tuple(
+    TensorEntry(Payload(0), dtype, shape) for dtype in ("int64", "float32") for shape in ((2,), ())
+)
+"""Entries of all forms: each has another role for some path."""
+
+
+def form_of(entry: Entry) -> int:
+    """Return all that the role of an entry depends on besides its path: a number below 4."""
+    is_fractions = isinstance(entry, TensorEntry) and _is_of_fractions(entry.dtype)
+    return 2 * is_fractions + _is_one_number(entry)
+
+
+def role_of_form(path: str, form: int) -> Role:
+    """Return the role of an entry by its path and its form; see :func:`role_of`."""
+    return role_of(path, _FORMS[form % len(_FORMS)])
 
 
 def _words(names: Iterable[str]) -> set[str]:

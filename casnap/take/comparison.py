@@ -1,21 +1,30 @@
-"""What a take of a live state would store, for comparing it with what a snapshot has."""
+"""What a take of a live state would store, for comparisons: nothing is stored."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from casnap.format.digest import Digest, digest_of
-from casnap.format.entries import Entry, Manifest, entry_tree
-from casnap.ranks.comm import SingleProcess
-from casnap.runtime.threads import Crew, run_shielded
-from casnap.storage import Raw
-from casnap.take.capture import StateSource
-from casnap.take.hashing import Hasher
-from casnap.take.manifest import Put, build_manifest
+from casnap.format.entries import Entry, Manifest
+from casnap.format.names import key_of
+from casnap.format.records import Place
+from casnap.ranks.comm import Comm, SingleProcess
+from casnap.runtime.threads import Crew, python_gc_paused, run_shielded
+from casnap.state.device_hash import hasher_of
+from casnap.storage import Raw, Repository
+from casnap.take import pending as background
+from casnap.take.capture import CapturedState, StateSource
+from casnap.take.device_asking import Asking
+from casnap.take.hashing import Digests, Hasher
+from casnap.take.manifest import KeptNodes, PathDigest, Put, build_manifest, digests_by_path
 from casnap.take.options import TakeOptions
-from casnap.take.ranks.division import divide
+from casnap.take.ranks.agreement import agree
+from casnap.take.ranks.division import Division, divide
 from casnap.take.ranks.exchange import Exchange
 from casnap.take.staging import Piece, batched
+
+_ANYWHERE = Place(b"", 0, 0, 0, 0)
 
 
 def manifest_of(source: StateSource, chunk_size: int) -> Manifest:
@@ -30,7 +39,7 @@ def manifest_of(source: StateSource, chunk_size: int) -> Manifest:
     Raises:
         StateError: Something in the state cannot be taken.
     """
-    return _hashed(source, chunk_size, digest_of)
+    return _manifest(source, chunk_size, digest_of)
 
 
 def entries_of(source: StateSource, chunk_size: int) -> dict[str, Entry]:
@@ -43,41 +52,93 @@ def entries_of(source: StateSource, chunk_size: int) -> dict[str, Entry]:
     Raises:
         StateError: Something in the state cannot be taken.
     """
-    nodes = dict[Digest, bytes]()
-
-    def keep(node: bytes) -> Digest:
-        digest = digest_of(node)
-        nodes[digest] = node
-        return digest
-
-    manifest = _hashed(source, chunk_size, keep)
+    nodes = KeptNodes()
+    manifest = _manifest(source, chunk_size, nodes.put)
     return {
         key + path: entry
         for key, top in manifest.shared.items()
-        for path, entry in entry_tree(Digest(top), nodes.__getitem__).items()
+        for path, entry in nodes.tree(top).items()
     }
 
 
-def _hashed(source: StateSource, chunk_size: int, put_node: Put) -> Manifest:
+def _manifest(source: StateSource, chunk_size: int, put_node: Put) -> Manifest:
     comm = SingleProcess()
-    state = source.capture(source.keys(), chunk_size, allow_pickle=False)
-    division = divide(comm, state, source.values, TakeOptions(), chunk_size, 0)
+    hashed = _hashed(source, source.keys(), chunk_size, TakeOptions(), comm, 0)
+    built = build_manifest(comm, *hashed, put_node, {})
+    assert built is not None
+    return built[0]
+
+
+def digests_of(
+    store: Repository, name: str, source: StateSource, options: TakeOptions, comm: Comm
+) -> list[PathDigest]:
+    """Return what each path of a state would be in a snapshot, in few bytes; store nothing.
+
+    All ranks call this together, and share the work as in a take. Devices hash what they hold. A
+    path is as long as a digest, whatever it holds, and wherever it lies.
+
+    Args:
+        store: The store.
+        name: A name that all ranks give.
+        source: The state of this rank.
+        options: How to take it.
+        comm: The ranks.
+
+    Returns:
+        On rank 0 the paths of all ranks, on other ranks none.
+
+    Raises:
+        StateError: Something in the state cannot be taken, or the ranks contradict each other.
+        DeviceError: A device has computed a wrong digest.
+        RankError: Another rank failed, died or hangs.
+    """
+    config = store.config
+    with background.turn:
+        background.wait_for_room(config.store_id, name, options, is_alone=comm.size == 1)
+        agreed = agree(store, name, source.keys(), options, comm)
+        keys = [key_of(component) for component in agreed.keys]
+        hashed = _hashed(source, keys, config.chunk_size, options, comm, agreed.seed)
+    with python_gc_paused():
+        return digests_by_path(comm, *hashed)
+
+
+class _Hashed(NamedTuple):
+    """A state that was hashed: its leaves, how ranks divided the work, and this rank's digests."""
+
+    state: CapturedState
+    division: Division
+    digests: Digests
+
+
+def _hashed(
+    source: StateSource,
+    keys: Sequence[str],
+    chunk_size: int,
+    options: TakeOptions,
+    comm: Comm,
+    seed: int,
+) -> _Hashed:
+    state = source.capture(keys, chunk_size, allow_pickle=options.allow_pickle)
+    division = divide(comm, state, source.values, options, chunk_size, seed)
     state.assign(division.plans)
     hasher = Hasher(state, lambda _: _Digester(), None)
+    made = {device: hasher_of(device) for device in state.devices}
+    hashers = {device: each for device, each in made.items() if each is not None}
+    asking = Asking(state, hashers, lambda digests: [_ANYWHERE] * len(digests), "")
+
+    def batches(nbytes: int) -> Iterator[list[Piece]]:
+        pieces = state.pieces(comm.rank / comm.size)
+        return batched(asking.unknown(pieces) if hashers else pieces, nbytes)
 
     def work(crew: Crew) -> None:
-        def batches(nbytes: int) -> Iterator[list[Piece]]:
-            return batched(state.pieces(), nbytes)
-
         if division.is_single_process:
             hasher.hash_all(batches, crew)
         else:
             Exchange(comm, crew, state, division).run(batches, hasher.hash)
 
-    run_shielded(work)
-    built = build_manifest(comm, state, division, hasher.digests, put_node, {})
-    assert built is not None
-    return built[0]
+    run_shielded(work, options.threads)
+    asking.settle(hasher)
+    return _Hashed(state, division, hasher.digests)
 
 
 class _Digester:

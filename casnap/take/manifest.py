@@ -19,18 +19,24 @@ from casnap.format.entries import (
     INLINE_BYTES,
     INLINE_DIGESTS,
     LIST_DIGESTS,
+    Entry,
     KnownEntry,
     Manifest,
     Payload,
+    entry_tree,
     with_payload,
 )
 from casnap.format.records import Stats, encode
-from casnap.format.tree import build
+from casnap.format.tree import Tree, build
 from casnap.ranks.comm import Comm
+from casnap.state.roles import form_of
 from casnap.take.capture import CapturedState, Scope
 from casnap.take.hashing import Digests
 from casnap.take.ranks.division import Division
 from casnap.take.ranks.owners import NAMING_ADVICE, equal_on_all_ranks, owner_of, path_part
+
+PATH_DIGEST_SIZE = 16
+"""How many bytes of a digest stand for a path in a witness."""
 
 Put = Callable[[bytes], Digest]
 """Stores a node and returns its digest."""
@@ -132,6 +138,68 @@ def joined(
             nbytes += _nbytes(of_key)
             count += len(of_key)
     return manifest, Stats(logical_bytes=nbytes, entries=count)
+
+
+class KeptNodes(dict[Digest, bytes]):
+    """The nodes of trees that are stored nowhere, by digest."""
+
+    def put(self, node: bytes) -> Digest:
+        """Keep a node; return its digest."""
+        self[digest := digest_of(node)] = node
+        return digest
+
+    def tree(self, top: bytes) -> Tree[Entry]:
+        """Return the tree of a key, given the digest of its top."""
+        return entry_tree(Digest(top), self.__getitem__)
+
+
+class PathDigest(msgspec.Struct, array_like=True, frozen=True, order=True):
+    """What a path holds, in few bytes.
+
+    Attributes:
+        path: The path; with the number of the rank before it if the entry belongs to one.
+        digest: The first bytes of the digest of its entry.
+        form: The form of its entry, as :func:`casnap.state.roles.form_of` gives it.
+    """
+
+    path: str
+    digest: bytes
+    form: int
+
+
+def digests_by_path(
+    comm: Comm, state: CapturedState, division: Division, digests: Digests
+) -> list[PathDigest]:
+    """Return, on rank 0, what each path of a state holds on each rank; on other ranks nothing.
+
+    Args:
+        comm: The ranks.
+        state: The state of this rank.
+        division: How the ranks divided the work.
+        digests: The digests that this rank computed.
+    """
+    nodes = KeptNodes()
+    builder = _Builder(comm, state, division, digests, nodes.put)
+    if not division.is_single_process:
+        builder.settle_scopes()
+    contribution = builder.contribution()
+    found = [
+        _digest_of_path(f"{comm.rank}/{key}{path}", entry)
+        for key, top in contribution.subtrees.items()
+        for path, entry in nodes.tree(top).items()
+    ]
+    found += [
+        _digest_of_path(key + path, entry)
+        for key, entries in contribution.shared.items()
+        for path, entry in entries.items()
+    ]
+    told = comm.gather_messages(found, list[PathDigest])
+    # A container may be shared by several owners.
+    return sorted({each.path: each for of_rank in told for each in of_rank}.values())
+
+
+def _digest_of_path(path: str, entry: Entry) -> PathDigest:
+    return PathDigest(path, digest_of(encode(entry))[:PATH_DIGEST_SIZE], form_of(entry))
 
 
 class _Builder:

@@ -62,7 +62,10 @@ class CopyJob(NamedTuple):
         if self.place is not None:
             return self.also_replacing_itself(table, self.place(table, seq))
         row = table.get(self.new_name)
-        replaced = {self.new_name: row} if row is not None and row.commit in self.replaces else {}
+        may = row is not None and (
+            row.commit in self.replaces or (self.row.is_witness and row.is_witness)
+        )
+        replaced = {self.new_name: row} if row is not None and may else {}
         return self.also_replacing_itself(table, Placement(self.row.copied_notes, replaced))
 
     def also_replacing_itself(self, table: Table, placement: Placement) -> Placement:

@@ -30,7 +30,7 @@ def choose(source: Repository, prefix: str, name: str | None, rename: str | None
 
     def look(table: Table) -> list[tuple[str, Row]]:
         row = table.get(check_name(outer)) if inner else None
-        rows = [(outer, row)] if row is not None else list(table.items_in(outer))
+        rows = [(outer, row)] if row is not None else list(table.with_witnesses(outer))
         if outer and not rows:
             advice = Location(source.backend, outer).link_advice()
             advice = advice or nearest(outer, (full for full, _ in table.items_in()))

@@ -9,7 +9,7 @@ import torch
 
 import casnap.state
 from casnap import NewStore, Snapshot, StateDict, Store
-from casnap.errors import DeviceError
+from casnap.errors import DeviceError, WitnessError
 from casnap.state import device_hash
 from casnap.state.device_hash import Batch
 from tests.support import hashing_device, late_device
@@ -163,3 +163,18 @@ def test_a_comparison_reads_only_what_differs(snapshot: Snapshot) -> None:
     assert (change.elements.differing, change.elements.largest) == (1000, 20_999.0)
     assert late_device.counts["to host"] < 38 * 36 + 2 * CELL + 1
     assert torch.equal(live[20].cpu(), torch.zeros(1000))
+
+
+def test_a_witness_is_hashed_where_the_state_lies(snapshot: Snapshot) -> None:
+    live = expected().to("late")
+    assert snapshot.store.witness({"s": StateDict(x=live)}, "step").stored
+    late_device.run_all()
+    late_device.counts.clear()
+    assert snapshot.store.witness({"s": StateDict(x=live)}, "step").equal
+    # A word more than a digest for each cell comes back, and one cell, which is looked at.
+    assert late_device.counts["to host"] in (38 * 36 + CELL, 38 * 36 + CELL // 2)
+    live[20, 5] += 1
+    with pytest.raises(WitnessError, match="weights: s/x"):
+        snapshot.store.witness({"s": StateDict(x=live)}, "step")
+    host = StateDict(x=expected())
+    assert snapshot.store.witness({"s": host}, "step").equal, "wherever it lies"

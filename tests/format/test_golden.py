@@ -13,7 +13,7 @@ from blake3 import blake3
 from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.errors import UnsupportedFormatError
 from casnap.format.names import STORE_FOLDER, component_of
-from tests.support.golden import GOLDEN, UNSUPPORTED, described, unpack
+from tests.support.golden import GOLDEN, UNSUPPORTED, WITNESSED, described, unpack
 from tests.support.read_alike import assert_read_alike
 from tests.support.remote import RemoteDouble
 
@@ -44,6 +44,8 @@ MADE = {
     "remote.tar.xz": "4c4038b09083d4dd13c8e6b6662e4fad",
     "small.json": "49a8cd203fea93c25867d06f67ec0f39",
     "small.tar.xz": "9c8cd7f45e9c6de81ecba488b48aea35",
+    "witness.json": "9abaa1a17df6158cbb3941260296ea33",
+    "witness.tar.xz": "8e462091d5981a5608f77739cbddb554",
 }
 
 
@@ -126,6 +128,14 @@ def test_it_is_read(golden: tuple[Store, dict[str, Any]]) -> None:
         assert described(store[name].row.notes) == expected["notes"]
     check_all(store, document)
     assert store.check(data=True).ok
+
+
+def test_a_witness_is_met(tmp_path: Path) -> None:
+    unpack("witness", tmp_path)
+    store = Store(tmp_path, create=False)
+    for name in ("run/0", "run/2"):
+        report = store.witness(WITNESSED, name)
+        assert (report.stored, report.equal) == (False, True)
 
 
 def test_it_is_read_in_a_bucket(golden: tuple[Store, dict[str, Any]], tmp_path: Path) -> None:

@@ -246,9 +246,22 @@ def make_environment(folder: Path) -> Made:
     return made
 
 
+WITNESSED: State = {"model": StateDict(w=torch.arange(100), b=torch.ones(3), steps=2)}
+
+
+def make_witness(folder: Path) -> Made:
+    """A snapshot, and witnesses before and after it."""
+    made = Made(Store(folder, create=NewStore(chunk_size=CHUNK)).make(), {})
+    made.store.witness(WITNESSED, "run/0")
+    made.take(WITNESSED, "run/1")
+    made.store.witness(WITNESSED, "run/2")
+    return made
+
+
 MAKERS: dict[str, Callable[[Path], Made]] = {
     "small": make_small,
     "environment": make_environment,
+    "witness": make_witness,
 }
 """What makes those that a version adds; those that stand were made by makers that went since."""
 

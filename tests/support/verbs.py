@@ -110,6 +110,21 @@ def several(store: Store, _: Path) -> None:
     store.take(app_state(11), "step_10", metadata={"step": 11}, overwrite=True)
 
 
+def witness(store: Store, _: Path) -> None:
+    """Store a witness, and compare another one."""
+    store.witness(app_state(9), "step_9")
+    assert store.witness(app_state(9), "step_9").equal
+
+
+def witnessed(path: Path, _: Path) -> None:
+    """Check that there is a whole witness or none, and that the next call stores it or agrees."""
+    store = Store(path)
+    there = "witness/step_9" in store
+    assert store.witness(app_state(9), "step_9").stored != there
+    assert store.witness(app_state(8), "step_9", on_mismatch="warn").count
+    assert store.check(data=True).ok
+
+
 def tagged(path: Path, _: Path) -> None:
     """Check that a tag that is moved again is where it was moved to, and nowhere else."""
     store = Store(path)
@@ -273,6 +288,7 @@ VERBS = {
     "thin": Verb(lambda s, _: s.thin({"optim/**": 1}, prefix="run"), THINNED, base="run"),
     "tag": Verb(lambda s, _: s.tag("step_3", "best")),
     "publish": Verb(lambda s, _: s.publish("stable", "step_3"), ends=tagged),
+    "witness": Verb(witness, ends=witnessed),
     "rewind": Verb(
         lambda s, _: s.rewind("step_3"), {"step_3": 3, "rewound/step_4": 4}, ends=rewound
     ),

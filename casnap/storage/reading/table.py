@@ -2,15 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 from casnap.errors import SnapshotExistsError
-from casnap.format.records import Row
-from casnap.format.tree import Tree
+from casnap.format.digest import Digest
+from casnap.format.records import WITNESS, Row
+from casnap.format.tree import Put, Tree
+from casnap.runtime.typing import override
+
+_WITNESSES = "witness"
 
 
 class Table(Tree[Row]):
-    """The snapshots of a store as of one root: full name → row."""
+    """The snapshots of a store as of one root: full name → row.
+
+    It also has witnesses, which are no snapshots. Those who list or count snapshots do not see
+    them; ``get`` finds them.
+    """
+
+    @override
+    def items(self, start: str = "") -> Iterator[tuple[str, Row]]:
+        """Yield the snapshots in the order of their names, from a name on."""
+        return (item for item in super().items(start) if not item[1].is_witness)
+
+    def with_witnesses(self, folder: str = "") -> Iterator[tuple[str, Row]]:
+        """Yield the snapshots and the witnesses in a folder, in the order of their names."""
+        prefix = f"{folder}/" if folder else ""
+        for name, row in super().items(prefix):
+            if not name.startswith(prefix):
+                return
+            yield name, row
+
+    @staticmethod
+    def witness_name(name: str) -> str:
+        """Return the full name of a witness in the table, by the name that a user gives it."""
+        run, _, last = name.rpartition("/")
+        return f"{run}/{_WITNESSES}/{last}".lstrip("/")
+
+    def witnesses_of(self, run: str) -> dict[str, Row]:
+        """Return the witnesses of a run by their full names."""
+        folder = f"{run}/{_WITNESSES}".lstrip("/")
+        return {name: row for name, row in self.with_witnesses(folder) if row.is_witness}
+
+    @override
+    def edit(self, changes: Mapping[str, Row | None], put_node: Put) -> Digest | None:
+        """Store a changed copy of this table: see :meth:`casnap.format.tree.Tree.edit`.
+
+        If a snapshot of a run goes, the witnesses go with it whose last snapshot is gone.
+        """
+        return super().edit({**dict.fromkeys(self._needless(changes)), **changes}, put_node)
+
+    def _needless(self, changes: Mapping[str, Row | None]) -> Iterator[str]:
+        """Yield the names of the witnesses that are of no use after a change of the table."""
+        runs = set()
+        for name, row in changes.items():
+            before = self.get(name)
+            if before is None or before.is_witness:
+                continue
+            if row is None or row.commit != before.commit:
+                runs.add(before.run_of(name))
+        for run in runs:
+            if witnesses := self.witnesses_of(run):
+                rows = {**self.rows_of_run(run), **changes}
+                commits = {row.commit.hex() for row in rows.values() if row is not None}
+                yield from (n for n, row in witnesses.items() if row.notes[WITNESS] not in commits)
 
     def rows_of_run(self, run: str) -> dict[str, Row]:
         """Return the snapshots of a run: name → row.

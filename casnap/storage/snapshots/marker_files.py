@@ -39,7 +39,7 @@ def mark(store: Repository, name: str, row: Row) -> None:
         name: The full name of the snapshot.
         row: The row of the snapshot.
     """
-    if not store.marks:
+    if not store.marks or row.is_witness:
         return
     content = {
         "casnap": "snapshot",

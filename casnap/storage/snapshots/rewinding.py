@@ -82,7 +82,9 @@ def rewind(
         after = {check_name(new): _turned(rows[old], notes) for old, new in renamed.items()}
         now = renamed.get(name, name)
         rewound = Rewound(now, after.get(now, row), moved)
-        return {**dict.fromkeys(before), **after}
+        # The run may go on in another way, and need not meet what it was.
+        later = {n: None for n, each in table.witnesses_of(run).items() if each.seq > row.seq}
+        return {**later, **dict.fromkeys(before), **after}
 
     if Changes(store).commit(change):
         unmark(store, {n: row.commit for n, row in before.items()})

@@ -1,0 +1,164 @@
+"""Witnesses: digests of a state at a step, to prove that a later pass computes the same.
+
+A witness is stored as a snapshot of two values, of some kB, which a note of its row keeps apart
+(``docs/decisions/0104-witnesses.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from casnap.comparing.witness_report import WitnessReport, first_of_each_role
+from casnap.errors import DamagedError, SnapshotExistsError
+from casnap.format.names import folder_of
+from casnap.format.records import REWOUND, WITNESS, decode, encode
+from casnap.ranks.comm import Comm, SingleProcess
+from casnap.restore.read_object import read_object
+from casnap.state.roles import role_of_form
+from casnap.state.run_environment import changes_since
+from casnap.state.stateful import StateDict
+from casnap.storage import Contents, Repository, Table
+from casnap.take.capture import LiveState, StateSource
+from casnap.take.comparison import digests_of
+from casnap.take.manifest import PATH_DIGEST_SIZE, PathDigest
+from casnap.take.options import TakeOptions
+from casnap.take.take import take
+
+_KEY = "witness"
+
+
+def witness(
+    store: Repository,
+    name: str,
+    source: StateSource,
+    options: TakeOptions,
+    comm: Comm,
+    find: Callable[[], Contents | None],
+) -> WitnessReport:
+    """Store the digests of a state, or compare it with those that are stored. All ranks call this.
+
+    Args:
+        store: The store.
+        name: The full name that the user gave.
+        source: The state of this rank.
+        options: How to take it.
+        comm: The ranks.
+        find: Returns what the table has by the name of the witness. Only rank 0 calls it.
+
+    Raises:
+        StateError: Something in the state cannot be taken.
+        SnapshotExistsError: A snapshot has the name that the witness gets.
+        DamagedError: The witness is damaged.
+        StoreError: The store cannot be used.
+        RankError: Another rank failed, died or hangs.
+    """
+    comm.enter_phase("hashing a witness")
+    hashing = replace(options, overwrite=True)
+    found = _Table.of(digests_of(store, Table.witness_name(name), source, hashing, comm), comm.size)
+    comm.enter_phase("storing or comparing a witness")
+    report = None
+    if comm.rank == 0:
+        there = find()
+        if there is None:
+            _store(store, name, found, options)
+            report = WitnessReport(name, stored=True)
+        else:
+            report = _compared(name, there, found)
+    return comm.broadcast_message(report, WitnessReport)
+
+
+class _Table(NamedTuple):
+    """What a witness holds.
+
+    Attributes:
+        paths: The paths, each with the form of its entry, sorted, in msgpack. The witnesses of a
+            run share this chunk.
+        digests: The digests of their entries, in a row.
+        ranks: The number of ranks that had the state.
+    """
+
+    paths: bytes
+    digests: bytes
+    ranks: int
+
+    @classmethod
+    def of(cls, found: Sequence[PathDigest], ranks: int) -> _Table:
+        paths = encode([(each.path, each.form) for each in found])
+        return cls(paths, b"".join([each.digest for each in found]), ranks)
+
+    @classmethod
+    def read(cls, there: Contents) -> _Table:
+        """Read a witness.
+
+        Raises:
+            DamagedError: It is damaged, or is none.
+        """
+        try:
+            state = read_object(there, _KEY)
+            return cls(bytes(state["paths"]), bytes(state["digests"]), int(state["ranks"]))
+        except (KeyError, TypeError, ValueError) as e:
+            raise DamagedError(f"{there.label} is no witness: {e}") from e
+
+    def by_path(self, label: str) -> dict[str, tuple[int, bytes]]:
+        """Return the form and the digest of each path.
+
+        Raises:
+            DamagedError: Paths and digests do not fit.
+        """
+        paths = decode(self.paths, list[tuple[str, int]], f"the paths of {label}")
+        size, digests = PATH_DIGEST_SIZE, self.digests
+        if len(digests) != size * len(paths):
+            raise DamagedError(
+                f"{label} has {len(digests)} bytes of digests for {len(paths)} paths"
+            )
+        parts = (digests[at : at + size] for at in range(0, len(digests), size))
+        return {path: (form, part) for (path, form), part in zip(paths, parts, strict=True)}
+
+
+def _store(store: Repository, name: str, found: _Table, options: TakeOptions) -> None:
+    """Store a witness."""
+    before = store.read_at_newest(lambda root: _last_commit(store.table(root), folder_of(name)))
+    hooks = options.hooks
+
+    def notes(_: str) -> dict[str, Any]:
+        # For the mirror, it belongs to the run of the name that was given.
+        return {**hooks.notes(name), REWOUND: True, WITNESS: before}
+
+    alone = TakeOptions(
+        threads=options.threads,
+        environment=options.environment,
+        # What collections have freed is told by the next take of a snapshot.
+        hooks=replace(hooks, notes=notes, count_freed=lambda: 0),
+    )
+    state = LiveState({_KEY: StateDict(found._asdict())})
+    take(store, Table.witness_name(name), state, alone, SingleProcess())
+
+
+def _last_commit(table: Table, run: str) -> str:
+    """Return the commit id of the last snapshot of a run, in hex; "" if it has none."""
+    rows = [item for item in table.rows_of_run(run).items() if not item[1].is_rewound]
+    return table.in_commit_order(rows)[-1][1].commit.hex() if rows else ""
+
+
+def _compared(name: str, there: Contents, found: _Table) -> WitnessReport:
+    if not there.row.is_witness:
+        raise SnapshotExistsError(
+            f"{there.label} is a snapshot, and its name is that of the witness {name!r}; choose "
+            "another name for the witness"
+        )
+    with there.reading():
+        stored = _Table.read(there)
+        if stored.ranks != found.ranks:
+            # Other ranks add up in another order, so nothing would be proven.
+            why = f"{stored.ranks} ranks had it, and this is {found.ranks}"
+            return WitnessReport(name, not_compared=why)
+        if stored == found:
+            return WitnessReport(name)
+        before, now = stored.by_path(there.label), found.by_path(name)
+        environment = changes_since(there.environment, found.ranks, found.ranks, with_commit=True)
+    differing = sorted(p for p in before.keys() | now.keys() if before.get(p) != now.get(p))
+    forms = ((path, (now.get(path) or before[path])[0]) for path in differing)
+    by_role = first_of_each_role((path, role_of_form(path, form)) for path, form in forms)
+    return WitnessReport(name, False, len(differing), dict(by_role), environment)
