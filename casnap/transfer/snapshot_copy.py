@@ -59,6 +59,8 @@ def placement_in(table: Table, job: CopyJob, backend: Backend, seq: int) -> Plac
         overwrite=job.new_name in placement.replaced,
         uri=backend.uri,
         moved_tag=job.moved_tag,
+        advice="it is another one than the one to copy, perhaps an earlier one of the same name. "
+        "Delete it there, or copy the new one alone, under another name",
     )
     return placement
 

@@ -420,6 +420,34 @@ def test_a_name_that_another_snapshot_has(source: Store, tmp_path: Path) -> None
     assert files(tmp_path / "copy", "packs") >= {f for f in before if f.startswith("packs")}
 
 
+def test_a_name_that_the_source_takes_anew(source: Store, tmp_path: Path) -> None:
+    """The error says what helps, and both ways do."""
+    there = Store(tmp_path / "copy", create=NewStore(chunk_size=CHUNK)).make()
+    source.copy(to=there)
+    source.take(app_state(7), "step_2", overwrite=True)
+    with pytest.raises(SnapshotExistsError, match=r"Delete it there, or copy .* another name") as e:
+        source.copy(to=there)
+    assert "overwrite" not in str(e.value)
+    source.copy("step_2", to=there, rename="step_2_anew")
+    there.delete("step_2")
+    assert source.copy(to=there).copied == ["step_2"]
+    for name in ("step_2", "step_2_anew"):
+        assert there[name].commit_id == source["step_2"].commit_id
+        assert_holds(there[name], 7)
+
+
+def test_what_the_copy_prunes_comes_back(source: Store, tmp_path: Path) -> None:
+    """A copy is what the source holds, as long as the source holds it."""
+    there = Store(tmp_path / "copy", create=NewStore(chunk_size=CHUNK)).make()
+    source.copy(to=there)
+    there.prune(Retention(keep_last=1))
+    assert source.copy(to=there).copied == ["step_0"]
+    source.prune(Retention(keep_last=1))
+    assert source.copy(to=there).copied == []
+    assert "step_0" in there
+    assert "step_0" not in source
+
+
 def test_names_that_match_nothing(source: Store, tmp_path: Path) -> None:
     for name in ("step_9", "nothing/here"):
         with pytest.raises(SnapshotNotFoundError, match="nor any below"):

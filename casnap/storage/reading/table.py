@@ -95,7 +95,15 @@ class Table(Tree[Row]):
                 ordered[at] = item
         return ordered
 
-    def check_free(self, name: str, *, overwrite: bool, uri: str, moved_tag: str = "") -> None:
+    def check_free(
+        self,
+        name: str,
+        *,
+        overwrite: bool,
+        uri: str,
+        moved_tag: str = "",
+        advice: str = "choose another name, or delete it; a take may also pass overwrite=True",
+    ) -> None:
         """Check that a new snapshot may have a name.
 
         Args:
@@ -104,6 +112,7 @@ class Table(Tree[Row]):
             uri: The URI of the store, for messages.
             moved_tag: A tag that the commit moves from the old to the new snapshot. It does not
                 protect the old snapshot.
+            advice: What the caller can do if another snapshot has the name, for the message.
 
         Raises:
             SnapshotExistsError: The name is taken, and may not be overwritten. Or the name is a
@@ -111,10 +120,7 @@ class Table(Tree[Row]):
         """
         row = self.get(name)
         if row is not None and not overwrite:
-            raise SnapshotExistsError(
-                f"{uri} holds a snapshot {name!r} already; choose another name, or delete it; a "
-                "take may also pass overwrite=True"
-            )
+            raise SnapshotExistsError(f"{uri} holds a snapshot {name!r} already; {advice}")
         tags = () if row is None else tuple(tag for tag in row.tags if tag != moved_tag)
         if tags:
             raise SnapshotExistsError(
