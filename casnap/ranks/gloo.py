@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,15 +27,19 @@ def default_group() -> tuple[object, Any]:
 
 
 def _device() -> Any:
-    """Return a gloo device whose ranks connect when they first talk.
+    """Return a gloo device whose ranks connect when they first talk, where torch can do that.
 
     There is one device, even if the environment names several network interfaces, because a missed
     deadline breaks only the connections of one device.
     """
     kind: Any = dist.ProcessGroupGloo
-    for interface in gloo_interfaces():
-        return kind.create_device(interface=interface, lazy_init=True)
-    return kind.create_default_device(lazy_init=True)
+    make = kind.create_default_device
+    for interface in gloo_interfaces()[:1]:
+        make = partial(kind.create_device, interface=interface)
+    try:
+        return make(lazy_init=True)
+    except TypeError:  # of torch 2.7, where all ranks connect at once
+        return make()
 
 
 # Seconds between two looks for an address.
