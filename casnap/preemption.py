@@ -211,7 +211,7 @@ class Preemption:
         return bool(any_asked), longest
 
     def _most(self, *values: float) -> list[float]:
-        """Return the largest value on all ranks, for each of the values."""
+        """Return the maximum over all ranks, for each of the values. All ranks call this."""
         import torch
         import torch.distributed as dist
 

@@ -774,7 +774,7 @@ class Snapshot:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the take was made with: versions, settings of torch, device, git commit, variables.
+        """The environment of the take: versions, settings of torch, device, git commit, variables.
 
         Of many ranks, rank 0 noted its own; the number of ranks is :attr:`world_size`. The git
         commit is that of the folder of the script; ``-dirty`` stands behind it if tracked files had

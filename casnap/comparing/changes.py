@@ -77,7 +77,7 @@ class Change:
 
     @property
     def role(self) -> Role:
-        """What the entry is for in a training, such as ``weights``; guessed from its path."""
+        """The purpose of the entry in a training, such as ``weights``; guessed from its path."""
         entry = self.old if self.new is None else self.new
         assert entry is not None
         return role_of(self.path, entry)

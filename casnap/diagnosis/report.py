@@ -35,7 +35,7 @@ class DoctorRow(NamedTuple):
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What :func:`casnap.doctor` found out about a place.
+    """The findings of :func:`casnap.doctor` about a place.
 
     Attributes:
         place: The folder or the URI.

@@ -60,7 +60,7 @@ def format_of(out: str | os.PathLike[str], format: str | None) -> str:
 
 @dataclass
 class ImportReport:
-    """What an import did, or with ``dry_run`` would do.
+    """The outcome of an import; with ``dry_run``, what it would be.
 
     Attributes:
         dry_run: Whether nothing was changed.
@@ -128,7 +128,7 @@ def tied_names(tied: Any) -> Sequence[str]:
 
 @dataclass
 class ExportReport:
-    """What an export did, or with ``dry_run`` would do.
+    """The outcome of an export; with ``dry_run``, what it would be.
 
     Attributes:
         dry_run: Whether nothing was written.

@@ -441,7 +441,9 @@ class Tree(Generic[V]):
     def _edit_nodes(
         self, levels: _Levels[V], children: list[Child], level: int, todo: list[_Change[V]]
     ) -> None:
-        """Add some nodes of one level to a new tree, with the changes of the items below them.
+        """Add some nodes of one level to a new tree, and apply changes to the items below them.
+
+        A node without changes below it is added as it is, without being read.
 
         Args:
             levels: Writes the new tree.

@@ -248,7 +248,7 @@ def _blocks(elements: torch.Tensor) -> Iterator[slice]:
 
 
 def _bits(elements: torch.Tensor) -> torch.Tensor:
-    """Return the bits of elements as integers, in a row for each element."""
+    """Return the bits of elements as integers: one row for each element."""
     return elements.view(_INTEGERS[min(8, elements.itemsize)]).view(len(elements), -1)
 
 

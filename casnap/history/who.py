@@ -54,7 +54,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class WhoReport:
-    """Which snapshots hold the tensors that were asked about.
+    """The snapshots that hold the tensors that were asked about.
 
     Attributes:
         tensors: How many tensors there are. Those without elements do not count.

@@ -220,7 +220,7 @@ def _engine(accelerator: Accelerator) -> Any:
 
 
 def _metadata_of(accelerator: Accelerator) -> dict[str, Any]:
-    """Return the step as metadata, by the count of the engine or an optimizer; else nothing.
+    """Return the step as metadata, as the engine or an optimizer counts it; empty if none does.
 
     The Accelerator's own count does not do: it counts only within ``accumulate()``, and begins anew
     at the end of each data loader.
@@ -247,7 +247,10 @@ def _models(accelerator: Accelerator, models: list[Any] | None) -> list[Any]:
 
 
 def _pairs(accelerator: Accelerator) -> list[tuple[Any, Any]]:
-    """Return each optimizer, after the model that it is for; none if that is not known."""
+    """Return pairs of a model and its optimizer; an empty list if the pairs are not known.
+
+    They are known if there are as many optimizers as models: both are then in the same order.
+    """
     models, optimizers = accelerator._models, accelerator._optimizers
     same = len(models) == len(optimizers)
     return list(zip(models, optimizers, strict=True)) if same else []

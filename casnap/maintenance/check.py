@@ -156,7 +156,10 @@ def check(
 
 
 def _what_is_read(survey: Survey) -> list[str]:
-    """Return a warning if readers use an older root, since files of the newest one are missing."""
+    """Return a warning if readers use an older root because the newest one lacks files.
+
+    The list is empty if the index and the table of snapshots are there, or if no root is whole.
+    """
     has_index = all(damage.kind != "missing" for damage in survey.packs.unreadable.values())
     if has_index and not survey.snapshots.table_is_lost:
         return []
@@ -220,7 +223,7 @@ def _bucket_warnings(backend: Backend) -> list[str]:
 
 
 def _read_meanwhile(store: Repository) -> list[str]:
-    """If an older root is whole, return a warning that readers use that one until a repair."""
+    """Return a warning that readers use an older root until a repair; [] if none is whole."""
     older = store.as_of_whole_root()
     if older is None:
         return []

@@ -1,4 +1,4 @@
-"""What a check reports: damages in a store, which snapshots they hurt, and damaged roots."""
+"""The findings of a check: damages in a store, which snapshots they hurt, and damaged roots."""
 
 from __future__ import annotations
 

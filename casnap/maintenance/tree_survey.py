@@ -36,7 +36,7 @@ _KEPT_BYTES = 32 << 20
 
 
 class Below(NamedTuple):
-    """What the survey has found below a node of a tree.
+    """The findings of the survey below a node of a tree.
 
     Attributes:
         hurts: Pairs of a path and a damage that hurts the entry at that path.

@@ -35,7 +35,7 @@ _restored: dict[tuple[str, str], int] = {}
 
 
 class MirrorPlace(NamedTuple):
-    """Which store is the mirror, as the settings of the mirrored store say.
+    """The place of a mirror: its store, as the settings of the mirrored store name it.
 
     Attributes:
         store: The id of the mirror.

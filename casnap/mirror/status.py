@@ -36,7 +36,7 @@ class Destination(NamedTuple):
 
 @dataclass(frozen=True)
 class MirrorOptions:
-    """Which other store gets snapshots, and which snapshots: an option of :class:`casnap.Store`.
+    """An option of :class:`casnap.Store`: the store that gets copies, and of which snapshots.
 
     Args:
         uri: The path or URI of the other store.

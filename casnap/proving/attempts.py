@@ -98,7 +98,10 @@ class Attempt:
         self._process.wait()
 
     def _processes(self) -> list[int]:
-        """Return the processes of the attempt: the command first, or it might start others."""
+        """Return the ids of the attempt's processes, the command's first.
+
+        A caller that kills them in this order kills the command before it can start others.
+        """
         found = []
         for path in Path("/proc").iterdir():
             with suppress(OSError):

@@ -34,7 +34,7 @@ _SMALL = 1e-5
 
 
 class Cause(NamedTuple):
-    """What a difference usually means.
+    """A usual cause of a difference.
 
     Attributes:
         role: What the paths that show it are to a training; ``run`` for the run as a whole.
@@ -48,9 +48,8 @@ class Cause(NamedTuple):
 def causes_of(diff: Diff, roles: Mapping[str, str]) -> list[Cause]:
     """Return what may have caused a difference, the most likely first.
 
-    What differs in weights and moments alone tells the least: each other cause makes them differ
-    after one step. So the roles that no step changes are asked first, and then what the snapshot
-    lacks.
+    Weights and moments tell the least: after one step, every cause makes them differ. So
+    differences in other roles are looked at first, and a role that the snapshot lacks next.
 
     Args:
         diff: The first difference between an unbroken run and one that was resumed.

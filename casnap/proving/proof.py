@@ -118,7 +118,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Proof:
-    """What the runs of a proof have shown.
+    """The result of a proof: how its runs compare.
 
     Attributes:
         unbroken: The run that nobody killed.
@@ -345,7 +345,7 @@ class _Moment:
         self.is_complete = False
 
     def look(self) -> bool:
-        """Whether the run is to be killed now."""
+        """Whether to kill the run now: it has enough snapshots, or the moment has come."""
         count = self._watch.look()
         if self._most is not None and count >= self._most:
             self.is_complete = True

@@ -709,7 +709,9 @@ class Link:
         return self._first(f"{operation}/cause", self._failure_by_silence(operation, given_up))
 
     def _failure_by_silence(self, operation: str, given_up: threading.Event) -> Failure:
-        """Return a failure that names the dead ranks of this host, or else those without a report.
+        """Return a failure that names the dead ranks of this host.
+
+        If there are none, it names the ranks that have not reported that they stopped.
 
         Args:
             operation: The key of the operation in the store.

@@ -247,7 +247,7 @@ def _naturally(parts: ModulePath) -> list[tuple[int, int, str]]:
 
 
 def _depth(paths: Collection[ModulePath]) -> int:
-    """Return to how many parts paths have to be cut, so that the report shows not too many."""
+    """Return the most parts of a path to show, so that few enough different paths are left."""
     depth = max(map(len, paths), default=1)
     while depth > 1 and len({parts[:depth] for parts in paths}) > _MOST_MODULES:
         depth -= 1

@@ -47,7 +47,7 @@ class Handle:
 
     @property
     def role(self) -> Role:
-        """What the entry is for in a training, such as ``weights``; guessed from its path."""
+        """The purpose of the entry in a training, such as ``weights``; guessed from its path."""
         return role_of(self.path, self._entry)
 
     @property

@@ -292,7 +292,9 @@ def _kept_for_others(
 
 
 def _of_everyone(state: KeyState, of_others: Collection[str]) -> KeyState | None:
-    """Return the key for a new rank: with global entries, and its own live parts elsewhere.
+    """Return the key as a new rank restores it, which the take did not have.
+
+    It has the global entries, and the live parts of this rank where there are none.
 
     Args:
         state: The key, with the global entries.
@@ -347,5 +349,8 @@ def _may_lack(state: KeyState, path: str) -> bool:
 
 
 def _is_of_module(state: KeyState, path: str) -> bool:
-    """Whether a path names a parameter, buffer or extra state, as the value is a module."""
+    """Whether a path names a parameter, buffer or extra state of a module.
+
+    The result is False if the value is no module, or if the path lies below such a name.
+    """
     return isinstance(state.stateful, torch.nn.Module) and path.count("/") == 1

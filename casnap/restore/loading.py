@@ -138,7 +138,7 @@ class Loading:
         content: torch.Tensor | None = None,
         held: Iterable[torch.Tensor] = (),
     ) -> None:
-        """Add an entry to load. Of a tensor, only the cells that the targets need are read.
+        """Add an entry to load. A tensor's cells are read only if the targets need them.
 
         Args:
             path: The entry's path.
@@ -329,14 +329,14 @@ def naming(contents: Contents, path: str) -> Iterator[None]:
 def _target(
     entry: TensorEntry, box: Region | Selection, tensor: torch.Tensor, held: torch.Tensor | None
 ) -> _TensorToFill:
-    """Return a tensor to fill.
+    """Make the :class:`_TensorToFill` for a tensor; leave ``held`` out if it is of no use.
 
     Args:
-        entry: The entry to fill it with.
+        entry: The entry to fill the tensor with.
         box: The elements of the entry to read.
         tensor: The tensor.
-        held: A tensor that may have these elements already. It is left out if it cannot be hashed
-            as they are stored, such as in another dtype.
+        held: A tensor that may have these elements already. It is of no use if its memory does not
+            have them in the stored form, as with another dtype.
     """
     target = as_copyable(tensor.detach())
     if held is None or is_wrapper(held) or not is_its_storage(held) or is_numpy(entry):

@@ -186,7 +186,9 @@ def _why_unfit(
 def _shape_by_torch(
     optimizer: torch.optim.Optimizer, shape: tuple[int, ...], name: str
 ) -> tuple[int, ...] | None:
-    """Return the shape that one of torch's own optimizers gives a moment; None for any other.
+    """Return the shape that an optimizer of torch gives a moment; None if that is not known.
+
+    It is known only of torch's own optimizers, and of their moments.
 
     Args:
         optimizer: The optimizer.

@@ -336,7 +336,7 @@ def _what_failed(
     others: Iterable[KeyState],
     targets: Iterable[str],
 ) -> str:
-    """Return the message for an error of a ``load_state_dict``: which keys were written before.
+    """Return a message about an error of a ``load_state_dict``, and the keys restored before it.
 
     Args:
         state: The key whose loader raised the error.
@@ -593,9 +593,9 @@ def _load(
 
 
 def _holders(entry: Entry, target: Shards | None, live: Shards | None) -> tuple[torch.Tensor, ...]:
-    """Return the live tensors that may already hold an entry's elements: one for each box read.
+    """Return the live tensors that may hold an entry's elements already: one for each box to read.
 
-    If the live tensors have other boxes than the ones to read, none is returned.
+    The result is empty if the live tensors have other boxes than those to read.
 
     Args:
         entry: The entry to read.

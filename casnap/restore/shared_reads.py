@@ -131,7 +131,7 @@ def window_for(ranks: int) -> int:
 
 
 class _SharedFetch:
-    """What one rank does in :func:`fetch_shared`.
+    """The work of one rank in :func:`fetch_shared`.
 
     The schedule names one reader for each chunk that several ranks want. The rank reads the chunks
     for which it is the reader, and passes them on to the ranks that want them. It gets the other

@@ -57,7 +57,7 @@ class ReadTurn(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Schedule(Struct, frozen=True, array_like=True):
-    """Which rank reads which units for others.
+    """The units that each rank reads for other ranks.
 
     Attributes:
         windows: How many windows there are.

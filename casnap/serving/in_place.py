@@ -419,7 +419,7 @@ class _WriterInPlace(Writer):
         return True
 
     def _here(self, fd: int, chunk: ChunkToWrite) -> Digest | None:
-        """Return the digest of the bytes at a chunk's place if they are that chunk, else None."""
+        """Return the digest of the bytes at a chunk's place; None if they are not this chunk."""
         name, (_, tensor, _, cell) = self._names[fd], chunk
         wanted = {
             here.digest

@@ -16,7 +16,7 @@ _SEPARATED = re.compile(r"s([^\w\s\\])((?:\\.|(?!\1).)+)\1((?:\\.|(?!\1).)*)\1(g
 
 @dataclass(frozen=True, kw_only=True)
 class PullOptions:
-    r"""Which snapshot to pull, and how its folder looks.
+    r"""The options of a pull: which snapshot to pull, and how its folder looks.
 
     Args:
         tag: Only snapshots with this tag.
@@ -91,7 +91,7 @@ class PullOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class FollowerOptions:
-    """Which snapshots a :class:`Follower` follows, and how.
+    """The options of a :class:`Follower`: which snapshots it follows, and how.
 
     Args:
         tag: Only snapshots with this tag. :meth:`casnap.Store.publish` moves it.
@@ -142,7 +142,7 @@ def _substitution(text: str) -> tuple[re.Pattern[str], str, int]:
 
 @dataclass
 class PullReport:
-    """What a pull did.
+    """The outcome of a pull.
 
     Attributes:
         folder: The folder of the version that is current now, without links.
@@ -192,7 +192,7 @@ class PullReport:
 
 @dataclass(frozen=True)
 class FollowEvent:
-    """What happened while a store was followed.
+    """An event while a store is followed, such as a new version or a failure.
 
     Attributes:
         event: ``switched``: another version is current; ``called``: ``on_version`` has returned;

@@ -212,7 +212,7 @@ class Writer:
     def _differences_from(self, old: Version) -> Differences | None:
         """Return a collector of the differences from an old version.
 
-        None if the versions have different tensors, since there are no patches between such.
+        The result is None if the two versions have different tensors: there can be no patches then.
         """
         placed = {
             name: (tensor, VersionTensor.of(tensor, file.name))

@@ -304,7 +304,7 @@ def decode_one(leaf: Leaf, *, allow_pickle: bool | None = None) -> Any:
 
 
 def too_deep(path: str) -> DamagedError:
-    """Return the error for containers that are nested deeper than casnap stores any."""
+    """Return the error for containers that are nested too deep for casnap."""
     return DamagedError(f"{path:.200} has containers more than {MAX_NESTING:,} deep", (path,))
 
 

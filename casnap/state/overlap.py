@@ -111,7 +111,7 @@ def can_hold_all(fillings: Iterable[_Filling]) -> bool:
 
 
 def _fill(fillings: Iterable[_Filling]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Copy new contents into tensors; return pairs of tensor and content that can be compared."""
+    """Copy new contents into tensors; return each tensor with its content, in the same dtype."""
     both = [
         (as_copyable(target.detach()), as_copyable(content.to(target.dtype)))
         for target, content in fillings

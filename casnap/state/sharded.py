@@ -311,12 +311,12 @@ def _chunk(length: int, count: int, index: int) -> _Run:
 
 
 def _cut_runs(runs: _Axis, start: int, stop: int) -> Iterator[_Run]:
-    """Number the indices of all runs from 0 on; yield those from ``start`` up to ``stop``, as runs.
+    """Yield a part of some runs of indices, again as runs.
 
     Args:
         runs: Runs of indices of an axis: first, and one past the last.
-        start: The number of the first index to yield.
-        stop: One past the number of the last.
+        start: The first index of the part, if the indices of all runs are counted from 0 on.
+        stop: One past the last, counted in the same way.
     """
     passed = 0
     for run_start, run_stop in runs:

@@ -261,9 +261,9 @@ class Asking:
     def _draw(
         self, device: torch.device, piece: Piece, digests: list[Digest], known: list[bool]
     ) -> None:
-        """Perhaps make a known chunk of a piece the device's sample.
+        """Choose at random whether one of a piece's known chunks becomes the device's sample.
 
-        At the end, each known chunk of the device was equally likely to be the sample.
+        After all pieces, each known chunk of the device has had the same chance.
 
         Args:
             device: The device that holds the piece.

@@ -43,7 +43,7 @@ Put = Callable[[bytes], Digest]
 
 
 class _Hashed(msgspec.Struct, array_like=True):
-    """The message to an owner, after hashing: what the sender hashed of leaves that the owner owns.
+    """A message to an owner, after hashing: the digests that the sender has for its leaves.
 
     Attributes:
         cells: The runs of cells that the sender hashed: id of the leaf, first cell, joined digests.
@@ -203,7 +203,7 @@ def _digest_of_path(path: str, entry: Entry) -> PathDigest:
 
 
 class _Builder:
-    """What one rank does to build a manifest."""
+    """The work of one rank to build a manifest."""
 
     def __init__(
         self, comm: Comm, state: CapturedState, division: Division, digests: Digests, put_node: Put
@@ -237,7 +237,7 @@ class _Builder:
                 scopes[i] = Scope.EQUAL if is_equal else Scope.PER_RANK
 
     def _hashed(self, undecided: list[list[int]]) -> list[_Hashed]:
-        """Return the messages to all owners: what this rank hashed of leaves that each owner owns.
+        """Return one message for each owner: the digests that this rank has for the owner's leaves.
 
         Args:
             undecided: For each owner, the numbers of the undecided leaves that it owns.

@@ -110,7 +110,9 @@ class CopyOptions:
 
 @dataclass
 class CopyReport:
-    """What a copy did, or with ``dry_run`` would do. Bytes are as stored, of chunks and nodes.
+    """The outcome of a copy; with ``dry_run``, what it would be.
+
+    All bytes are those of chunks and nodes, as they are stored.
 
     Attributes:
         dry_run: Whether nothing was changed.

@@ -399,9 +399,9 @@ class SnapshotCopy:
 
 
 class _Presence:
-    """Says which snapshots of the source the destination has, and which was taken last before one.
+    """Finds snapshots of the destination whose chunks can be bases of deltas in a copy.
 
-    Chunks of these can be bases of deltas.
+    They are those that the source has too, and the one taken last before the copied snapshot.
 
     Args:
         session: The session of the destination.

@@ -120,11 +120,11 @@ def _covers(folder: str, prefixes: Sequence[str]) -> bool:
 
 
 def _meets(store: str, prefixes: Sequence[str]) -> bool:
-    """Whether a rule for any of some prefixes applies to objects that a store needs.
+    """Whether a rule of the bucket applies to objects of a store. Those in ``tmp/`` do not count.
 
     Args:
         store: The prefix of the store's objects.
-        prefixes: The prefixes.
+        prefixes: The prefixes of keys that the rule is for.
     """
     return any(
         store.startswith(prefix)

@@ -368,7 +368,11 @@ def _is_newest(path: str, checkpoints: Checkpoints) -> bool:
 
 
 def _last_or_none(checkpoints: Checkpoints) -> str | None:
-    """Return the last whole checkpoint. Where the first save was cut off, nothing is lost yet."""
+    """Return the path of the last whole checkpoint; None if there is none.
+
+    If there are checkpoints, but no save has ended, log a warning that training begins anew, and
+    return ``_NEVER_SAVED``.
+    """
     last, folders = checkpoints.find_last(), checkpoints.paths()
     if last is None and folders and not any(is_file(f / Markers.FILE) for f in folders):
         _log.warning("%s holds no whole checkpoint: training begins anew", folders[0].parent)

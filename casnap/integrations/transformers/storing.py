@@ -142,7 +142,7 @@ def load_engine(engine: Any, load: Any, load_dir: str, *args: Any, **options: An
 
 
 def _check_folder(snapshot: Snapshot, folder: Path) -> None:
-    """Check that nobody has put another checkpoint beside a snapshot. All ranks call this.
+    """Check that no other checkpoint is in the folder of a snapshot. All ranks call this.
 
     Raises:
         StateError: The folder has an optimizer of the Trainer's, or other weights.
@@ -154,7 +154,10 @@ def _check_folder(snapshot: Snapshot, folder: Path) -> None:
 
 
 def _warn_of_others(snapshot: Snapshot) -> None:
-    """Warn of other weights beside the best snapshot: an error would lose a training at its end."""
+    """Log a warning if other weights are beside the best snapshot.
+
+    The Trainer loads the best snapshot at the end of a training. An error would lose the training.
+    """
     paths = may_be_others(snapshot, Path(snapshot.path))
     if others := WeightFiles.others_than(snapshot.contents, paths):
         text = "%s: %s. The best model is that of the snapshot"

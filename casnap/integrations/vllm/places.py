@@ -162,7 +162,11 @@ def _pointers(targets: list[torch.Tensor]) -> list[tuple[int, torch.dtype, tuple
 
 
 class _Notes:
-    """The copies that a loader would make, as places of the checkpoint's tensors in the model."""
+    """Notes where in a model a loader would copy each tensor of the checkpoint.
+
+    Attributes:
+        regions: Name of a tensor of the checkpoint → its parts in the model.
+    """
 
     def __init__(self, weights: Mapping[str, torch.Tensor], targets: list[torch.Tensor]) -> None:
         self._weights = sorted(

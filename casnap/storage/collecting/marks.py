@@ -31,7 +31,7 @@ class PackUse:
 
 
 class Marks(Protocol):
-    """Which chunks and nodes the snapshots of a root need.
+    """The chunks and nodes that the snapshots of a root need.
 
     Attributes:
         root: The root.

@@ -76,11 +76,9 @@ class RecentMarks:
         self.uses = {pack: self._use_of(pack, view) for pack in self._contents}
 
     def _read_new(self, new: Collection[PackId], view: IndexView) -> dict[PackId, _Contents]:
-        """Return the contents of new packs.
+        """Read the contents of new packs from small new segments, else from the packs' footers.
 
-        Small new segments tell them, or else the packs' footers.
-
-        A pack whose contents cannot be read is left out.
+        A pack is left out if its contents cannot be read.
         """
         contents: dict[PackId, _Contents] = {}
         in_large: set[PackId] = set()

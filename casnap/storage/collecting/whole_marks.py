@@ -26,7 +26,7 @@ _PART = 2 << 20
 
 
 class WholeMarks:
-    """Which chunks and nodes the snapshots of a root need, for all packs that the root names.
+    """The chunks and nodes that the snapshots of a root need, for all packs that the root names.
 
     These are :class:`~casnap.storage.collecting.marks.Marks`.
 

@@ -166,7 +166,10 @@ class Index:
         return cache
 
     def _look_where_it_is(self) -> None:
-        """Close the cache if another place is at the URI now than when the cache was opened."""
+        """Forget the open cache if the identity of the place has changed since it was opened.
+
+        Another place may have come to the same URI.
+        """
         place = digest_of(os.fsencode(self._backend.identity)).hex()[:32]
         name = f"{self._store_id}-{place}"
         if name != self._name:
@@ -303,7 +306,7 @@ class Index:
         return ask(cache)
 
     def _reopen(self, deleted: IndexCache) -> IndexCache:
-        """Return a new cache in place of a deleted one. It may still be empty."""
+        """Return the cache that replaces a deleted one. It may have no segments yet."""
         with self._replacing:
             if self._cache is deleted:
                 self._cache = None

@@ -520,7 +520,9 @@ def _read(path: str) -> tuple[str, float]:
 
 
 def _make_room(base: Path) -> None:
-    """Delete needless caches; if too many are left, also those that were not used for longest.
+    """Delete caches of stores that are gone, or that were not used for a month.
+
+    If too many are left, delete those that were not used for longest.
 
     Processes that have such a cache open can go on using it.
     """

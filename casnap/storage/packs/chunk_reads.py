@@ -333,7 +333,7 @@ def _fill_in_place(backend: Backend, run: PackRun, options: ReadOptions) -> list
 
 
 def _lay_out(run: PackRun, room: Room | None) -> tuple[list[_Laid], list[Located]]:
-    """Assign memory to the chunks of a run: their targets, or parts of ``room``.
+    """Assign memory to the chunks of a run: parts of ``room``; without it, their own targets.
 
     Returns:
         The chunks with their memory; and the chunks that get none, since they overlap others.

@@ -95,7 +95,7 @@ class _Pack:
     counted: int = 0
 
     def room_again(self) -> int:
-        """Return the bytes that a second copy of the small chunks takes, with its records."""
+        """Return how many bytes a second copy of the small chunks will take, with its records."""
         unseen = self.records[self.counted :]
         self.counted += len(unseen)
         self.again += sum(

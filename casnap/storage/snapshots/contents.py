@@ -535,7 +535,7 @@ class Contents:
         )
 
     def _paths(self) -> list[str]:
-        """Return all paths, without ranks. If there are very many, return none."""
+        """Return all paths, without ranks; an empty list if there are too many to list."""
         subtrees = self._subtrees()
         trees = {(key, digest): None for subtree in subtrees for key, digest in subtree.items()}
         if self.row.stats.entries >= 1e5 or len(trees) >= 1e3:

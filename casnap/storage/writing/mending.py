@@ -112,7 +112,7 @@ class Mending:
         unreadable: Collection[SegmentRef],
         root: Root,
     ) -> Root:
-        """Return the next root, which lists copies of the packs under new ids.
+        """Copy packs to new ids; return the next root, which lists the copies.
 
         Args:
             packs: The packs, each with the records of its whole chunks and nodes.
@@ -257,11 +257,11 @@ class Mending:
         packs: Sequence[PackId],
         records_of: Callable[[PackId], list[Record]],
     ) -> dict[str, Any]:
-        """Return ``segments`` and ``condemned`` of a root that lists the packs of two roots.
+        """Return ``segments`` and ``condemned`` for a new root that lists the packs of two roots.
 
         Args:
-            whole: The older root.
-            newest: The newest root.
+            whole: One of them: an older root, whose files are all there.
+            newest: The other one: the newest root.
             packs: The packs of the newest root.
             records_of: Returns the records of a pack of the newest root.
         """

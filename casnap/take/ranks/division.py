@@ -168,7 +168,7 @@ def _leaf_ids(state: CapturedState) -> list[bytes]:
 
 
 class _Declarations(NamedTuple):
-    """What the caller and DDP declare about the leaves.
+    """Declarations about the leaves, by the caller and by DDP modules.
 
     Attributes:
         replicated: Globs of paths that are equal on all ranks.
@@ -186,11 +186,12 @@ class _Declarations(NamedTuple):
 def _declarations(
     app_state: Mapping[str, Any], options: TakeOptions, ranks: Sequence[int]
 ) -> _Declarations:
-    """Return what the options declare, and what the DDP modules declare that span these ranks.
+    """Return the declarations of the options, and of each DDP module in the app state.
 
-    DDP keeps parameters equal on all ranks. At each step it gives all ranks the buffers of rank 0,
-    unless ``broadcast_buffers`` is off or a buffer hook is set. DDP says nothing about the rest of
-    the state.
+    A DDP module counts only if its process group has exactly these ranks. DDP keeps parameters
+    equal on all ranks. At each step it gives all ranks the buffers of rank 0, unless
+    ``broadcast_buffers`` is off or a buffer hook is set. DDP says nothing about the rest of the
+    state.
     """
     parameters, buffers = set[str](), set[str]()
     for key, value in app_state.items():
@@ -252,7 +253,11 @@ def _matches(path: str, globs: Sequence[str]) -> bool:
 def _samples(
     state: CapturedState, scopes: list[Scope], declared: _Declarations, sampler: Sampler
 ) -> dict[int, list[bytes]]:
-    """Return, by leaf, a sample of each tensor or value whose replicas the ranks will compare."""
+    """Return leaf → its samples, for each leaf whose replicas the ranks will compare.
+
+    These are sharded leaves, and leaves that are declared equal, except buffers that DDP
+    broadcasts.
+    """
     contents: dict[int, Sequence[torch.Tensor | bytes]] = {}
     for i, (path, _, content) in enumerate(state.leaves):
         if isinstance(content, Shards):
