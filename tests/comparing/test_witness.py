@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from casnap import NewStore, Retention, RNGState, StateDict, Store
 from casnap.errors import (
+    CasnapError,
     DamagedError,
     InvalidNameError,
     SnapshotExistsError,
@@ -345,3 +346,22 @@ def test_ranks_share_the_work_and_raise_together(world: Worlds, tmp_path: Path) 
     whole = {"s": StateDict(x=torch.ones(3)), "rng": RNGState()}
     report = store.witness(whole, "run/1")
     assert (report.equal, report.not_compared) == (True, "2 ranks had it, and this is 1")
+
+
+def failing_on_one_rank(path: Path) -> list[str]:
+    store = Store(path / "store")
+    unfit = StateDict(x=(lambda: 1) if dist.get_rank() else 1)
+    errors = []
+    for state in ({"s": unfit}, of_rank()):
+        with pytest.raises(CasnapError) as caught:
+            store.witness(state, "run/1")
+        errors.append(str(caught.value))
+    return [*errors, str(store.witness(of_rank(), "run/2"))]
+
+
+def test_an_error_of_one_rank_is_raised_by_all(world: Worlds, tmp_path: Path) -> None:
+    Store(tmp_path / "store").take(small(1), "run/witness/1")  # only rank 0 looks for it
+    for unfit, taken, stored in world(2).run(failing_on_one_rank, tmp_path):
+        assert "s/x" in unfit
+        assert "its name is that of the witness" in taken
+        assert stored == "run/2: the witness is stored"
