@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from casnap.integrations.trainers import snapshot_at
@@ -40,9 +40,18 @@ def alone(kind: type) -> Iterator[tuple[type, str]]:
     Only the methods of the Trainer that casnap replaces count. A method counts as calling the
     overridden one if its code has that name. So one that calls it only in some cases is not found.
     """
+    yield from _replacing(kind, vars(StoringTrainer).keys())
+
+
+def has_own_form(kind: type) -> bool:
+    """Whether a class writes weights in a form of its own: by a ``_save`` without the Trainer's."""
+    return any(_replacing(kind, {"_save"}))
+
+
+def _replacing(kind: type, names: Collection[str]) -> Iterator[tuple[type, str]]:
     order = kind.__mro__
     for owner in order[1 : order.index(StoringTrainer)]:  # the first is casnap's
-        for name in vars(StoringTrainer).keys() & vars(owner).keys():
+        for name in vars(owner).keys() & set(names):
             code = getattr(inspect.unwrap(vars(owner)[name]), "__code__", None)
             if code is not None and name not in _names_in(code):
                 yield owner, name

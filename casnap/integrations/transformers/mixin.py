@@ -42,13 +42,14 @@ from casnap.integrations.trainers import (
     plain_model,
     snapshot_at,
 )
-from casnap.integrations.transformers.classes import alone, storing, unpickled
+from casnap.integrations.transformers.classes import alone, has_own_form, storing, unpickled
 from casnap.integrations.transformers.small_files import put_small_files
 from casnap.integrations.transformers.storing import STATE, load_engine
 from casnap.integrations.transformers.weights import (
+    give_up_weights,
     is_its_own,
     is_rewritten,
-    put_adapters,
+    put_staged,
     remove_weights,
     tied_in,
 )
@@ -220,7 +221,9 @@ class CasnapTrainerMixin(_Base):
             state["rng"] = RNGState()
         # Without an adapter nothing but the small files is wanted; the Trainer asks for them in
         # the same way for DeepSpeed.
-        weights: dict[str, Any] | None = None if self._has_adapter else {}
+        weights: dict[str, Any] | None = {}
+        if self._has_adapter or self._has_own_form:
+            weights = None
         if self._has_adapter and self.is_fsdp_enabled:
             weights = adapter_of(self.model)
         with TemporaryDirectory(prefix="casnap-") as staged:
@@ -236,9 +239,9 @@ class CasnapTrainerMixin(_Base):
             )
             if self.args.should_save:
                 if self._has_adapter:
-                    put_adapters(snapshot, folder, Path(staged))
+                    put_staged(snapshot, folder, Path(staged))
                 elif self.casnap_weights != "none" and own_rank() == 0:
-                    self._put_weights(snapshot, run_dir)
+                    self._put_weights(snapshot, run_dir, Path(staged))
                 self._rotate(run_dir)
 
     def _optimizer_and_scheduler(self) -> dict[str, Stateful]:
@@ -274,7 +277,7 @@ class CasnapTrainerMixin(_Base):
             names.append(f"global_step{self.state.global_step}")
         return names
 
-    def _put_weights(self, snapshot: Snapshot, run_dir: str) -> None:
+    def _put_weights(self, snapshot: Snapshot, run_dir: str, staged: Path) -> None:
         """Put the weights beside the snapshot; with ``casnap_weights="last"``, remove older ones.
 
         The weights beside the best checkpoint stay.
@@ -288,6 +291,11 @@ class CasnapTrainerMixin(_Base):
             for path in (others if self.casnap_weights == "last" else ())
             if best is None or os.path.realpath(path) != os.path.realpath(best)
         ]
+        if has_own_form(type(self)):
+            if self._has_own_form:
+                put_staged(snapshot, folder, staged)
+            _remove_weights_of(outdated)
+            return
         differs = is_rewritten(model, WeightFiles.shapes_in(snapshot.contents))
         sizes = inspect.signature(PreTrainedModel.save_pretrained).parameters
         WeightFiles(folder).put(
@@ -303,6 +311,12 @@ class CasnapTrainerMixin(_Base):
     def _write_weights(self, snapshot: Snapshot, folder: Path) -> None:
         """Have Transformers write the weights, in the form that it reads."""
         self._save(str(folder), state_dict=dict(snapshot.get_state_dict_for_key("model")))
+
+    @property
+    def _has_own_form(self) -> bool:
+        """Whether a subclass writes the weights in a form of its own, by a model that is whole."""
+        is_whole = self._engine is None and not self.is_fsdp_enabled
+        return is_whole and has_own_form(type(self))
 
     @property
     def _has_adapter(self) -> bool:
@@ -358,7 +372,7 @@ class CasnapTrainerMixin(_Base):
 def _remove_weights_of(folders: list[Path]) -> None:
     for folder in folders:
         try:
-            WeightFiles(folder).remove()
+            give_up_weights(folder)
         except (OSError, CasnapError) as e:
             _log.warning("the weights of an older checkpoint cannot be removed: %s", e)
 

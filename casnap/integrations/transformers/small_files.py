@@ -6,16 +6,13 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-
 from casnap import Snapshot
 from casnap.extending import Markers, is_file, is_file_name, is_taken, paths_in
-from casnap.integrations.transformers.weights import ADAPTER
+from casnap.integrations.transformers.weights import is_weights
 
 _log = logging.getLogger("casnap")
 _UNFINISHED = "checkpoint-is-incomplete.txt"
 """A file that the Trainer puts into the folder while it saves after a SIGTERM."""
-_WEIGHTS = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME, *ADAPTER)
 
 
 def put_small_files(staged: Path, folder: Path) -> dict[str, bytes]:
@@ -26,7 +23,7 @@ def put_small_files(staged: Path, folder: Path) -> dict[str, bytes]:
         folder: The folder of the checkpoint.
     """
     for path in sorted(staged.rglob("*")):
-        if is_file(path) and path.name not in _WEIGHTS:
+        if is_file(path) and not is_weights(path.name):
             target = folder / path.relative_to(staged)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
@@ -49,7 +46,7 @@ def put_back(snapshot: Snapshot, folder: Path) -> None:
     bad = sorted(name for name in files if not is_file_name(name) or name == Markers.FILE)
     for name in files.keys() - bad:
         path, data = folder / name, files[name]
-        if name in _WEIGHTS or (is_file(path) and path.read_bytes() == data):
+        if is_weights(name) or (is_file(path) and path.read_bytes() == data):
             continue
         if is_there := is_taken(path):
             differing.append(path.name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase as fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,23 +73,44 @@ def may_be_others(snapshot: Snapshot, folder: Path) -> Iterator[Path]:
             yield path
 
 
-def put_adapters(snapshot: Snapshot, folder: Path, staged: Path) -> None:
-    """Put the adapters of a snapshot beside it, whole, for the tools of PEFT.
+def put_staged(snapshot: Snapshot, folder: Path, staged: Path) -> None:
+    """Put weights of a snapshot beside it as they were written: adapters, or a form of their own.
 
     Args:
         snapshot: The snapshot.
         folder: Its folder.
-        staged: The folder into which PEFT has written them.
+        staged: The folder into which PEFT or a subclass has written them. Those in a folder in it
+            are put whole, too.
     """
+    places: dict[Path, list[Path]] = {}
     for path in sorted(staged.rglob("*")):
-        if path.name in ADAPTER:
-            place = folder / path.parent.relative_to(staged)
-            WeightFiles(place).put(snapshot.contents, write=partial(_copy_into, path))
+        if fnmatch(path.name, "*.safetensors*") or path.name in ADAPTER:
+            places.setdefault(path.parent, []).append(path)
+    for place, paths in places.items():
+        inner = folder / place.relative_to(staged)
+        WeightFiles(inner).put(snapshot.contents, write=partial(_copy_into, paths))
 
 
-def _copy_into(file: Path, folder: Path) -> None:
-    folder.mkdir()
-    shutil.copyfile(file, folder / file.name)
+def _copy_into(paths: Iterable[Path], folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for path in paths:
+        shutil.copyfile(path, folder / path.name)
+
+
+def give_up_weights(folder: Path) -> None:
+    """Remove the weights that were put into the folder of a checkpoint, or into folders in it.
+
+    Raises:
+        OSError: Some cannot be removed.
+        PlaceError: A folder cannot be looked at.
+    """
+    for place in (folder, *filter(is_folder, paths_in(folder))):
+        WeightFiles(place).remove()
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file has a name that weights have."""
+    return any(fnmatch(name, pattern) for pattern in (*WEIGHTS, *ADAPTER))
 
 
 def tied_in(model: Any) -> set[str]:

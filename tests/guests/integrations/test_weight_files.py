@@ -196,6 +196,45 @@ def test_names_are_those_of_published_models(tmp_path: Path) -> None:
     assert in_child(go) == 0
 
 
+def test_a_subclass_that_writes_weights_in_its_own_form(tmp_path: Path) -> None:
+    """As the Trainer of sentence-transformers: a folder for each module, under its own names."""
+
+    def go() -> None:
+        import transformers
+        from safetensors.torch import load_file, save_file
+
+        from casnap.integrations.transformers import CasnapTrainerMixin
+
+        class Own(CasnapTrainerMixin, transformers.Trainer):  # type: ignore[misc]
+            def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+                place, layers = Path(output_dir), dict(self.model.state_dict())
+                (place / "head").mkdir(parents=True)
+                save_file({"all": layers["transformer.wpe.weight"]}, place / "model.safetensors")
+                save_file(
+                    {"w": layers["transformer.ln_f.weight"]}, place / "head/model.safetensors"
+                )
+                (place / "config.json").write_text("{}")
+
+        def trainer(steps: int) -> Any:
+            return trainer_of(tmp_path, kind=Own, max_steps=steps)
+
+        trainer(4).train()
+        trained = trainer(6)
+        trained.train(resume_from_checkpoint=True)
+        layers = dict(trained.model.state_dict())
+        last = tmp_path / "checkpoint-6"
+        assert_same(
+            load_file(last / "model.safetensors"), {"all": layers["transformer.wpe.weight"]}
+        )
+        inner = load_file(last / "head/model.safetensors")
+        assert_same(inner, {"w": layers["transformer.ln_f.weight"]})
+        older = tmp_path / "checkpoint-4"
+        assert not list(older.rglob("*.safetensors"))
+        assert (older / "config.json").exists()
+
+    assert in_child(go) == 0
+
+
 # --- kills, links, and places that fail: on a snapshot alone, without a Trainer -----------------
 
 
