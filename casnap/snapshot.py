@@ -821,7 +821,7 @@ class Snapshot:
 
 
 class TakePlace(NamedTuple):
-    """The place of a new snapshot.
+    """The place of a new snapshot: its path, and how to find its store.
 
     Attributes:
         label: The name of the snapshot in errors of ranks.

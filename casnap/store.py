@@ -493,7 +493,7 @@ class Store:
         return witness_state(place, app_state, options, pg, on_mismatch, find_witness)
 
     def _place_of(self, call: str, app_state: object, name: str) -> TakePlace:
-        """Return the place of a new snapshot.
+        """Check two arguments of a take; return the :class:`TakePlace` of its snapshot.
 
         Args:
             call: The name of the call, for errors.

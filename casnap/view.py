@@ -495,7 +495,7 @@ def _disk_hooks(repository: Repository) -> CommitHooks:
 
 
 class _SnapshotPlace(msgspec.Struct, array_like=True):
-    """Rank 0's message about the place of a new snapshot.
+    """Rank 0's message about a new snapshot: its store and its name.
 
     Attributes:
         path: The path that the caller gave to rank 0.

@@ -166,7 +166,7 @@ def _changes_of_values(
 ) -> Iterator[Change]:
     """Yield the change between a stored and a live entry, if they differ.
 
-    These are values, containers, small tensors, and tensors of different shapes or dtypes.
+    The entries are values, containers or small tensors, or tensors of different shapes or dtypes.
 
     Args:
         contents: The snapshot.

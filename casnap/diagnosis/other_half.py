@@ -172,7 +172,10 @@ class Meeting:
     # --- what they find out ---
 
     def _seen_changes(self) -> Iterator[DoctorRow]:
-        """Each half changes files that the other has looked at. Yield how late this one sees it."""
+        """Find out how late each half sees the other one's changes to files that it has looked at.
+
+        Both halves call this at the same time. It yields the rows about what this half sees.
+        """
         mine, other = self.mine, self._other
         with ExitStack() as held:
             data = os.urandom(_DATA_BYTES)

@@ -323,7 +323,10 @@ def _weights_in(path: StrPath) -> list[Path]:
 
 
 def _is_its_own(path: StrPath) -> bool:
-    """Whether the Accelerator itself has written a whole checkpoint: random states come last."""
+    """Whether the Accelerator itself has written a whole checkpoint.
+
+    The files of random states tell this, since it writes them last.
+    """
     return "://" not in os.fspath(path) and bool(
         matching(local_path(path), f"{RNG_STATE_NAME}_*.pkl")
     )

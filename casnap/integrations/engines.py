@@ -187,10 +187,10 @@ def reload_vllm_server(
 
 
 def _stays(folder: Path) -> bool:
-    """Whether pulls leave a folder as it is, so that the callback may stop waiting for its load.
+    """Whether no pull changes the files of a folder. Then a callback need not wait for ever.
 
-    After a timeout the engine may still load the folder. So a pull that changes its folder in place
-    must not do so before the engine has answered.
+    After a timeout the engine may still load the folder. If pulls change the folder in place, the
+    callback has to wait until the engine has answered.
     """
     return not Version.is_in_place(folder)
 

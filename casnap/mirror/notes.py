@@ -116,9 +116,9 @@ def follows_of(row: Row, mirror_id: str) -> int:
 
 
 def copy_notes(row: Row, store_id: str, life: Life) -> dict[str, Any]:
-    """Return the notes of a snapshot's copy at a mirror: where it is from, and its life.
+    """Return the notes for a snapshot's copy at a mirror: where it is from, and its life.
 
-    Notes of the snapshot that copies keep are among them.
+    The notes of the snapshot itself that each copy keeps (``Row.copied_notes``) are included.
 
     Args:
         row: The row of the snapshot.

@@ -266,7 +266,7 @@ def _reached(
 def _kept_for_others(
     contents: Contents, component: str, rank: int, entries: Mapping[str, Entry]
 ) -> dict[str, list[int]]:
-    """Return the paths of a key that only ranks of the take can have, seen by a new rank.
+    """Return the paths of a key that a new rank cannot restore, since single ranks have them.
 
     A new rank is one that the take did not have.
 

@@ -227,7 +227,7 @@ def _advice(
 def _on_devices(
     states: Iterable[KeyState], targets: Mapping[str, Shards]
 ) -> Iterator[torch.Tensor]:
-    """Yield tensors that are, together, on all devices on which the restore writes."""
+    """Yield tensors, at least one on each device on which the restore writes."""
     for shards in targets.values():
         yield from shards.tensors
     for state in states:
@@ -308,7 +308,7 @@ def _without_conflicts(
 
 @without_torch_modes()
 def _held(states: Iterable[KeyState]) -> dict[str, Shards]:
-    """Return all live tensors by path, including those whose loader gets new tensors instead."""
+    """Return path → live tensor, for all live tensors: also those that the restore replaces."""
     return {
         path: shards
         for state in states

@@ -297,10 +297,10 @@ class ServedFolder:
         return path
 
     def next_turn(self) -> int:
-        """Return the number of this pull, by which it verifies another part of the kept bytes.
+        """Return the number of this pull: one more than that of the pull before.
 
-        Each number is one more than that of the pull before. See
-        :data:`~casnap.serving.version.PARTS`.
+        A pull verifies one of the :data:`~casnap.serving.version.PARTS` of the kept bytes. The
+        number selects it.
         """
         turn = 0
         with suppress(FileNotFoundError, ValueError, DamagedError, *PLACE_ERRORS):

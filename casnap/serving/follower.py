@@ -54,7 +54,7 @@ def _stop_all() -> None:
 
 
 class AppliedVersion(NamedTuple):
-    """The version that live tensors hold, and what it took to bring them there.
+    """The version that live tensors hold, and how much was copied and received for it.
 
     Attributes:
         name: The full name of the snapshot.
@@ -274,7 +274,7 @@ class Follower:
         """Stop looking for versions. The tensors stay as they are.
 
         A signal handler may call this at any time. If the signal has interrupted another call of
-        casnap, this method tells the thread that looks to end, and does not wait until it has.
+        casnap, this method asks the follower's thread to end, and does not wait for its end.
         """
         self._stop(None, waits=not is_within_call())
 

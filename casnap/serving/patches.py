@@ -166,7 +166,9 @@ class Patch(NamedTuple):
 
 
 def _made_by_pull(new: Version, base: str) -> StagedPatches | None:
-    """Return the patches that a pull has put into a version; None if none apply, or are damaged.
+    """Return the patches from ``base`` that a pull has put into a version.
+
+    The result is None if there are none from ``base``, or if they are damaged.
 
     Args:
         new: The version.

@@ -127,8 +127,8 @@ class TakeCommit:
     def _gather_handovers(self) -> list[Handover]:
         """Return the handovers of all ranks but rank 0, with their records or segments.
 
-        Rank 0 calls this. If a rank has more records than a handover holds, some ranks first write
-        the records of all into segments.
+        Rank 0 calls this. If any rank has too many records for a handover, some ranks first write
+        all ranks' records into segments.
         """
         comm = self.comm
         handovers = comm.gather_messages(Handover(), Handover)

@@ -303,7 +303,9 @@ class Asking:
         self._streaks.note(self._all_new)
 
     def settle(self, hasher: Hasher) -> None:
-        """Give the known chunks' digests to the hasher; compare the others' with the host's.
+        """Give the digests of known chunks to the hasher; check those of the other chunks.
+
+        The other chunks were copied to the host and hashed there too: the digests must be equal.
 
         Args:
             hasher: The hasher of the take, which has hashed all copied cells.

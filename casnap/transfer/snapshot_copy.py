@@ -383,11 +383,11 @@ class SnapshotCopy:
     def _check_kept(self, store: Repository, root: Root) -> None:
         """Check that the destination's root still keeps all chunks that this copy needs.
 
-        Earlier parts of the copy keep some of them, and copied snapshots that share subtrees with
-        it others.
+        Two things keep them: earlier parts of this copy, and snapshots that were copied before and
+        share subtrees with this one.
 
         Raises:
-            FencedError: Such a part or snapshot was deleted.
+            FencedError: One of these parts or snapshots was deleted.
         """
         table = store.table(root)
         stand = self._parts.items() <= unfinished.parts_of(store, root, self._job).items()

@@ -87,7 +87,7 @@ def true_copy(stager: Any, tensor: Any, memo: dict[int, Any], non_blocking: bool
 
 
 class _TrueStager(StateDictStager):
-    """Copies tensors by value. A tensor with the storage of before gets the same memory again."""
+    """Copies tensors by value. Each copy of one storage gets the memory of the copy before."""
 
     _offload_tensor = true_copy
 

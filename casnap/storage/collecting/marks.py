@@ -65,7 +65,7 @@ class Marks(Protocol):
         """Yield the chunks and nodes in some of the packs that were looked at."""
 
     def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
-        """Return which of some digests are needed, and for each, whether it names a node."""
+        """Return digest → whether it names a node, for those of ``digests`` that are needed."""
 
     def advance(self, root: Root) -> set[bytes]:
         """Mark what a newer root needs as well; return the digests that only the newer root needs.

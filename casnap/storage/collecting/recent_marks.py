@@ -138,7 +138,7 @@ class RecentMarks:
                 yield digest, pack, stored_size
 
     def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
-        """Return which of some digests are needed, and for each, whether it names a node."""
+        """Return digest → whether it names a node, for those of ``digests`` that are needed."""
         return {d: self._counts.names_node(d) for d in self._counts.needed_of(digests)}
 
     def advance(self, root: Root) -> set[bytes]:

@@ -239,7 +239,7 @@ class WholeMarks:
                         yield digest, listed[n], stored_bytes
 
     def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
-        """Return which of some digests are needed, and for each, whether it names a node."""
+        """Return digest → whether it names a node, for those of ``digests`` that are needed."""
         nodes = {digest_in(node) for node in self._seen}
         if self._parts == 1:
             return {d: d in nodes for d in digests if d in self._needed}

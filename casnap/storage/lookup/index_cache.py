@@ -520,11 +520,10 @@ def _read(path: str) -> tuple[str, float]:
 
 
 def _make_room(base: Path) -> None:
-    """Delete caches of stores that are gone, or that were not used for a month.
+    """Delete the caches for which :meth:`CachedIndex.is_needless` is True.
 
-    If too many are left, delete those that were not used for longest.
-
-    Processes that have such a cache open can go on using it.
+    If too many are left, delete also those that were not used for longest. Processes that have a
+    cache open can go on using it.
     """
     caches: list[CachedIndex] = []
     boot = boot_id()

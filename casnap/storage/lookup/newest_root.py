@@ -216,7 +216,7 @@ def _host_notes(backend: Backend) -> IndexCache:
 
 
 def _known_to_host(backend: Backend, *, look_ahead: bool) -> tuple[StoreConfig, Root] | None:
-    """Return ``casnap.json`` of the store and a root, by this host's note of the root.
+    """Return ``casnap.json`` of the store, and the root that a note on this host names.
 
     Args:
         backend: The backend of the place.

@@ -466,9 +466,9 @@ def data_extents(run: PackRun, gap: int) -> Iterator[tuple[int, int]]:
 
 
 def is_possible(place: Place, limit: int = MAX_NODE_BYTES) -> bool:
-    """Whether a place has possible numbers.
+    """Whether offset and lengths of a place are within bounds. If not, the index is wrong.
 
-    This is checked before memory is allocated for its chunk.
+    This is checked before memory is allocated for the chunk.
 
     Args:
         place: The place.

@@ -261,7 +261,9 @@ class DeltaReader:
     def _resolve(
         self, digest: Digest, known: dict[Digest, bytes | None], deltas: int
     ) -> bytes | None:
-        """Return a verified chunk, read at any of its places; None if it is whole at no place.
+        """Read a chunk at its places in turn, until one is whole; return the verified bytes.
+
+        The result is None if the chunk is whole at no place.
 
         Args:
             digest: The digest of the chunk.
