@@ -134,7 +134,7 @@ def test_a_new_rank_keeps_its_own_generators(world: Worlds, tmp_path: Path) -> N
     world(2).run(take_generators, path)
     told = [f"{key} is kept for ranks 0 and 1 alone; rank 2 is new" for key in ("rng", "sampler")]
     for rank, (kept, report) in enumerate(world(3).run(restore_generators, path, {})):
-        assert report == RestoreReport(new_ranks=told)
+        assert report == RestoreReport(new_ranks=told, environment=["2 → 3 ranks"])
         assert not report
         assert kept == [rank == 2] * 2
     for strict in (True, False):
