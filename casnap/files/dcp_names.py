@@ -263,7 +263,9 @@ def described(
         name: _tensor_metadata(value) if isinstance(value, torch.Tensor) else BytesStorageMetadata()
         for name, value in flat.items()
     }
-    return Metadata(metadata, mappings, {}, version=DCP_VERSION), values
+    named = Metadata(metadata, mappings, {})
+    named.version = DCP_VERSION  # a field since torch 2.8
+    return named, values
 
 
 def _stand_in(path: str, entries: Mapping[str, Entry], specs: Mapping[str, Leaf]) -> Any:
