@@ -465,7 +465,7 @@ def test_only_a_thinned_manifest_names_what_it_lost(store: Store) -> None:
         decode = partial(msgspec.msgpack.decode, type=dict[str, Any])
         return decode(store._view.repository.node(Digest(store[name].row.manifest.digest)))
 
-    assert node("run/001").keys() == {"global", "ranks"}
+    assert node("run/001").keys() == {"global", "ranks", "environment"}
     assert node("run/000")["thinned"] == ["optim"]
     assert node("run/000")["global"].keys() == {"model", "progress"}
 
