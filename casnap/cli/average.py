@@ -16,8 +16,8 @@ from casnap.store import Store
 EXAMPLES = """\
 \b
 Examples:
-  casnap average /ckpts 'run1/*' --last 8 --into run1/mean
-  casnap average /ckpts 'run1/*' --ema 0.99 --into run1/ema
+  casnap average /ckpts 'run1/*' --last 8 --into means/run1
+  casnap average /ckpts 'run1/*' --ema 0.99 --into means/run1-ema
   casnap average /ckpts base tuned --weights=-0.5,1.5 --into further
 """
 
@@ -63,8 +63,8 @@ def average(
 ) -> None:
     """Write the mean of snapshots as a new snapshot: of their weights, element by element.
 
-    NAME may be a pattern, such as 'run1/*', for all snapshots that match, in the order in which
-    they were taken. All but the weights, such as moments and buffers, is that of the last one
+    NAME may be a pattern, such as 'run1/*', for all snapshots that match and are no averages, in
+    the order in which they were taken. All but the weights, such as moments and buffers, is that of the last one
     named. The new snapshot is restored, pulled and exported as any other.
     """
     place = open_store(store)
@@ -113,17 +113,23 @@ def _chosen(store: Store, names: tuple[str, ...], into: str) -> list[str]:
     Args:
         store: The store.
         names: Names and patterns.
-        into: The name of the new snapshot, which no pattern matches.
+        into: The name of the new snapshot. No pattern matches it, and none matches an average.
 
     Raises:
         CommandError: A pattern matches no snapshot.
     """
-    known = [snapshot.name for snapshot in store.snapshots()]
+    known = {snapshot.name: snapshot for snapshot in store.snapshots()}
     chosen: list[str] = []
     for name in names:
         found = [name] if name in known or not set(name) & set("*?[") else []
-        found = found or [each for each in known if fnmatchcase(each, name) and each != into]
+        found = found or [
+            each
+            for each, snapshot in known.items()
+            if fnmatchcase(each, name)
+            and each != into
+            and "average_of" not in snapshot.metadata.user
+        ]
         if not found:
-            raise CommandError(f"no snapshot of {store.uri} matches {name!r}")
+            raise CommandError(f"no snapshot of {store.uri} matches {name!r}, but for averages")
         chosen += [each for each in found if each not in chosen]
     return chosen

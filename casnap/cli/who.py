@@ -7,8 +7,11 @@ from pathlib import Path
 import click
 
 from casnap.backends.local import is_taken
-from casnap.cli.arguments import open_store, reading_options, store_fields
+from casnap.cli.arguments import open_store, reading_options, snapshots_of, store_fields
 from casnap.cli.output import emit, safe, say
+from casnap.errors import InvalidNameError
+from casnap.snapshot import Snapshot
+from casnap.store import Store
 
 EXAMPLES = """\
 \b
@@ -36,8 +39,12 @@ def who(
 
     Without an argument, it lists groups of snapshots. The snapshots of one group have equal
     weights: if they are steps of one run, the training has changed no weight between them.
+
+    A snapshot of this name comes before a file of this name: write ./NAME for the file.
     """
     place = open_store(store)
+    if prefix:
+        snapshots_of(place, prefix)  # a CommandError, if there is none
     if what is None:
         groups = place.equal_weights(prefix)
         if as_json:
@@ -48,8 +55,7 @@ def who(
         if not groups:
             say("no two snapshots have equal weights")
         return
-    is_file = is_taken(Path(what))
-    report = place.who(what if is_file else place[what], key=key, prefix=prefix)
+    report = place.who(_source(place, what), key=key, prefix=prefix)
     if as_json:
         holders = [
             {"name": each.name, "found_count": each.found, "lacking": list(each.lacking)}
@@ -67,3 +73,18 @@ def who(
         return
     for line in str(report).splitlines():
         say(safe(line))
+
+
+def _source(place: Store, what: str) -> str | Snapshot:
+    """Return the snapshot that an argument names, or else the path of a file.
+
+    At the name of each snapshot of a local store there is a file, too: its marker.
+
+    Raises:
+        SnapshotNotFoundError: There is neither.
+    """
+    try:
+        is_snapshot = what in place
+    except InvalidNameError:
+        is_snapshot = False
+    return what if not is_snapshot and is_taken(Path(what)) else place[what]
