@@ -1050,7 +1050,7 @@ class Store:
 
         Args:
             source: The path of a file or folder, as :meth:`import_file` takes it; an object with
-                ``state_dict``, such as a module; a state dict; or a snapshot of this store.
+                ``state_dict``, such as a module; a state dict; or a snapshot, of any store.
             key: As for :meth:`import_file`.
             prefix: Only look at snapshots below this folder.
 
@@ -1059,7 +1059,8 @@ class Store:
 
         Raises:
             FileFormatError: The files are malformed, or in no known format.
-            StateError: There is no tensor with elements.
+            StateError: There is no tensor with elements; or a snapshot is of a store with chunks of
+                another size.
             UnsupportedTypeError: The source is none of these.
             DamagedError: A node of a snapshot is missing or damaged.
         """
@@ -1067,10 +1068,10 @@ class Store:
 
         snapshots = self._contents(prefix)
         if isinstance(source, Snapshot):
-            asked = Asked(source.get_manifest(), self.chunk_size)
+            asked = Asked(source.get_manifest(), source.contents.store.config.chunk_size)
         else:
             asked = tensors_of(source, key, self.chunk_size)
-        return who(snapshots, asked)
+        return who(snapshots, asked, self.chunk_size)
 
     def equal_weights(self, prefix: str | None = None) -> list[list[str]]:
         """Return groups of snapshots; the snapshots of one group have equal weights.
@@ -1098,6 +1099,22 @@ class Store:
         known = [(name, row) for name, row in view.rows(prefix) if not row.unknown_features]
         view.readable.cache_nodes([Digest(row.manifest.digest) for _, row in known])
         return {name: Contents(view.readable, view.full_of(name), row) for name, row in known}
+
+    def _local_name(self, snapshot: Snapshot) -> str:
+        """Return the name, in this view, of a snapshot that may be of another view of the store.
+
+        Raises:
+            SnapshotNotFoundError: It is of another store, or was deleted or replaced.
+        """
+        view, full = self._view, snapshot.contents.name
+        local = view.local_of(full)
+        is_below = view.full_of(local) == full
+        if is_below and local in self and view.row_of(local).commit == snapshot.row.commit:
+            return local
+        raise SnapshotNotFoundError(
+            f"{snapshot.path} is not in {self.uri}: it was deleted or replaced, or is of another "
+            "store, from which `casnap cp` copies it"
+        )
 
     def average(
         self,
@@ -1153,7 +1170,7 @@ class Store:
 
         refuse_nested_take()
         view = self._view
-        asked = [name.name if isinstance(name, Snapshot) else name for name in names]
+        asked = [self._local_name(each) if isinstance(each, Snapshot) else each for each in names]
         sources = [Contents(view.repository, *view.find(name)) for name in asked]
         if decay is not None:
             if weights is not None:

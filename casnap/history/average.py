@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import fsum, isfinite
 
 import msgspec
@@ -38,6 +38,7 @@ from casnap.runtime.torch_modes import without_torch_modes
 from casnap.storage import Contents, Repository, Session, Want, again
 from casnap.take.commit import TakeCommit
 from casnap.take.manifest import payload_of
+from casnap.take.metadata import checked_metadata
 from casnap.take.options import TakeOptions
 from casnap.take.ranks.agreement import agree
 
@@ -136,11 +137,13 @@ def average(
 
     Raises:
         SnapshotExistsError: The name is taken.
-        StateError: No tensor of weights has one shape and dtype in all snapshots.
+        StateError: No tensor of weights has one shape and dtype in all snapshots; or the metadata
+            hold something that JSON cannot, or take more than 64 KiB.
         DamagedError: A chunk is missing or damaged; nothing was committed.
         FencedError: A collector was faster, several times.
     """
     started = time.monotonic()
+    options = replace(options, metadata=checked_metadata(options.metadata or {}))
     keeps_equal = weights is None or abs(fsum(weights) - 1) < 1e-9
     plan = plan_average(sources, keeps_equal=keeps_equal)
     comm = SingleProcess()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from casnap.errors import StateError
 from casnap.format.entries import Entry, TensorEntry, type_text, unknown_in
+from casnap.format.tree import Tree
+from casnap.state.containers import is_sparse
 from casnap.state.roles import role_of
 from casnap.state.tensors import check_tensor
 from casnap.storage import Contents
@@ -83,18 +86,18 @@ def plan_average(sources: Sequence[Contents], *, keeps_equal: bool) -> Averaging
     """
     plan = AveragingPlan([], 0, {})
     tensors, equal = plan.tensors, 0
-    for owner, component, inner, entry, others in _tensors_of_last(sources):
-        found = [get(inner) for get in others]
-        why = _why_no_mean(component + inner, entry)
-        for source, other in zip(sources, found, strict=False):
+    for found in _tensors_of_last(sources):
+        entry, others = found.entry, found.others
+        why = _why_no_mean(found)
+        for source, other in zip(sources, others, strict=False):
             why = why or _why_apart(source.name, other, entry)
         if why:
-            plan.kept[_path(owner, component, inner)] = why
-        elif (keeps_equal or not entry.payload.nbytes) and all(e == entry for e in found):
+            plan.kept[_path(found.owner, found.component, found.inner)] = why
+        elif (keeps_equal or not entry.payload.nbytes) and all(e == entry for e in others):
             equal += 1
         else:
-            entries = [e for e in (*found, entry) if isinstance(e, TensorEntry)]
-            tensors.append(TensorToAverage(owner, component, inner, tuple(entries)))
+            entries = tuple(e for e in (*others, entry) if isinstance(e, TensorEntry))
+            tensors.append(TensorToAverage(found.owner, found.component, found.inner, entries))
     if not tensors and not equal:
         raise StateError(
             f"no tensor of weights has one shape and dtype in all of the snapshots "
@@ -103,46 +106,76 @@ def plan_average(sources: Sequence[Contents], *, keeps_equal: bool) -> Averaging
     return AveragingPlan(tensors, equal, plan.kept)
 
 
-_Get = Callable[[str], Entry | None]
+class _Found(NamedTuple):
+    """A tensor of the last snapshot, and what the other snapshots have at its path.
 
-
-def _tensors_of_last(
-    sources: Sequence[Contents],
-) -> Iterator[tuple[int | None, str, str, TensorEntry, list[_Get]]]:
-    """Yield owner, key, path and entry of each tensor of the last snapshot.
-
-    With each comes, for every other snapshot, the function that returns its entry of a path.
+    Attributes:
+        owner: The rank that owns the tensor; None for a global tensor.
+        component: The key of the app state, as a component of paths.
+        inner: The path below the key.
+        entry: The entry of the tensor.
+        is_part: Whether it is a part of a sparse tensor.
+        others: The entry of each other snapshot; None where there is none.
     """
-    last = sources[-1]
+
+    owner: int | None
+    component: str
+    inner: str
+    entry: TensorEntry
+    is_part: bool
+    others: list[Entry | None]
+
+
+def _tensors_of_last(sources: Sequence[Contents]) -> Iterator[_Found]:
+    """Yield each tensor of the last snapshot."""
+    *others, last = sources
     manifest = last.manifest
     owners: list[tuple[int | None, dict[str, bytes]]] = [(None, manifest.shared)]
     owners += [(int(rank), trees) for rank, trees in manifest.ranks.items()]
     for owner, trees in owners:
         for component, digest in trees.items():
-            others = [_getter(source, owner, component) for source in sources[:-1]]
+            seen = [_trees_seen(other, owner, component) for other in others]
+            sparse = set[str]()
             for inner, entry in last.tree(digest).items():
                 if isinstance(entry, TensorEntry):
-                    yield owner, component, inner, entry, others
+                    is_part = inner.rpartition("/")[0] in sparse
+                    found = [_first(trees, inner) for trees in seen]
+                    yield _Found(owner, component, inner, entry, is_part, found)
+                elif is_sparse(entry):
+                    sparse.add(inner)
 
 
-def _getter(contents: Contents, owner: int | None, component: str) -> _Get:
-    """Return the function that returns a snapshot's entry of a path, as one owner sees it."""
+def _trees_seen(contents: Contents, owner: int | None, component: str) -> list[Tree[Entry]]:
+    """Return the trees in which a rank looks for an entry: its own tree, then the global one.
+
+    Args:
+        contents: The snapshot.
+        owner: The rank; None to look only in the global tree.
+        component: The key of the app state, as a component of paths.
+    """
     layers = [contents.manifest.shared]
     if owner is not None:
         layers.insert(0, contents.manifest.ranks.get(str(owner), {}))
-    trees = [contents.tree(layer[component]) for layer in layers if component in layer]
-    return lambda inner: next((e for tree in trees if (e := tree.get(inner)) is not None), None)
+    return [contents.tree(layer[component]) for layer in layers if component in layer]
+
+
+def _first(trees: Sequence[Tree[Entry]], inner: str) -> Entry | None:
+    """Return the entry at a path in the first tree that has one; None if no tree has."""
+    return next((e for tree in trees if (e := tree.get(inner)) is not None), None)
 
 
 def _path(owner: int | None, component: str, inner: str) -> str:
     return ("" if owner is None else f"{owner}/") + component + inner
 
 
-def _why_no_mean(path: str, entry: TensorEntry) -> str:
+def _why_no_mean(found: _Found) -> str:
     """Return why a tensor is not averaged, whatever the other snapshots hold; "" if it is."""
+    path, entry = found.component + found.inner, found.entry
     role = role_of(path, entry)
     if role != "weights":
         return role
+    if found.is_part:
+        return "a part of a sparse tensor"
     if entry.kind == "buffer" or path.rpartition(".")[2] in _OF_BATCHES:
         return "a buffer"
     if entry.dtype not in SUM_DTYPES:
@@ -164,4 +197,5 @@ def _why_apart(name: str, other: Entry | None, entry: TensorEntry) -> str:
         entry.shape,
     ):
         return f"{type_text(other)} in {name}"
+    check_tensor(other)
     return ""

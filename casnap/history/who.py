@@ -21,6 +21,7 @@ from casnap.format.digest import Digest, digest_of
 from casnap.format.entries import Entry, Payload, TensorEntry
 from casnap.format.records import encode
 from casnap.format.tree import LeafNode
+from casnap.runtime.sizes import size
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.flatten import flatten
 from casnap.state.roles import role_of
@@ -98,7 +99,7 @@ class Asked:
 
     Attributes:
         entries: The entries, by path, as the store would have them.
-        chunk_size: The chunk size of the store, in bytes.
+        chunk_size: The most bytes of a chunk.
         leaves: The leaves, by path, if the bytes of the tensors are at hand.
     """
 
@@ -137,21 +138,28 @@ def tensors_of(source: object, key: str | None, chunk_size: int) -> Asked:
     )
 
 
-def who(snapshots: Mapping[str, Contents], asked: Asked) -> WhoReport:
+def who(snapshots: Mapping[str, Contents], asked: Asked, chunk_size: int) -> WhoReport:
     """Return which snapshots hold tensors.
 
     Args:
         snapshots: The snapshots to look at, by the names for the report, in the order of their
             commits.
         asked: The tensors.
+        chunk_size: The most bytes of a chunk of the snapshots.
 
     Raises:
-        StateError: There is no tensor with elements.
+        StateError: There is no tensor with elements; or they were cut into chunks of another size,
+            and have other digests.
         DamagedError: A node of a snapshot is missing or damaged.
     """
     forms = {path: [i] for path, entry in asked.entries.items() if (i := _identity(entry))}
     if not forms:
         raise StateError("there is no tensor with elements to look for")
+    if asked.chunk_size != chunk_size:
+        raise StateError(
+            f"the snapshot has chunks of up to {size(asked.chunk_size)}, and this store of up to "
+            f"{size(chunk_size)}, so their digests differ; pass its state dict, or export it"
+        )
     held = _held(snapshots, forms)
     if not any(len(paths) == len(forms) for paths in held.values()):
         for path, leaf in asked.leaves.items():
@@ -286,10 +294,10 @@ def _leaf_nodes(
         read: Component and digest of a leaf node → the result of ``look``. So ``look`` is called
             once for a node that several snapshots share.
     """
-    manifest = contents.manifest
-    owned: list[tuple[int | None, Mapping[str, bytes]]] = [(None, manifest.shared)]
-    owned += [(int(rank), trees) for rank, trees in manifest.ranks.items()]
     with contents.reading():
+        manifest = contents.manifest
+        owned: list[tuple[int | None, Mapping[str, bytes]]] = [(None, manifest.shared)]
+        owned += [(int(rank), trees) for rank, trees in manifest.ranks.items()]
         for owner, trees in owned:
             for component, top in trees.items():
                 tree = contents.tree(top)

@@ -15,7 +15,7 @@ import torch
 from msgspec import Struct
 
 from casnap.errors import DamagedError, UnsupportedFormatError, UnsupportedTypeError
-from casnap.format.entries import ContainerEntry
+from casnap.format.entries import ContainerEntry, Entry
 from casnap.format.names import Key, Tagged, components_of
 from casnap.format.records import decode, encode
 from casnap.state.values import (
@@ -358,6 +358,11 @@ def open_sparse(path: str, value: torch.Tensor) -> Opened | None:
         value.requires_grad,
     )
     return Opened(kind, parts, children, lambda: spec)
+
+
+def is_sparse(entry: Entry) -> bool:
+    """Whether an entry is a sparse tensor, as a container of its parts."""
+    return isinstance(entry, ContainerEntry) and entry.kind in _SPARSE_KINDS
 
 
 _OPENERS: dict[type, _Opener] = {

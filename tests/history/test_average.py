@@ -246,3 +246,61 @@ def test_the_command(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["average", store.uri, "none/*", "--into", "y"]) == 1
     assert run(["average", store.uri, *NAMES, "--weights=1,2", "--into", "y"]) == 2
     assert "y" not in store
+
+
+def test_sparse_tensors_are_of_the_last(tmp_path: Path) -> None:
+    """The values of two sparse tensors may be at other places."""
+    store = Store(tmp_path)
+    for step, dense in enumerate((torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 3.0]]))):
+        parts = {"coo": dense.to_sparse(), "coo.bias": dense, "csr": dense.to_sparse_csr()}
+        store.take({"model": StateDict(values=dense, **parts)}, f"step_{step}")
+    report = store.average(["step_0", "step_1"], "mean")
+    assert report.averaged == 2
+    assert report.kept["model/coo/values"] == "a part of a sparse tensor"
+    mean = store["mean"].get_state_dict_for_key("model")
+    assert torch.equal(mean["values"], torch.tensor([[0.5, 1.5]]))
+    for key in ("coo", "csr"):
+        assert torch.equal(mean[key].to_dense(), torch.tensor([[0.0, 3.0]]))
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{3: 4}, {"x": object()}, {"x": "a" * 70_000}],
+    ids=["key", "value", "size"],
+)
+def test_bad_metadata_are_refused(store: Store, metadata: dict[Any, Any]) -> None:
+    """Once they were committed, no command could read the store again."""
+    with pytest.raises(StateError, match="metadata"):
+        store.average(NAMES, "run/mean", metadata=metadata)
+    assert "run/mean" not in Store(store.uri)
+    assert store.check().ok
+
+
+def test_a_snapshot_of_another_view_or_store(store: Store, tmp_path: Path) -> None:
+    """A snapshot is what it is: its name may mean another one here."""
+    other = Store(tmp_path / "other")
+    for name in (*NAMES, "step_1"):
+        other.take({"model": StateDict(w=torch.full((99,), 7.0))}, name)
+    with pytest.raises(SnapshotNotFoundError, match="of another store"):
+        store.average([other[NAMES[0]], other[NAMES[1]]], "mean")
+    view = Store(f"{other.uri}/run")
+    view.take({"model": StateDict(w=torch.full((99,), 1.0))}, "step_1", overwrite=True)
+    other.average([view["step_1"], other["step_1"]], "mean")
+    assert torch.equal(other["mean"].read_object("model/w"), torch.full((99,), 4.0))
+    view.average([other["run/step_1"], "step_0"], "mean")
+    assert view["mean"].metadata.user == {"average_of": ["step_1", "step_0"]}
+    with pytest.raises(SnapshotNotFoundError, match="not in"):
+        view.average([other["step_1"]], "mean")
+    replaced = store[NAMES[0]]
+    store.take({"model": StateDict(w=torch.ones(99))}, NAMES[0], overwrite=True)
+    with pytest.raises(SnapshotNotFoundError, match="replaced"):
+        store.average([replaced], "mean")
+
+
+def test_a_pattern_matches_no_average(store: Store) -> None:
+    """Else the second mean would be of the first one, too."""
+    for into in ("run/mean", "run/ema"):
+        assert run(["average", store.uri, "run/*", "--into", into]) == 0
+        assert store[into].metadata.user["average_of"] == NAMES
+    assert run(["average", store.uri, "run/m*", "--into", "x"]) == 1
+    assert run(["average", store.uri, "run/mean", "run/step_0", "--into", "x"]) == 0

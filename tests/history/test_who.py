@@ -118,3 +118,36 @@ def test_the_command(
     assert run(["who", "--store", store.uri]) == 0
     assert capsys.readouterr().out == "no two snapshots have equal weights\n"
     assert run(["who", "nothing", "--store", store.uri]) == 1
+
+
+def test_a_snapshot_of_another_store(store: Store, tmp_path: Path) -> None:
+    """Digests of chunks of another size say nothing."""
+    same = Store(tmp_path / "same", create=NewStore(chunk_size=1 << 16))
+    other = Store(tmp_path / "other")
+    for each in (same, other):
+        each.take({"net": model_at(2)}, "x")
+    assert store.who(same["x"]).whole == ["run/step_2"]
+    with pytest.raises(StateError, match=r"up to 1\.0 MB, and this store of up to 65"):
+        store.who(other["x"])
+    assert store.who(other["x"].get_state_dict_for_key("net")).whole == ["run/step_2"]
+
+
+def test_the_command_in_the_folder_of_a_store(
+    store: Store,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There the name of a snapshot is that of a file as well: of its marker."""
+    monkeypatch.chdir(tmp_path / "store")
+    assert run(["who", "run/step_1"]) == 0
+    assert "9 of 9 tensors: run/step_1" in capsys.readouterr().out
+    assert run(["who", str(tmp_path / "store" / "run" / "step_2")]) == 0
+    assert "9 of 9 tensors: run/step_2" in capsys.readouterr().out
+    torch.save(tensors_at(3), "weights.pt")
+    assert run(["who", "weights.pt"]) == 0
+    assert "9 of 9 tensors: run/step_3" in capsys.readouterr().out
+    assert run(["who", "../store/weights.pt"]) == 0
+    for arguments in ([], ["weights.pt"]):
+        assert run(["who", *arguments, "--prefix", "rum"]) == 1
+        assert "holds no snapshot below 'rum'" in capsys.readouterr().err
