@@ -59,7 +59,7 @@ def placement_in(table: Table, job: CopyJob, backend: Backend, seq: int) -> Plac
         overwrite=job.new_name in placement.replaced,
         uri=backend.uri,
         moved_tag=job.moved_tag,
-        advice="it is another one than the one to copy, perhaps an earlier one of the same name. "
+        advice="it is not the snapshot to copy, but perhaps an earlier one of this name. "
         "Delete it there, or copy the new one alone, under another name",
     )
     return placement
