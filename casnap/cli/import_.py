@@ -154,7 +154,9 @@ def _check_all(targets: dict[str, str], reach: dict[str, Any] | None, **options:
 
 
 def _targets_below(folder: str, sources: tuple[str, ...]) -> dict[str, str]:
-    """Return path of each snapshot to make → its source; it gets the source's name, without suffix.
+    """Return the path of each snapshot to make → the file or folder to import.
+
+    The name of the snapshot is that of the file or folder, without its suffix.
 
     Args:
         folder: The store, or a folder in it.
@@ -162,7 +164,7 @@ def _targets_below(folder: str, sources: tuple[str, ...]) -> dict[str, str]:
 
     Raises:
         CommandError: Two sources have one name, or a source is one shard of a model.
-        InvalidNameError: The name of a source is none that a snapshot can have.
+        InvalidNameError: A snapshot cannot have the name of a source.
     """
     from casnap.files.shards import shards_with
 

@@ -511,7 +511,7 @@ class Follower:
             self._stage(self._contents_of(wanted))
 
     def _agree(self) -> None:
-        """Apply the staged version if all ranks have staged it; learn what rank 0 wants next."""
+        """Apply the staged version if all ranks have staged it; hear which one to stage next."""
         staged = self._staged
         is_mine = staged is not None and self._weights.fits(staged)
         mine = staged.contents.row.commit if staged is not None and is_mine else _NONE

@@ -87,7 +87,7 @@ class Gate:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Be inside the gate during a ``with`` block; other forwards may be inside, too.
+        """Run a ``with`` block inside the gate. Other forwards may be inside, too.
 
         This waits for a copy that waits or runs, unless this thread or caller is inside already.
         """
@@ -130,7 +130,7 @@ class Gate:
     def alone(
         self, timeout: float | None = None, *, unless_stopped: bool = False
     ) -> Iterator[None]:
-        """Be inside alone during a ``with`` block: let no other in, and wait until all have left.
+        """Run a ``with`` block while no forward is inside: let none in, wait until all have left.
 
         Args:
             timeout: How many seconds to wait for others to leave; None: as long as it takes.
