@@ -42,7 +42,7 @@ __all__ = ["cli", "main"]
 COMMANDS = {
     "init": ("casnap.cli.init", "Make a store."),
     "ls": ("casnap.cli.ls", "List the snapshots of a store, the newest last."),
-    "show": ("casnap.cli.show", "Show the contents of a snapshot, or one tensor or value."),
+    "show": ("casnap.cli.show", "Show the contents of a snapshot, or one entry of it."),
     "diff": ("casnap.cli.diff", "Show the differences between two snapshots."),
     "du": ("casnap.cli.du", "Show disk usage of snapshots: logical, stored and unique bytes."),
     "report": ("casnap.cli.report", "Write a page that shows a store: sizes, metrics, changes."),

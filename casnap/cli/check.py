@@ -197,6 +197,6 @@ def print_damages(damages: list[Damage]) -> None:
             name = _ALL if hurt == ALL else f"{hurt.snapshot} {hurt.path}"
             say(f"  hurts {name}".rstrip())
         if len(hurts) > _MOST_HURT:
-            say(f"  and {amount(len(hurts) - _MOST_HURT, 'entry')} more")
+            say(f"  and {len(hurts) - _MOST_HURT:,} more")
     if len(damages) > MOST_DAMAGES:
         say(f"… and {amount(len(damages) - MOST_DAMAGES, 'damage')} more (--json)")

@@ -55,9 +55,10 @@ Facts = dict[str, Any]
 def show(
     snapshot: str, path: str | None, limit: int | None, environment: bool, as_json: bool
 ) -> None:
-    """Show the contents of a snapshot, or one tensor or value.
+    """Show the contents of a snapshot, or one entry of it: a tensor, value or container.
 
-    PATH is a path inside the snapshot, with or without the rank. KEY is the key of an element, if
+    PATH is the path of the entry, with or without the rank. ENTRIES counts the entries at and below
+    a path, containers included. KEY is the key of an element, if
     its path does not show it. SHARED is how much of a tensor an earlier snapshot had stored.
     """
     if environment and path is not None:
