@@ -220,10 +220,11 @@ class Mirror:
         self._seen[run] = max(number, self._seen.get(run, 0))
 
     def notes(self, name: str) -> dict[str, Any]:
-        """Return the notes for the row of a snapshot that is about to be taken or copied here.
+        """Return the notes for the row of a new snapshot of the mirrored store.
 
-        They also say which root of the mirror the run continues. The first take of a run decides
-        that for all takes of this process, which are one branch.
+        They say that the mirror lacks the snapshot, if it gets all; and which root of the mirror
+        the run of the snapshot continues. The first call for a run chooses that root, for all later
+        calls of this process.
 
         Args:
             name: The full name of the snapshot.

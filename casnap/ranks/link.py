@@ -635,7 +635,7 @@ class Link:
             return False
 
     def find_cause(self, error: ErrorText | None, seconds: float, *, is_late: bool) -> Failure:
-        """Break the connections, record this in the store, and find out which rank is at fault.
+        """Break this rank's connections, tell torch's store so, and return which rank is at fault.
 
         Args:
             error: The error of this rank, if the rank itself has failed.

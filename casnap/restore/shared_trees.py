@@ -1,8 +1,9 @@
 """Rank 0 reads the trees of a remote snapshot for all ranks, since each read is a request.
 
-Rank 0 reads many nodes together. It sends each node to one rank of every cache whose ranks need it,
-and that rank keeps the node in the cache. Later each rank takes nodes from its cache, and verifies
-them by their digests. A node that is not there, or is damaged, is read from the store.
+Several ranks may share a cache, as the ranks of a host do. Rank 0 reads many nodes together. For
+each cache, it sends the nodes that the ranks there need to one of them, which puts them into the
+cache. Later each rank takes nodes from its cache, and verifies them by their digests. It reads a
+node from the store if the cache lacks it, or has it damaged.
 """
 
 from __future__ import annotations

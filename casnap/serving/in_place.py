@@ -129,10 +129,10 @@ class FolderInPlace(ServedFolder):
 
     @override
     def of(self, store_id: str, commit: str, mapping: object) -> Version | None:
-        """Return the wanted version if an earlier pull wrote it whole, and only has to rename it.
+        """Return the version that an earlier pull wrote whole, but did not rename to the folder.
 
-        Only a first version is written and renamed so. If the folder exists already, the result is
-        None. Other versions that were not renamed are deleted.
+        Only a first version is renamed: once the folder exists, the result is None. Before that,
+        this deletes all other versions that were never renamed.
         """
         if self.is_there:
             return None

@@ -204,9 +204,10 @@ class _Steps:
         return lambda nbytes: batched(self.unknown_pieces(), nbytes)
 
     def begin_asking(self) -> None:
-        """If a device can hash, begin to ask the store for its chunks. Known ones stay there.
+        """If a device can hash, begin to ask the store which chunks of the device it has.
 
-        The call of ``async_take`` does this, before it copies the other chunks.
+        These chunks stay on the device. The call of ``async_take`` asks before it copies the others
+        to the host.
         """
         if not self.state.devices:
             return

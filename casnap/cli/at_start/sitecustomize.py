@@ -65,7 +65,7 @@ def _tell(text: str) -> None:
 
 
 def _watch() -> None:
-    """Say at the end of the command if no Trainer has trained."""
+    """Arrange that the end of the command says so if no Trainer has trained."""
     descriptor, file = tempfile.mkstemp(prefix="casnap-run-")
     os.close(descriptor)
     process, os.environ[_VARIABLE] = os.environ[_VARIABLE], file

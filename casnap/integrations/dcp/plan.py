@@ -52,9 +52,10 @@ _set_up_planner = DefaultSavePlanner.set_up_planner
 
 @functools.wraps(_set_up_planner)
 def _keep_state(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> None:
-    """Set up a planner, and keep the original state: DCP's flattened one has a str for each key.
+    """Set up a planner as DCP does, and keep the original state as its ``casnap_state``.
 
-    This replaces the planner's ``set_up_planner``.
+    DCP's flattened state turns each key into a str; the original one has the true keys. This
+    replaces ``DefaultSavePlanner.set_up_planner``.
     """
     self.casnap_state = state_dict
     _set_up_planner(self, state_dict, *args, **kwargs)

@@ -1,4 +1,7 @@
-"""The small files of a checkpoint: in the snapshot, and in the folder, where the Trainer looks."""
+"""Put the small files of a checkpoint, such as its config, into its folder and its snapshot.
+
+The Trainer looks for them in the folder. A resume puts back what the folder lacks.
+"""
 
 from __future__ import annotations
 
