@@ -320,7 +320,9 @@ def check_weights(
     def found() -> str | None:
         return ", ".join(map(str, WeightFiles.others_than(snapshot.contents, paths, keys))) or None
 
-    with join(None, None, f"comparing the weights beside {snapshot.path} with it") as comm:
+    # By its last name: hosts may have the folder at other paths.
+    name = Path(snapshot.path).name
+    with join(None, None, f"comparing the weights beside {name} with it") as comm:
         others = agreed(comm, found)
     if others is not None:
         raise StateError(
