@@ -194,8 +194,11 @@ class _Mean:
         self._cell = cell
         self._dtype = dtype
         self._keeps_equal = keeps_equal
-        # The elements of the first snapshot; the sum; and the bits that have differed so far.
-        self._first, self._sum, self._apart = torch.empty(0), torch.empty(0), torch.empty(0)
+        self._first, self._sum = torch.empty(0), torch.empty(0)
+        # Whether an element has the same bits in all snapshots so far.
+        self._same = torch.empty(0, dtype=torch.bool)
+        # The numbers of the blocks without such an element. They are not compared any more.
+        self._apart = set[int]()
         self._count = 0
 
     def add(self, raw: memoryview, weight: float | None) -> None:
@@ -210,49 +213,51 @@ class _Mean:
         if self._count == 1:
             self._first = torch.empty_like(values)
             self._sum = torch.empty(len(values), dtype=self._dtype)
-            self._apart = torch.empty_like(_bits(values))
-        for block in _blocks(values):
-            summand, apart = values[block], _bits(values[block])
+            self._same = torch.empty(len(values), dtype=torch.bool)
+        compared = (_bits(values), _bits(self._first))
+        blocks = _blocks(values, self._first, self._sum, self._same, *compared)
+        for number, (summand, first, total, same, bits, first_bits) in enumerate(blocks):
             # Rounded before it is added: whether a sum with a product is rounded once or twice
             # would depend on where the element lies.
-            if weight is not None:
-                summand = summand.to(self._dtype) * weight
+            product = summand if weight is None else summand.to(self._dtype) * weight
             if self._count == 1:
-                self._first[block].copy_(values[block])
-                self._sum[block].copy_(summand)
-                self._apart[block].zero_()
+                first.copy_(summand)
+                total.copy_(product)
+                same.fill_(True)
                 continue
-            self._sum[block].add_(summand)
-            if self._keeps_equal:
-                self._apart[block].bitwise_or_(apart.bitwise_xor(_bits(self._first[block])))
+            total.add_(product)
+            if self._keeps_equal and number not in self._apart:
+                equal = bits == first_bits
+                same.logical_and_(equal if equal.dim() == 1 else equal.all(1))
+                if not same.any():
+                    self._apart.add(number)
 
     def result(self, *, is_weighted: bool) -> torch.Tensor:
-        """Return the mean, in the dtype of the tensor.
+        """Return the mean, in the dtype of the tensor. Call this once, after the last snapshot.
 
         Args:
-            is_weighted: Whether the weights have divided the sum.
+            is_weighted: Whether the summands were multiplied by weights. If not, the sum is divided
+                by the number of snapshots.
         """
-        for block in _blocks(self._first):
-            first, mean = self._first[block], self._sum[block]
+        blocks = _blocks(self._first, self._sum, self._same)
+        for number, (first, mean, same) in enumerate(blocks):
             if not is_weighted:
                 mean.div_(self._count)
-            apart = self._apart[block]
-            if not self._keeps_equal or apart.count_nonzero() == apart.numel():
-                first.copy_(mean)
-            else:
-                first.copy_(torch.where(apart.any(1), mean.to(first.dtype), first))
+            if self._keeps_equal and number not in self._apart:
+                mean = torch.where(same, first, mean.to(first.dtype))
+            first.copy_(mean)
         return self._first
 
 
-def _blocks(elements: torch.Tensor) -> Iterator[slice]:
-    """Yield the slices that cut elements into blocks."""
-    for at in range(0, len(elements), _BLOCK):
-        yield slice(at, at + _BLOCK)
+def _blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Cut tensors of as many rows into blocks; yield the first block of each, and so on."""
+    return zip(*(torch.split(tensor, _BLOCK) for tensor in tensors), strict=True)
 
 
 def _bits(elements: torch.Tensor) -> torch.Tensor:
-    """Return the bits of elements as integers: one row for each element."""
-    return elements.view(_INTEGERS[min(8, elements.itemsize)]).view(len(elements), -1)
+    """Return the bits of elements as integers: one for each element, two for complex128."""
+    bits = elements.view(_INTEGERS[min(8, elements.itemsize)])
+    return bits.view(-1, 2) if elements.itemsize > 8 else bits
 
 
 @dataclass
@@ -358,7 +363,13 @@ class _Averaging:
         return bytes_at(result.data_ptr(), result.nbytes)
 
     def _cells(self, tensor: TensorToAverage, into: list[Digest]) -> Iterator[_CellToAverage]:
-        """Yield the cells to compute, and give ``into`` the digests of all chunks of the tensor."""
+        """Yield the cells of a tensor that differ between the snapshots.
+
+        Args:
+            tensor: The tensor.
+            into: Gets the digests of its chunks in the last snapshot. The digest of each yielded
+                cell is to be replaced by that of its mean.
+        """
         if tensor.entry.payload.nbytes <= INLINE_BYTES:
             return
         path = tensor.path

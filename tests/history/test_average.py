@@ -304,3 +304,18 @@ def test_a_pattern_matches_no_average(store: Store) -> None:
         assert store[into].metadata.user["average_of"] == NAMES
     assert run(["average", store.uri, "run/m*", "--into", "x"]) == 1
     assert run(["average", store.uri, "run/mean", "run/step_0", "--into", "x"]) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex128], ids=str)
+def test_elements_that_are_equal_in_some_blocks(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A cell is compared block by block, until no element of a block is equal in all."""
+    store = Store(tmp_path)
+    states = [torch.full((100_000,), 0.1).to(dtype) for _ in range(3)]
+    states[1][30_000:] += 1
+    states[2][70_000:] += 3
+    for step, tensor in enumerate(states):
+        store.take({"model": StateDict(w=tensor)}, f"step_{step}")
+    for weights in (None, [0.2, 0.3, 0.5]):
+        store.average([f"step_{i}" for i in range(3)], "mean", weights=weights, overwrite=True)
+        mean = store["mean"].read_object("model/w")
+        assert bits(mean) == bits(mean_by_torch(states, weights))
