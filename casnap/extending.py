@@ -19,7 +19,7 @@ files and folders           ``local_path``; ``exists``, ``is_file``, ``is_folder
 folders of checkpoints      ``Markers``, ``ForeignCheckpoints``; ``is_file_name``, ``put_whole``
 pulled versions             ``Version``, ``VersionTensor``; ``StagedPatches``, ``Patch``;
                             ``WeightFiles`` beside a snapshot
-progress, numbers, classes  ``Progress``; ``size``, ``amount``;
+progress, texts, classes    ``Progress``; ``size``, ``amount``, ``LEFT_OUT``;
                             ``override``, ``without_torch_modes``
 ==========================  ====================================================================
 
@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from casnap.take.capture import DividedLeaves as DividedLeaves
     from casnap.take.capture import LiveState as LiveState
     from casnap.take.capture import StateSource as StateSource
+    from casnap.take.left_out import LEFT_OUT as LEFT_OUT
     from casnap.take.options import TakeOptions as TakeOptions
 
 __getattr__, __all__ = imported_later(globals())

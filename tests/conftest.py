@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import shutil
@@ -34,6 +35,9 @@ os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 # Most tests say themselves when garbage is collected. Those of the automatic collector turn it on;
 # CASNAP_GC=auto does so for all.
 os.environ.setdefault("CASNAP_GC", "off")
+
+# App states of tests lack what these tests do not need; tests of hints turn them on.
+logging.getLogger("casnap.hints").setLevel(logging.ERROR)
 
 settings.register_profile(
     "default",

@@ -130,6 +130,9 @@ def _print(proof: Proof, place: Path) -> None:
         table(("ROLE", "PATH", "WHY"), left_out[:_MOST_PATHS], numbers=set())
         if (more := len(left_out) - _MOST_PATHS) > 0:
             say(f"… and {amount(more, 'path')} more")
+    for hint in proof.hints:
+        say()
+        say(f"The app state leaves out {hint}")
     say()
     if proof.ok:
         kills = amount(len(proof.killed.kills), "kill")
@@ -185,6 +188,7 @@ def _document(proof: Proof, place: Path) -> dict[str, Any]:
             }
             for run, found in _compared_runs(proof)
         ],
+        "hints": proof.hints,
         "causes": [{"role": cause.role, "text": cause.text} for cause in proof.causes],
     }
 

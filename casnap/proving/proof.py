@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from casnap import Diff, Store
 from casnap.errors import CasnapError
-from casnap.extending import amount, is_folder, is_taken, paths_in
+from casnap.extending import LEFT_OUT, amount, is_folder, is_taken, paths_in
 from casnap.proving.attempts import Attempt
 from casnap.proving.causes import Cause, causes_of
 
@@ -128,6 +128,7 @@ class Proof:
         result: How the killed run differs from ``unbroken``, apart from paths of the noise.
         causes: What the difference usually means.
         seed: The seed of the moments of the kills.
+        hints: What the first run has said that its app state leaves out.
     """
 
     unbroken: Run
@@ -137,6 +138,7 @@ class Proof:
     result: Comparison
     causes: list[Cause]
     seed: int
+    hints: list[str]
 
     @property
     def is_deterministic(self) -> bool:
@@ -178,7 +180,7 @@ def prove(options: Options) -> Proof:
         ended_alone=ended_alone,
         only_global=bool(options.resume_command),
     )
-    proof = Proof(unbroken, again, killed, noise, result, [], options.seed)
+    proof = Proof(unbroken, again, killed, noise, result, [], options.seed, runs.hints("unbroken"))
     return replace(proof, causes=_causes(store, proof))
 
 
@@ -319,11 +321,19 @@ class _Runs:
             options.say(f"killed after {kills[-1]}")
         return Run(name, list(watch.seen), time.monotonic() - began, kills, began_again)
 
+    def hints(self, name: str) -> list[str]:
+        """Return what a run has said that its app state leaves out."""
+        lines = self._log(name).read_text(errors="replace").splitlines()
+        found = (line.partition(LEFT_OUT) for line in lines)
+        return list(dict.fromkeys(hint for _, is_hint, hint in found if is_hint))
+
     def _attempt(self, name: str, command: Sequence[str] | None = None) -> Attempt:
         place = str(self._options.room / name)
         filled = [each.replace(PLACE, place) for each in command or self._options.command]
-        log = self._options.room / "logs" / f"{name}.log"
-        return Attempt(filled, self._options.environment, log)
+        return Attempt(filled, self._options.environment, self._log(name))
+
+    def _log(self, name: str) -> Path:
+        return self._options.room / "logs" / f"{name}.log"
 
 
 class _Moment:

@@ -31,6 +31,7 @@ from casnap.take.capture import StateSource
 from casnap.take.commit import TakeCommit, TakeResult
 from casnap.take.device_asking import Asking, hashers_for
 from casnap.take.hashing import Batches, Hasher
+from casnap.take.left_out import hints
 from casnap.take.manifest import build_manifest
 from casnap.take.metadata import checked_metadata
 from casnap.take.options import TakeOptions, unclear_commits
@@ -179,6 +180,8 @@ class _Steps:
         self.state = source.capture(keys, chunk_size, allow_pickle=options.allow_pickle)
         # Rank 0 makes notes, and records the environment, for all ranks.
         is_first = comm.rank == 0
+        if is_first:
+            hints.look(source.values, self.state.leaves)
         self._notes = options.hooks.notes(self._name) if is_first else {}
         has_environment = is_first and options.environment
         self._environment = run_environment(with_commit=True) if has_environment else {}
