@@ -44,6 +44,13 @@ def casnap_take(state: State, path: Path) -> None:
     Snapshot.take(str(path), {"model": StateDict(**state)})
 
 
+def casnap_compare(state: State, path: Path) -> None:
+    """Compare with a snapshot, which is opened anew and has the same."""
+    from casnap import Snapshot, StateDict
+
+    assert Snapshot(str(path)).compare({"model": StateDict(**state)}).equal
+
+
 def casnap_restore(state: State, path: Path) -> None:
     """Restore in place, from a snapshot that is opened anew."""
     from casnap import Snapshot, StateDict

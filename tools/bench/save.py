@@ -1,9 +1,10 @@
-"""Takes: all new, nothing changed, one tensor in a hundred changed."""
+"""Takes: all new, nothing changed, one tensor in a hundred changed; a live state compared."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 from tools.bench import peers, states
@@ -67,6 +68,9 @@ class Saves(Workload):
             self.times["blake3"] += [before, after]
             self.times["unchanged"].append(took)
             self.ratios["blake3"].append((before + after) / 2 / took)
+            compared = seconds(peers.casnap_compare, self.state, self._last())
+            self.times["compare"].append(compared)
+            self.ratios["compare"].append(after / compared)
 
     def _changed_take(self, turn: int) -> None:
         some = states.some(self.state, _CHANGED_SHARE, turn)
@@ -77,8 +81,10 @@ class Saves(Workload):
 
     def _take(self) -> float:
         self._names += 1
-        path = self.store / f"step_{self._names}"
-        return seconds(peers.casnap_take, self.state, path)
+        return seconds(peers.casnap_take, self.state, self._last())
+
+    def _last(self) -> Path:
+        return self.store / f"step_{self._names}"
 
 
 def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
@@ -95,6 +101,7 @@ def _rows(saves: Saves) -> list[Row]:
     fastest = min(names, key=lambda name: statistics.median(times[name]))
     first = f"first take, all new, durable: {size}"
     unchanged = f"take with nothing changed: {size}"
+    compared = f"comparison of a live state with a snapshot, all equal: {size}"
     changed = f"take with 1 % of tensors ({saves.changed / MIB:.0f} MiB) changed: {size}"
     return [
         timed(first, peers.CASNAP, times["first"], nbytes),
@@ -111,6 +118,9 @@ def _rows(saves: Saves) -> list[Row]:
         timed(unchanged, peers.CASNAP, times["unchanged"], nbytes),
         timed(unchanged, "limit: BLAKE3, all cores", times["blake3"], nbytes).at_least(
             saves.ratios["blake3"], " of the limit", 0.85
+        ),
+        timed(compared, peers.CASNAP, times["compare"], nbytes).at_least(
+            saves.ratios["compare"], " of the speed of BLAKE3", 0.91
         ),
         timed(changed, peers.CASNAP, times["changed"]),
         timed(changed, f"fastest peer's save: {fastest}", times[fastest]).at_least(
