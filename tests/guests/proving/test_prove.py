@@ -44,7 +44,7 @@ for step in range(progress["step"] + 1, 9):
     time.sleep(0.05)
 """
 SHARDED = """\
-import sys
+import sys, time
 import torch
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -59,13 +59,14 @@ state = {"model": model, "progress": progress, "rng": RNGState()}
 store = Store(sys.argv[1])
 if (last := store.latest()) is not None:
     last.restore(state, new_ranks="keep")
-for step in range(progress["step"] + 1, 6):
+for step in range(progress["step"] + 1, 10):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.01)
     torch.rand(1)
     progress["step"] = step
     store.take(state, f"step_{step}")
+    time.sleep(0.1)
 dist.destroy_process_group()
 """
 # Python's random numbers and hashes, which the script does not use, begin anew in each process.
@@ -225,7 +226,8 @@ def test_no_process_outlives_an_attempt(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_is_found_and_named(tmp_path: Path, name: str) -> None:
-    role = proven(tmp_path, FAULTS[name], "--kills", "1")
+    # After a kill at an even step, some of them go right.
+    role = proven(tmp_path, FAULTS[name], "--kills", "6")
     assert role == FAULTS[name].role
 
 
@@ -240,6 +242,8 @@ def proven(folder: Path, fault: Fault | None, *options: str) -> str | None:
     script = write_script(folder / "train.py", fault)
     command = [sys.executable, str(script), "{store}"]
     arguments = ["--json", "--room", str(folder / "room"), *options, "--", *command]
-    printed, _ = prove(*arguments, status=0 if fault is None else 1)
+    # Forks have the seed of hashes in common, on which some unbroken runs depend.
+    started = prove if fault is not None and fault.role == "run" else prove_light
+    printed, _ = started(*arguments, status=0 if fault is None else 1)
     causes = json.loads(printed)["causes"]
     return causes[0]["role"] if causes else None
