@@ -387,12 +387,11 @@ class Index:
         Raises:
             DamagedError: A segment is missing.
         """
-        for ref in root.segments:
+        refs = root.segments
+        _, known = self._ask(self.cache, root, lambda cache: [packs_in(cache, r) for r in refs])
+        for ref, packs in zip(refs, known, strict=True):
             key = segment_key(SegmentId(ref.id))
-            if (
-                packs_in(self.cache, ref) is not None
-                or self._backend.size_if_there(key) is not None
-            ):
+            if packs is not None or self._backend.size_if_there(key) is not None:
                 continue
             if not self._appears(key, ref):
                 raise _missing_error(self._backend.where(key))
