@@ -413,7 +413,7 @@ def test_requests_to_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         backend = RemoteDouble(f"{tmp_path.name}-{gc}-{start}")
         counts = [0]
         for step in range(8):
-            take(Store(backend), step, nbytes=1 << 20)
+            take(Store(backend, environment=False), step, nbytes=1 << 20)
             wait_for_collectors()
             counts.append(backend.count)
         return [after - before for before, after in pairwise(counts)]
