@@ -419,4 +419,5 @@ class _Averaging:
             edited = last.tree(trees[component]).edit(entries, self._session.put_node)
             assert edited is not None
             trees[component] = edited
-        return msgspec.structs.replace(manifest, shared=shared, ranks=ranks)
+        # The last take has its environment; the mean was computed here.
+        return msgspec.structs.replace(manifest, shared=shared, ranks=ranks, environment={})

@@ -113,6 +113,12 @@ def test_the_mean_is_what_torch_computes(store: Store, how: dict[str, Any]) -> N
     assert store.check(data=True).ok
 
 
+def test_it_has_no_environment_of_a_take(store: Store) -> None:
+    store.average(NAMES, "means/all")
+    assert store[NAMES[-1]].environment
+    assert not store["means/all"].environment
+
+
 def test_equal_tensors_take_no_room_and_are_not_read(store: Store) -> None:
     base = torch.randn(1 << 20)
     for i in range(3):
