@@ -170,6 +170,10 @@ class Diff:
         """Whether anything differs."""
         return bool(self.changes)
 
+    def __repr__(self) -> str:
+        """Return the counts. The changes themselves would fill many screens of a notebook."""
+        return f"<Diff: {self.summary() if self.changes else 'no difference'}>"
+
     def __str__(self) -> str:
         """Return the report in several lines, grouped by role."""
         lines = [self.summary() if self.changes else "no difference"]

@@ -156,6 +156,12 @@ class CasnapTrainerMixin(_Base):
         return super().train(resume_from_checkpoint, *args, **kw)
 
     def _check_supported(self) -> None:
+        if "://" in self.args.output_dir:
+            raise StateError(
+                f"output_dir={self.args.output_dir!r} is no folder of this machine, where the "
+                "Trainer writes its files: give a local folder, and let `casnap cp FOLDER "
+                f"{self.args.output_dir} --follow` copy each new snapshot"
+            )
         if self.casnap_weights not in _WEIGHTS:
             raise StateError(
                 f"casnap_weights is one of {', '.join(map(repr, _WEIGHTS))}; got "

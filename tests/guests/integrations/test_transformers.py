@@ -618,6 +618,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
         trainer.train()
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
+    trainer = trainer_of(tmp_path / "out")
+    trainer.args.output_dir = "s3://bucket/out"
+    with pytest.raises(StateError, match="no folder of this machine"):
+        trainer.train()
+
     class Wrapped(torch.Tensor):  # as torchao has them
         def __tensor_flatten__(self) -> None: ...
 
