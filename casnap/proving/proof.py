@@ -315,7 +315,9 @@ class _Runs:
             watch.replaced.clear()
             if not was_killed or moment.is_complete:
                 break
-            if len(watch.seen) >= count and not unbroken.replaced:
+            # A retention may delete some before they are seen: the last one is the end as well.
+            is_at_end = len(watch.seen) >= count or once[-1] in watch.seen
+            if is_at_end and not unbroken.replaced:
                 break  # nothing is left that a resume could get wrong
             kills.append(next((n for n in reversed(watch.seen) if n not in unbroken.replaced), ""))
             options.say(f"killed after {kills[-1]}")

@@ -226,8 +226,8 @@ def test_no_process_outlives_an_attempt(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_is_found_and_named(tmp_path: Path, name: str) -> None:
-    # After a kill at an even step, some of them go right.
-    role = proven(tmp_path, FAULTS[name], "--kills", "6")
+    # Some go right after a kill at an even step; a state that is untied is not restored twice.
+    role = proven(tmp_path, FAULTS[name], "--kills", "1" if "untied" in name else "6")
     assert role == FAULTS[name].role
 
 
