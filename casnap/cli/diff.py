@@ -12,7 +12,6 @@ from casnap.cli.entries import entry_fields
 from casnap.cli.output import emit, print_rest, say, size, table
 from casnap.comparing.changes import SIGNS, Change, Diff, Elements
 from casnap.comparing.diff import diff as compare
-from casnap.comparing.statistics import statistics
 from casnap.snapshot import Snapshot
 
 
@@ -116,6 +115,8 @@ def _fields(elements: Elements) -> dict[str, Any]:
 
 
 def _show_statistics(older: Snapshot, newer: Snapshot, *, as_json: bool) -> None:
+    from casnap.comparing.statistics import statistics
+
     groups = statistics(older.contents, newer.contents)
     if as_json:
         rows = [

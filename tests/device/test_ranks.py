@@ -115,7 +115,8 @@ def test_what_the_store_has_stays_on_the_devices_of_the_ranks(
         assert first[rank] > 5_000_000
         # By columns, each cell is cut.
         assert again[rank] < weights().nbytes // 2 + 400_000
-        assert 400_000 < changed[rank] - again[rank] < 600_000
+        # The samples of replicas that are compared differ in their lengths from take to take.
+        assert 300_000 < changed[rank] - again[rank] < 600_000
     mine = numbered(1)
     mine[:100] += 1
     snapshot = Snapshot(f"{path}/2")
