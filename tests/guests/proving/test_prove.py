@@ -197,14 +197,14 @@ def test_runs_without_a_common_name_are_not_proven(tmp_path: Path) -> None:
     ],
 )
 def test_commands_that_prove_nothing(tmp_path: Path, command: list[str], message: str) -> None:
-    _, error = prove("--room", tmp_path / "room", *command, status=1)
+    _, error = prove_light("--room", tmp_path / "room", *command, status=1)
     assert message in error
     assert "Traceback" not in error
 
 
 def test_a_room_that_is_not_new_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
-    _, error = prove("--room", tmp_path, "true", "{store}", status=1)
+    _, error = prove_light("--room", tmp_path, "true", "{store}", status=1)
     assert "is not new" in error
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
@@ -214,7 +214,7 @@ def test_no_process_outlives_an_attempt(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     worker = f"echo $$ > {pid}; exec sleep 1000"
     command = ["sh", "-c", f"setsid sh -c '{worker}' & exec env -i sleep 1000", "{store}"]
-    prove("--timeout", "3s", "--room", tmp_path / "room", *command, status=1)
+    prove_light("--timeout", "3s", "--room", tmp_path / "room", *command, status=1)
     status = Path(f"/proc/{pid.read_text().strip()}/stat")
     # Nobody may have waited for it, in a container.
     assert not status.exists() or ") Z " in status.read_text()

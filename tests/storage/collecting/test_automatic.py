@@ -378,8 +378,11 @@ def test_beside_many_snapshots_of_another_run(
     assert store.check(data=True).ok
 
 
-def test_where_little_is_kept_collections_look_at_all(tmp_path: Path) -> None:
+def test_where_little_is_kept_collections_look_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So they find what a dead take left."""
+    monkeypatch.setattr(automatic, "_A_SNAPSHOT", 4 << 20)  # or hundreds of MiB must be let go
     store = Store(tmp_path / "store", create=NewStore(chunk_size=64 << 10))
     keep = Retention(keep_last=1)
     orphan = tmp_path / "store/casnap-store" / pack_key(bytes(16))
