@@ -16,6 +16,7 @@ import pytest
 import casnap
 from casnap import extending, serving, storage
 from casnap.backends import local
+from casnap.runtime.threads import python_gc_paused
 from casnap.storage import inspecting
 from tools.commits import faults_of
 from tools.waist import DOOR, taken_by_guests
@@ -39,9 +40,10 @@ def statements(tree: ast.AST) -> Iterator[ast.AST]:
             yield from statements(inner)
 
 
-@functools.cache
 def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    """Parse a file. Trees are not kept: with all of them, each collection of garbage takes long."""
+    with python_gc_paused():
+        return ast.parse(path.read_text())
 
 
 def module_of(path: Path) -> str:
