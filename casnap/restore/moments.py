@@ -158,11 +158,15 @@ def _why_unfit(
     stored: tuple[int, ...] | None,
     taken: Taken | None,
 ) -> str:
-    """Return why a moment of another shape does not fit a parameter; empty if it may fit.
+    """Return why a stored moment does not fit a parameter; empty if it may fit.
 
-    A moment does not fit if a module in the snapshot has the parameter in another shape. It does
-    not fit either if the optimizer holds a moment of the parameter's shape here, or if torch's own
-    optimizer would make one of another shape.
+    The caller has found that the stored shape of the moment is not that of the parameter. The
+    moment does not fit in any of these cases:
+
+    - The parameter has one shape in the snapshot, and another one here.
+    - The optimizer already holds this moment here, in the shape of the parameter.
+    - The optimizer is one of torch's own, and would make this moment in a shape that is not the
+      stored one.
 
     Args:
         optimizer: The optimizer.

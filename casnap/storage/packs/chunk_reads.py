@@ -426,7 +426,8 @@ def coalesce(places: list[Located], most: int, gap: int) -> Iterator[PackRun]:
 
     Args:
         places: The places, each with the wants for its chunk.
-        most: The most bytes of a run, from the page on where it begins.
+        most: The most bytes of a run of several places. They are counted from the start of the
+            page in which the run begins.
         gap: The most bytes between two successive places of a run.
     """
     run: PackRun | None = None

@@ -192,10 +192,10 @@ class Exchange:
     # --- the threads that hash ---
 
     def _without_parts(self, batches: Iterable[list[Piece]]) -> Iterator[list[Piece]]:
-        """Yield the pieces that this rank hashes; queue the parts of cells that it sends.
+        """Yield each batch without its parts of split cells, which are queued to be sent.
 
-        ``_split_cells`` gets the parts at once and in their order, so that their memory is released
-        on any error.
+        The parts of a batch are queued before the rest of it is yielded. So ``_split_cells`` has
+        them if an error follows, and releases their memory.
         """
         for batch in batches:
             if batch:
