@@ -6,10 +6,12 @@ does not import ``writing``:
 - ``commit_log``: the roots of a store, its settings and ``casnap.json``, and put-if-absent.
 - ``packs``: files of many chunks; writes and reads them.
 - ``lookup``: finds in which pack a chunk is: the index, and the caches of this host and process.
-- ``reading``: the repository, which reads nodes and chunks by digest; the cache of chunks.
-- ``writing``: new packs, segments and commits.
+- ``reading``: the repository, which reads nodes and chunks by digest; the table of snapshots; the
+  cache of chunks.
+- ``writing``: new packs and segments, and the commit of a take.
 - ``opening``: finds, makes and opens a store.
-- ``snapshots``: the table of snapshots, the contents of each, and which of them stay.
+- ``snapshots``: the contents of each snapshot, which of them stay, and commits that add none:
+  prune, thin, rewind, tag.
 - ``collecting``: finds garbage, condemns it, and deletes it once its grace is over.
 
 The rest of casnap uses only the names below; import-linter refuses any other. Check, repair and
