@@ -13,11 +13,13 @@ from tests.support.ranks import Worlds
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "guides" / "own-trainer.md"
 _BLOCKS = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_RUNS = re.compile(r'^(?:train_replicas\(|runner = train\()"runs/', re.MULTILINE)
 
 
 def trainer() -> dict[str, Any]:
-    """Return the names of the page, but without what its last block runs."""
-    code = "".join(_BLOCKS.findall(PAGE.read_text())).partition('\n\nrunner = train("runs/flat"')[0]
+    """Return the names of the page, without what its blocks run."""
+    blocks = [_RUNS.split(block)[0] for block in _BLOCKS.findall(PAGE.read_text())]
+    code = "\n".join(blocks)
     names: dict[str, Any] = {}
     exec(compile(code, str(PAGE), "exec"), names)
     return names
