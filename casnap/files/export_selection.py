@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from casnap.errors import FileFormatError
-from casnap.format.entries import INLINE_BYTES, ContainerEntry, Entry, TensorEntry, check_known
+from casnap.format.entries import (
+    INLINE_BYTES,
+    ContainerEntry,
+    Entry,
+    Payload,
+    TensorEntry,
+    check_known,
+)
 from casnap.format.names import key_of
 from casnap.storage import Contents
+
+TensorContent: TypeAlias = tuple[str, tuple[int, ...], Payload]
+"""The dtype, shape and payload of a tensor, which equal tensors share."""
 
 
 class StoredTensor(NamedTuple):
@@ -163,7 +173,7 @@ def without_tied(
     return others, aliases
 
 
-def content_of(entry: TensorEntry) -> tuple[object, ...]:
+def content_of(entry: TensorEntry) -> TensorContent:
     """Return a key for a tensor's dtype, shape and bytes: equal tensors have equal keys."""
     return entry.dtype, entry.shape, entry.payload
 

@@ -11,7 +11,7 @@ keep and copy an unknown entry, and verify its chunks. It only refuses to read t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import msgspec
@@ -311,3 +311,11 @@ class Manifest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
     ranks: dict[str, dict[str, bytes]]
     thinned: tuple[str, ...] = ()
     environment: dict[str, Any] = {}
+
+    def trees(self) -> Iterator[tuple[int | None, str, bytes]]:
+        """Yield the owner, the key and the digest of each tree; the global trees have no owner."""
+        for component, digest in self.shared.items():
+            yield None, component, digest
+        for rank, trees in self.ranks.items():
+            for component, digest in trees.items():
+                yield int(rank), component, digest

@@ -84,15 +84,14 @@ def plan_average(sources: Sequence[Contents], *, keeps_equal: bool) -> Averaging
         StateError: No tensor of weights has one shape and dtype in all snapshots.
         DamagedError: A node is missing or damaged.
     """
-    plan = AveragingPlan([], 0, {})
-    tensors, equal = plan.tensors, 0
+    tensors, equal, kept = list[TensorToAverage](), 0, dict[str, str]()
     for found in _tensors_of_last(sources):
         entry, others = found.entry, found.others
         why = _why_no_mean(found)
         for source, other in zip(sources, others, strict=False):
             why = why or _why_apart(source.name, other, entry)
         if why:
-            plan.kept[_path(found.owner, found.component, found.inner)] = why
+            kept[_path(found.owner, found.component, found.inner)] = why
         elif (keeps_equal or not entry.payload.nbytes) and all(e == entry for e in others):
             equal += 1
         else:
@@ -103,7 +102,7 @@ def plan_average(sources: Sequence[Contents], *, keeps_equal: bool) -> Averaging
             f"no tensor of weights has one shape and dtype in all of the snapshots "
             f"{', '.join(source.name for source in sources)[:400]}, so they have no average"
         )
-    return AveragingPlan(tensors, equal, plan.kept)
+    return AveragingPlan(tensors, equal, kept)
 
 
 class _Found(NamedTuple):
@@ -129,20 +128,16 @@ class _Found(NamedTuple):
 def _tensors_of_last(sources: Sequence[Contents]) -> Iterator[_Found]:
     """Yield each tensor of the last snapshot."""
     *others, last = sources
-    manifest = last.manifest
-    owners: list[tuple[int | None, dict[str, bytes]]] = [(None, manifest.shared)]
-    owners += [(int(rank), trees) for rank, trees in manifest.ranks.items()]
-    for owner, trees in owners:
-        for component, digest in trees.items():
-            seen = [_trees_seen(other, owner, component) for other in others]
-            sparse = set[str]()
-            for inner, entry in last.tree(digest).items():
-                if isinstance(entry, TensorEntry):
-                    is_part = inner.rpartition("/")[0] in sparse
-                    found = [_first(trees, inner) for trees in seen]
-                    yield _Found(owner, component, inner, entry, is_part, found)
-                elif is_sparse(entry):
-                    sparse.add(inner)
+    for owner, component, digest in last.manifest.trees():
+        seen = [_trees_seen(other, owner, component) for other in others]
+        sparse = set[str]()
+        for inner, entry in last.tree(digest).items():
+            if isinstance(entry, TensorEntry):
+                is_part = inner.rpartition("/")[0] in sparse
+                found = [_first(trees, inner) for trees in seen]
+                yield _Found(owner, component, inner, entry, is_part, found)
+            elif is_sparse(entry):
+                sparse.add(inner)
 
 
 def _trees_seen(contents: Contents, owner: int | None, component: str) -> list[Tree[Entry]]:

@@ -10,15 +10,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from casnap.errors import StateError, UnsupportedTypeError
+from casnap.files.export_selection import TensorContent, content_of
 from casnap.files.importing import read_source
 from casnap.files.sources import MODEL
 from casnap.format.digest import Digest, digest_of
-from casnap.format.entries import Entry, Payload, TensorEntry
+from casnap.format.entries import Entry, TensorEntry
 from casnap.format.records import encode
 from casnap.format.tree import LeafNode
 from casnap.runtime.sizes import size
@@ -35,7 +36,6 @@ _NARROWER = {"float32": ("bfloat16", "float16"), "float64": ("float32",)}
 _MOST_NAMED = 8
 
 T = TypeVar("T")
-_Identity: TypeAlias = tuple[str, tuple[int, ...], Payload]
 
 
 @dataclass(frozen=True)
@@ -221,17 +221,17 @@ def equal_weights(snapshots: Mapping[str, Contents]) -> list[list[str]]:
     return [names for names in groups.values() if len(names) > 1]
 
 
-def _identity(entry: Entry) -> _Identity | None:
+def _identity(entry: Entry) -> TensorContent | None:
     """Return dtype, shape and payload, which equal tensors share; None without elements.
 
     The result is also None for an entry that is no tensor.
     """
     if not isinstance(entry, TensorEntry) or not entry.payload.nbytes:
         return None
-    return entry.dtype, entry.shape, entry.payload
+    return content_of(entry)
 
 
-def _narrowed(leaf: Leaf, chunk_size: int) -> Iterator[_Identity]:
+def _narrowed(leaf: Leaf, chunk_size: int) -> Iterator[TensorContent]:
     """Yield the identity of a tensor in each narrower dtype that holds its values."""
     tensor, entry = leaf.content, leaf.entry
     if not (isinstance(tensor, torch.Tensor) and isinstance(entry, TensorEntry)):
@@ -249,8 +249,8 @@ def _narrowed(leaf: Leaf, chunk_size: int) -> Iterator[_Identity]:
 
 
 def _held(
-    snapshots: Mapping[str, Contents], forms: Mapping[str, Sequence[_Identity]]
-) -> dict[str, dict[str, _Identity]]:
+    snapshots: Mapping[str, Contents], forms: Mapping[str, Sequence[TensorContent]]
+) -> dict[str, dict[str, TensorContent]]:
     """Return, for each snapshot that holds any of the tensors, which of them it holds.
 
     Args:
@@ -262,13 +262,15 @@ def _held(
     """
     wanted = {identity for identities in forms.values() for identity in identities}
 
-    def held_in(_: str, items: Sequence[tuple[str, Entry]]) -> set[_Identity]:
+    def held_in(_: str, items: Sequence[tuple[str, Entry]]) -> set[TensorContent]:
         return {i for _, entry in items if (i := _identity(entry)) and i in wanted}
 
-    held: dict[str, dict[str, _Identity]] = {}
-    read: dict[tuple[str, bytes], set[_Identity]] = {}
+    held: dict[str, dict[str, TensorContent]] = {}
+    read: dict[tuple[str, bytes], set[TensorContent]] = {}
     for name, contents in snapshots.items():
-        there = set[_Identity]().union(*(got for *_, got in _leaf_nodes(contents, held_in, read)))
+        there = set[TensorContent]().union(
+            *(got for *_, got in _leaf_nodes(contents, held_in, read))
+        )
         paths = {
             path: identity
             for path, identities in forms.items()
@@ -295,19 +297,15 @@ def _leaf_nodes(
             once for a node that several snapshots share.
     """
     with contents.reading():
-        manifest = contents.manifest
-        owned: list[tuple[int | None, Mapping[str, bytes]]] = [(None, manifest.shared)]
-        owned += [(int(rank), trees) for rank, trees in manifest.ranks.items()]
-        for owner, trees in owned:
-            for component, top in trees.items():
-                tree = contents.tree(top)
-                pending = [Digest(digest) for _, digest, _ in reversed(tree.children)]
-                while pending:
-                    digest = pending.pop()
-                    if (component, digest) not in read:
-                        node = tree.node(digest)
-                        if not isinstance(node, LeafNode):
-                            pending += [Digest(d) for _, d, _ in reversed(node.children)]
-                            continue
-                        read[component, digest] = look(component, node.items)
-                    yield owner, component, read[component, digest]
+        for owner, component, top in contents.manifest.trees():
+            tree = contents.tree(top)
+            pending = [Digest(digest) for _, digest, _ in reversed(tree.children)]
+            while pending:
+                digest = pending.pop()
+                if (component, digest) not in read:
+                    node = tree.node(digest)
+                    if not isinstance(node, LeafNode):
+                        pending += [Digest(d) for _, d, _ in reversed(node.children)]
+                        continue
+                    read[component, digest] = look(component, node.items)
+                yield owner, component, read[component, digest]
