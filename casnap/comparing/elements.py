@@ -288,9 +288,14 @@ def _compare_window(a: Contents, b: Contents, window: Sequence[CellToCompare]) -
     new = dict[Digest, bytes]()
 
     def keep(pair: CellToCompare) -> Want:
-        return Want(
-            pair.new, pair.nbytes, lambda raw: new.update({pair.new: bytes(raw)}), pair.path
-        )
+        def sink(raw: memoryview) -> None:
+            if pair.old == pair.new:
+                part = elements_of(pair.entry, raw, pair.cell)
+                pair.measure.add(part, part)
+            else:
+                new[pair.new] = bytes(raw)
+
+        return Want(pair.new, pair.nbytes, sink, pair.path)
 
     def compare(pair: CellToCompare) -> Want:
         def sink(raw: memoryview) -> None:
@@ -300,4 +305,4 @@ def _compare_window(a: Contents, b: Contents, window: Sequence[CellToCompare]) -
         return Want(pair.old, pair.nbytes, sink, pair.path)
 
     b.store.fetch(map(keep, window))
-    a.store.fetch(map(compare, window))
+    a.store.fetch(compare(pair) for pair in window if pair.old != pair.new)
