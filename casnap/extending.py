@@ -23,8 +23,8 @@ progress, texts, classes    ``Progress``; ``size``, ``amount``, ``LEFT_OUT``;
                             ``override``, ``without_torch_modes``
 ==========================  ====================================================================
 
-Each name is loaded at its first use. So this module may lie below modules whose names it offers
-(``serving/``, ``joined_take.py``, ``divided.py``). Begin with the guide.
+Each name is loaded at its first use: few programs need torch and all of these modules. Begin with
+the guide.
 """
 
 from __future__ import annotations
