@@ -34,14 +34,14 @@ from typing import TYPE_CHECKING
 from casnap.runtime.later import imported_later
 
 if TYPE_CHECKING:
-    from casnap.backends.local import exists as exists
-    from casnap.backends.local import is_file as is_file
-    from casnap.backends.local import is_folder as is_folder
-    from casnap.backends.local import is_link as is_link
-    from casnap.backends.local import is_taken as is_taken
-    from casnap.backends.local import matching as matching
-    from casnap.backends.local import paths_in as paths_in
-    from casnap.backends.local import put_whole as put_whole
+    from casnap.backends.local_files import exists as exists
+    from casnap.backends.local_files import is_file as is_file
+    from casnap.backends.local_files import is_folder as is_folder
+    from casnap.backends.local_files import is_link as is_link
+    from casnap.backends.local_files import is_taken as is_taken
+    from casnap.backends.local_files import matching as matching
+    from casnap.backends.local_files import paths_in as paths_in
+    from casnap.backends.local_files import put_whole as put_whole
     from casnap.divided import Fit as Fit
     from casnap.divided import Target as Target
     from casnap.divided import WithOthers as WithOthers

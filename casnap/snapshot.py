@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
-from casnap.backends.local import is_file
+from casnap.backends.local_files import is_file
 from casnap.backends.uris import joined, name_below, store_uri
 from casnap.errors import (
     CasnapError,

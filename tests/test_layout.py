@@ -15,7 +15,7 @@ import pytest
 
 import casnap
 from casnap import extending, serving, storage
-from casnap.backends import local
+from casnap.backends import local_files
 from casnap.runtime.threads import python_gc_paused
 from casnap.storage import inspecting
 from tools.commits import faults_of
@@ -160,7 +160,7 @@ def test_guests_come_in_by_the_door() -> None:
     assert {giver for giver, _ in taken} == {DOOR}
 
 
-@pytest.mark.parametrize("module", [casnap, storage, inspecting, extending, local, serving])
+@pytest.mark.parametrize("module", [casnap, storage, inspecting, extending, local_files, serving])
 def test_names_are_imported_later_from_where_type_checkers_find_them(module: ModuleType) -> None:
     assert module.__file__ is not None
     typed = {
@@ -250,8 +250,8 @@ _LOOK = re.compile(
 )
 # These own what they look at: the caches of this host, where each failure is a miss.
 _LOOKS_ITSELF = {
-    "casnap.backends.local.local_paths",
-    "casnap.backends.local.safe_paths",
+    "casnap.backends.local_files.local_paths",
+    "casnap.backends.local_files.safe_paths",
     "casnap.backends.remote.gcs_credentials",
     "casnap.storage.reading.chunk_cache",
     "casnap.storage.lookup.index_cache",

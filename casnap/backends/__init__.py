@@ -1,7 +1,7 @@
 """Backends: they keep objects in a local folder, in this process's memory, or on a server.
 
 This folder imports ``format``, ``runtime`` and ``errors``. Begin with ``base.py``, the contract of
-a backend.
+a backend. ``local_files/`` lies below it.
 """
 
 from __future__ import annotations

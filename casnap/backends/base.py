@@ -15,7 +15,7 @@ from typing import TypeAlias
 from casnap.backends.announcement import Announcement, bases_announced_at
 from casnap.backends.costs import LOCAL, REMOTE, Costs
 from casnap.backends.late_names import wait_for
-from casnap.errors import BackendError, CasnapError, DamagedError, PlaceError
+from casnap.errors import BackendError, CasnapError, PlaceError
 from casnap.format.records import MAX_SEGMENT_BYTES
 
 TEMPORARY = re.compile("[0-9a-f]{24}")
@@ -452,23 +452,6 @@ class Backend(ReadHints, BucketRules, Announcements, Markers):
     def free_bytes(self) -> int | None:
         """Return how many bytes this user can still write to the place; None if unknown."""
         return None
-
-
-def check_length(label: str, nbytes: int, most: int) -> None:
-    """Check that an object is not longer than a caller is willing to read.
-
-    Args:
-        label: The name of the object, for the message.
-        nbytes: The length of the object.
-        most: The most bytes that it may have.
-
-    Raises:
-        DamagedError: The object is longer.
-    """
-    if nbytes > most:
-        raise DamagedError(
-            f"{label} is damaged: it has {nbytes:,} bytes, and such an object {most:,} at most"
-        )
 
 
 @contextmanager

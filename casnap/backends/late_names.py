@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 
-from casnap.backends.local.safe_paths import folder_at
+from casnap.backends.local_files.safe_paths import folder_at
 
 _log = logging.getLogger("casnap")
 # The pauses between looks grow from the first to the longest, in seconds.

@@ -6,7 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from casnap.backends.base import MAX_WHOLE_BYTES, Backend, Target, check_length
+from casnap.backends.base import MAX_WHOLE_BYTES, Backend, Target
+from casnap.format.records import check_length
 from casnap.runtime.fork import new_lock
 from casnap.runtime.typing import override
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from casnap.backends import Backend
-from casnap.backends.local import exists
+from casnap.backends.local_files import exists
 from casnap.backends.uris import joined, store_uri
 from casnap.cli.output import CommandError, json_option, json_time, quote, say
 from casnap.errors import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from casnap.backends.local import is_taken
+from casnap.backends.local_files import is_taken
 from casnap.cli.arguments import (
     identity_of,
     open_part,

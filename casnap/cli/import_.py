@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from casnap.backends.local import exists, is_folder
+from casnap.backends.local_files import exists, is_folder
 from casnap.backends.uris import store_uri
 from casnap.cli.arguments import (
     identity,

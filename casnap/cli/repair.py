@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from casnap.backends import LocalBackend, backend_at
-from casnap.backends.local import exists
+from casnap.backends.local_files import exists
 from casnap.backends.uris import store_uri
 from casnap.cli.arguments import open_store, open_whole_store, options_for, writing_options
 from casnap.cli.check import damage_fields, print_damages

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from casnap.backends.local import is_folder
+from casnap.backends.local_files import is_folder
 from casnap.cli.arguments import open_store, reading_options, snapshots_of, store_fields
 from casnap.cli.garbage import disk_fields
 from casnap.cli.output import (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from casnap.backends.local import is_taken
+from casnap.backends.local_files import is_taken
 from casnap.cli.arguments import open_store, reading_options, snapshots_of, store_fields
 from casnap.cli.output import emit, safe, say
 from casnap.errors import InvalidNameError

@@ -13,7 +13,7 @@ from typing import Any
 
 from casnap.backends import LocalBackend, backend_at
 from casnap.backends.late_names import is_left_open
-from casnap.backends.local import is_folder, translated
+from casnap.backends.local_files import is_folder, translated
 from casnap.backends.uris import joined, store_uri
 from casnap.diagnosis import bucket_probes, folder_probes
 from casnap.diagnosis.other_half import HALF, Meeting

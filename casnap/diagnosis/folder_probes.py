@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from casnap.backends.local import NO_LINKS, lock
+from casnap.backends.local_files import NO_LINKS, lock
 from casnap.diagnosis.report import DoctorRow, clock_row, time_text
 from casnap.diagnosis.site import Site
 from casnap.runtime.buffers import PAGE, Slot, reserve_space

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from casnap.backends.local import lock
+from casnap.backends.local_files import lock
 from casnap.diagnosis.report import CLOCK, DoctorRow, time_text
 from casnap.diagnosis.site import Site
 from casnap.format.digest import digest_of

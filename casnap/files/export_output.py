@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from casnap.backends.local import is_folder, is_taken
+from casnap.backends.local_files import is_folder, is_taken
 from casnap.backends.uris import without_secrets
 from casnap.errors import FileFormatError
 from casnap.format.names import STORE_FOLDER

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from casnap.backends.local import NO_SPACE
+from casnap.backends.local_files import NO_SPACE
 from casnap.errors import CasnapError, StorageFullError
 from casnap.files.export_output import ExportOutput, check_place
 from casnap.files.export_selection import part_of

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from casnap.backends.local import exists, is_file, is_folder, matching
+from casnap.backends.local_files import exists, is_file, is_folder, matching
 from casnap.errors import FileFormatError
 from casnap.files.export_output import check_local
 from casnap.files.export_selection import Part, content_of, named_tensors

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from casnap.backends.local import is_file
+from casnap.backends.local_files import is_file
 from casnap.errors import FileFormatError
 from casnap.files.safetensors_header import MOST_HEADER
 from casnap.files.small_files import INDEX_SUFFIX

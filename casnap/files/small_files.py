@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from casnap.backends.local import is_file, paths_in
+from casnap.backends.local_files import is_file, paths_in
 from casnap.format.names import is_file_name
 
 FILES = "files"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from casnap.backends.local import exists, is_file
+from casnap.backends.local_files import exists, is_file
 from casnap.errors import FileFormatError, InvalidNameError
 from casnap.format.entries import ContainerEntry, Payload, TensorEntry
 from casnap.format.region import Region, cover_once

@@ -355,6 +355,23 @@ T = TypeVar("T")
 encode = msgspec.msgpack.Encoder().encode
 
 
+def check_length(label: str, nbytes: int, most: int) -> None:
+    """Check that an object is not longer than a caller is willing to read.
+
+    Args:
+        label: The name of the object, for the message.
+        nbytes: The length of the object.
+        most: The most bytes that it may have.
+
+    Raises:
+        DamagedError: The object is longer.
+    """
+    if nbytes > most:
+        raise DamagedError(
+            f"{label} is damaged: it has {nbytes:,} bytes, and such an object {most:,} at most"
+        )
+
+
 def decode(data: bytes | memoryview, as_type: type[T], label: str) -> T:
     """Decode a record of msgpack into a closed type.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from casnap.backends.local import (
+from casnap.backends.local_files import (
     HeldFolder,
     Owners,
     is_link,

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from casnap.backends.local import (
+from casnap.backends.local_files import (
     ABSENT,
     HeldFolder,
     is_taken,

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from casnap.backends.local import HeldFolder, read_file, translated, write_cached
+from casnap.backends.local_files import HeldFolder, read_file, translated, write_cached
 from casnap.errors import PLACE_ERRORS, DamagedError, FileFormatError
 from casnap.files.safetensors_header import header_of, itemsize_of, read_header
 from casnap.format.delta import base_of, changed_by

@@ -19,7 +19,14 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from casnap.backends.local import Owners, is_of_the_place, is_taken, open_file, read_file, read_run
+from casnap.backends.local_files import (
+    Owners,
+    is_of_the_place,
+    is_taken,
+    open_file,
+    read_file,
+    read_run,
+)
 from casnap.errors import PLACE_ERRORS, BackendError, DamagedError, FileFormatError
 from casnap.files.layout import PlacedTensor
 from casnap.files.safetensors_header import itemsize_of

@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
-from casnap.backends.local import (
+from casnap.backends.local_files import (
     is_folder,
     matching,
     paths_in,

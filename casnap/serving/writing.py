@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from casnap.backends.local import NO_SPACE, write_cached
+from casnap.backends.local_files import NO_SPACE, write_cached
 from casnap.errors import PLACE_ERRORS
 from casnap.files.export_output import ExportOutput
 from casnap.files.layout import FileLayout, PlacedChunk, PlacedTensor, PlannedFile

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import casnap.backends.local.durability
+import casnap.backends.local_files.durability
 from casnap.backends import Backend, LocalBackend, MemoryBackend
-from casnap.backends.local.system_errors import translated
+from casnap.backends.local_files.system_errors import translated
 from casnap.errors import BackendError, StorageFullError
 from casnap.testing.backend_suite import (
     BackendSuite,
@@ -105,14 +105,14 @@ def test_another_thread_that_syncs_in_between(
 ) -> None:
     """It has synced the folder before the name was in it, so the writer's sync does so again."""
     seen: list[set[str]] = []
-    real = casnap.backends.local.durability.sync_folder
+    real = casnap.backends.local_files.durability.sync_folder
 
     def sync_folder(folder: str, **options: object) -> None:
         if folder == str(local.folder / "casnap-store/packs/ab"):
             seen.append({path.name for path in Path(folder).iterdir()})
         real(folder, **options)
 
-    monkeypatch.setattr(casnap.backends.local.durability, "sync_folder", sync_folder)
+    monkeypatch.setattr(casnap.backends.local_files.durability, "sync_folder", sync_folder)
     with system_faults(0, local.sync, ["fsync"]):
         local.write("packs/ab/x", b"content")
     local.sync()

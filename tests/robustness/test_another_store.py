@@ -27,7 +27,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param == "at once":
         yield
         return
-    with mock.patch("casnap.backends.local.safe_paths.has_openat2", return_value=False):
+    with mock.patch("casnap.backends.local_files.safe_paths.has_openat2", return_value=False):
         yield
 
 

@@ -148,7 +148,7 @@ def test_an_alarm_in_a_call_of_the_system(
 ) -> None:
     """A handler's TimeoutError is no error of the file system: nothing is tried again."""
     # What opens files at once is no function of os.
-    monkeypatch.setattr("casnap.backends.local.safe_paths.has_openat2", lambda: False)
+    monkeypatch.setattr("casnap.backends.local_files.safe_paths.has_openat2", lambda: False)
     Store(tmp_path, create=NewStore(chunk_size=CHUNK, codec=codec)).take(
         {"s": StateDict(x=numbers())}, "step"
     )
@@ -211,7 +211,7 @@ def test_an_interrupt_as_a_file_is_opened(
     tmp_path: Path, call: Callable[[Store], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does not stay open: a run that is interrupted often would end at the limit."""
-    monkeypatch.setattr("casnap.backends.local.safe_paths.has_openat2", lambda: False)
+    monkeypatch.setattr("casnap.backends.local_files.safe_paths.has_openat2", lambda: False)
     Store(tmp_path, create=NewStore(chunk_size=CHUNK)).take(
         {"s": StateDict(x=torch.arange(9.0))}, "step"
     )

@@ -23,7 +23,7 @@ import torch
 
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.backends.local import safe_paths
+from casnap.backends.local_files import safe_paths
 from casnap.errors import BackendError, CasnapError, DamagedError
 from casnap.format.records import CONFIG_KEY, root_key, segment_key
 from casnap.integrations.folders import prune_missing_folders
@@ -49,7 +49,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[None]:
         assert safe_paths.has_openat2()
         yield
         return
-    with mock.patch("casnap.backends.local.safe_paths.has_openat2", return_value=False):
+    with mock.patch("casnap.backends.local_files.safe_paths.has_openat2", return_value=False):
         yield
 
 

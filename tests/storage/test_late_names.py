@@ -17,7 +17,7 @@ import casnap.backends.late_names
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.backends.late_names import is_taken_at_server
-from casnap.backends.local import safe_paths
+from casnap.backends.local_files import safe_paths
 from casnap.errors import DamagedError
 from casnap.storage.reading.repository import Repository
 from casnap.storage.snapshots.marker_files import unknown_markers

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from casnap import Snapshot, StateDict
-from casnap.backends.local.file_io import write_at
+from casnap.backends.local_files.file_io import write_at
 from casnap.runtime.buffers import Slot, release_memory
 from tests.support.servers import Bucket, shared
 from tools.bench import peers, states

@@ -18,14 +18,15 @@ from casnap.backends.base import (
     Target,
 )
 from casnap.backends.late_names import is_left_open, is_taken_at_server, is_there_anew
-from casnap.backends.local.file_io import is_cached, read_file, read_run, write_at
 from casnap.backends.local.file_locks import (
     announced_in,
     bases_announced_in,
-    lock,
     unlink_abandoned,
 )
-from casnap.backends.local.safe_paths import (
+from casnap.backends.local.store_folder import StoreFolder
+from casnap.backends.local_files.file_io import is_cached, read_file, read_run, write_at
+from casnap.backends.local_files.locking import lock
+from casnap.backends.local_files.safe_paths import (
     OpenFolder,
     check_regular,
     folder_at,
@@ -36,8 +37,7 @@ from casnap.backends.local.safe_paths import (
     unlink,
     unlink_at,
 )
-from casnap.backends.local.store_folder import StoreFolder
-from casnap.backends.local.system_errors import (
+from casnap.backends.local_files.system_errors import (
     NO_LINKS,
     gone_error,
     is_stale,

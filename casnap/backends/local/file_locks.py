@@ -9,7 +9,6 @@ on. If it does go on, its take starts again.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import stat
@@ -22,29 +21,16 @@ from typing import NamedTuple
 from casnap.backends.announcement import NOTE, NOTE_LASTS
 from casnap.backends.base import TEMPORARY
 from casnap.backends.late_names import is_left_open
-from casnap.backends.local.safe_paths import check_regular, unlink_at
-from casnap.backends.local.system_errors import translated
+from casnap.backends.local_files.locking import lock, open_to_lock
+from casnap.backends.local_files.safe_paths import unlink_at
+from casnap.backends.local_files.system_errors import translated
 from casnap.errors import PLACE_ERRORS
-from casnap.runtime.descriptors import Descriptor, opened
+from casnap.runtime.descriptors import Descriptor
 from casnap.runtime.fork import locked_file
 
 _ANNOUNCEMENT = re.compile("take-([0-9a-f]{12})-[0-9a-f]{12}")
 _ATTEMPTS = 3
 _DAY = 86400.0
-
-
-def lock(fd: int) -> bool | None:
-    """Try to lock an open file, without waiting.
-
-    Returns:
-        Whether this process has the lock now; None if the file system has no locks, or refuses one
-        for this file.
-    """
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        return False if e.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
-    return True
 
 
 @contextmanager
@@ -220,30 +206,3 @@ def _is_held_by_stopped(info: os.stat_result) -> bool:
         return stat_line.rpartition(b")")[2].split()[0] == b"T"
     except (OSError, ValueError, LookupError, StopIteration):
         return False
-
-
-def open_to_lock(name: str, folder: int, make: int | None = None) -> Descriptor:
-    """Open a regular file in order to lock it. Links are not followed, and the call does not wait.
-
-    Args:
-        name: The name of the file.
-        folder: The open folder of the file.
-        make: The mode with which to create the file if it is missing; None not to create it.
-
-    Raises:
-        BackendError: The name does not belong to a regular file.
-        OSError: The file cannot be opened.
-    """
-    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-    flags |= 0 if make is None else os.O_CREAT
-    try:
-        # On NFS, only a file that is open for writing can be locked.
-        file = opened(name, os.O_RDWR | flags, make or 0, folder)
-    except OSError:
-        file = opened(name, os.O_RDONLY | flags, make or 0, folder)
-    try:
-        check_regular(os.fstat(file.fd), name)
-    except BaseException:
-        file.close()
-        raise
-    return file

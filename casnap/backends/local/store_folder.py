@@ -15,19 +15,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from casnap.backends.local.durability import NewNames
-from casnap.backends.local.file_io import read_file
-from casnap.backends.local.late_calls import watch_calls_to
-from casnap.backends.local.local_paths import exists
-from casnap.backends.local.owners import new_file_in
-from casnap.backends.local.safe_paths import (
+from casnap.backends.local_files.durability import NewNames
+from casnap.backends.local_files.file_io import read_file
+from casnap.backends.local_files.late_calls import watch_calls_to
+from casnap.backends.local_files.local_paths import exists
+from casnap.backends.local_files.owners import new_file_in
+from casnap.backends.local_files.safe_paths import (
     OpenFolder,
     create_file,
     folder_at,
     parent_of,
     unlink_at,
 )
-from casnap.backends.local.system_errors import gone_error, translated
+from casnap.backends.local_files.system_errors import gone_error, translated
 from casnap.errors import PLACE_ERRORS, BackendError, DamagedError
 from casnap.format.records import CONFIG_KEY, MAX_CONFIG_BYTES
 from casnap.runtime.descriptors import Descriptor

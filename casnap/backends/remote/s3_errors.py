@@ -13,7 +13,7 @@ import aiohttp
 import botocore.exceptions as boto
 from botocore.parsers import ResponseParserError
 
-from casnap.backends.local.system_errors import EXHAUSTED
+from casnap.backends.local_files.system_errors import EXHAUSTED
 from casnap.backends.remote.client import (
     BehindItsEndError,
     TakenError,

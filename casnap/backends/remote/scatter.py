@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 
-from casnap.backends.base import Target, check_length
+from casnap.backends.base import Target
 from casnap.backends.remote.client import Sink
+from casnap.format.records import check_length
 from casnap.runtime.typing import override
 
 # Two runs that lie at most this far apart are read by one request. A request costs this process

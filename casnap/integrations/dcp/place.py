@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from casnap import Store
-from casnap.backends.local import as_written
+from casnap.backends.local_files import as_written
 from casnap.backends.uris import joined
 from casnap.errors import StateError
 from casnap.extending import local_path, own_rank

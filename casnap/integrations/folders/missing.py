@@ -11,7 +11,7 @@ from pathlib import Path
 
 from casnap import PruneReport, Store
 from casnap.backends import Backend
-from casnap.backends.local import HeldFolder, translated
+from casnap.backends.local_files import HeldFolder, translated
 from casnap.errors import StoreError
 from casnap.format.names import folder_of
 from casnap.format.records import Row

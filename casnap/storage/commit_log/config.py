@@ -7,7 +7,7 @@ import errno
 import msgspec
 
 from casnap.backends.base import Backend
-from casnap.backends.local import is_of_the_place
+from casnap.backends.local_files import is_of_the_place
 from casnap.errors import (
     BackendError,
     DamagedError,

@@ -20,7 +20,7 @@ from typing import TypeVar
 import lmdb
 
 from casnap.backends.base import Backend
-from casnap.backends.local import EXHAUSTED
+from casnap.backends.local_files import EXHAUSTED
 from casnap.errors import DamagedError
 from casnap.format.codec import KNOWN_CODECS
 from casnap.format.digest import Digest, digest_of

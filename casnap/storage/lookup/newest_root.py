@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from casnap.backends.base import Backend
-from casnap.backends.local import gone_error
+from casnap.backends.local_files import gone_error
 from casnap.errors import BackendError, DamagedError, NotAStoreError
 from casnap.format.decoding import decoder
 from casnap.format.digest import digest_of

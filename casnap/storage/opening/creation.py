@@ -13,7 +13,7 @@ import msgspec
 from casnap.backends import Backend, LocalBackend
 from casnap.backends.announcement import NOTE
 from casnap.backends.base import TEMPORARY
-from casnap.backends.local import exists, is_folder, status
+from casnap.backends.local_files import exists, is_folder, status
 from casnap.backends.uris import store_uri
 from casnap.errors import PLACE_ERRORS, NotAStoreError, StoreError, shell_word
 from casnap.format.names import MARKER, STORE_FOLDER

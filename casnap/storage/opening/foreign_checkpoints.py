@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from casnap.backends.local import exists, is_file, is_folder, translated
+from casnap.backends.local_files import exists, is_file, is_folder, translated
 from casnap.errors import PLACE_ERRORS, SnapshotExistsError, shell_word
 from casnap.format import notices
 from casnap.format.names import MARKER

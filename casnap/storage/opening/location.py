@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from casnap.backends import Backend, LocalBackend, backend_at
-from casnap.backends.local import (
+from casnap.backends.local_files import (
     Owners,
     as_written,
     exists,

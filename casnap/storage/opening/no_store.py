@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from casnap.backends.local import is_taken
+from casnap.backends.local_files import is_taken
 from casnap.errors import PLACE_ERRORS, NotAStoreError, shell_word
 from casnap.format.names import STORE_FOLDER
 from casnap.format.records import CONFIG_KEY

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from casnap.backends import Backend
-from casnap.backends.local import exists
+from casnap.backends.local_files import exists
 from casnap.errors import PLACE_ERRORS, NotAStoreError, UnsupportedFormatError, shell_word
 from casnap.format.names import STORE_FOLDER
 from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, StoreConfig

@@ -8,7 +8,7 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
-from casnap.backends.local import exists
+from casnap.backends.local_files import exists
 from casnap.errors import StoreError
 from casnap.runtime.environment import why_refused
 from casnap.storage.lookup.index_cache import cached_indexes

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from casnap.backends import Backend, LocalBackend
 from casnap.backends.base import Target
-from casnap.backends.local import write_at
+from casnap.backends.local_files import write_at
 from casnap.errors import BackendError, UnavailableError
 from casnap.format.records import Place, StoreConfig, id_from_name, pack_key
 from casnap.runtime.buffers import PAGE, whole_pages

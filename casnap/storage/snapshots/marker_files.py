@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from casnap.backends.base import Backend
-from casnap.backends.local import folder_at, is_of_the_place, translated
+from casnap.backends.local_files import folder_at, is_of_the_place, translated
 from casnap.errors import BackendError, DamagedError
 from casnap.format.decoding import json_decoder
 from casnap.format.names import MARKER, STORE_FOLDER, folder_of

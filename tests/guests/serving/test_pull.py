@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from casnap import StateDict, Store
-from casnap.backends.local.file_io import is_cached
+from casnap.backends.local_files.file_io import is_cached
 from casnap.errors import CasnapError, EntryNotFoundError, FileFormatError, SnapshotNotFoundError
 from casnap.serving import PullOptions, verify, writing
 from casnap.serving.version import Version

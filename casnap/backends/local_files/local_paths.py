@@ -15,8 +15,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeAlias
 
-from casnap.backends.local.late_calls import begun
-from casnap.backends.local.system_errors import ABSENT, casnap_error
+from casnap.backends.local_files.late_calls import begun
+from casnap.backends.local_files.system_errors import ABSENT, casnap_error
 from casnap.errors import InvalidNameError
 
 _Path: TypeAlias = str | os.PathLike[str]

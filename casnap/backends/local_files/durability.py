@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from casnap.backends.local.safe_paths import folder_at
-from casnap.backends.local.system_errors import translated
+from casnap.backends.local_files.safe_paths import folder_at
+from casnap.backends.local_files.system_errors import translated
 from casnap.runtime.fork import new_lock
 from casnap.runtime.threads import mapped
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import os
 
-from casnap.backends.base import check_length
-from casnap.backends.local.safe_paths import OpenFolder, open_file
-from casnap.backends.local.system_errors import translated
+from casnap.backends.local_files.safe_paths import OpenFolder, open_file
+from casnap.backends.local_files.system_errors import translated
+from casnap.format.records import check_length
 from casnap.runtime.buffers import PAGE, address_of
 from casnap.runtime.descriptors import opened
 

@@ -7,7 +7,7 @@ import stat
 from contextlib import suppress
 from typing import NamedTuple
 
-from casnap.backends.local.safe_paths import create_file, unlink_at
+from casnap.backends.local_files.safe_paths import create_file, unlink_at
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 

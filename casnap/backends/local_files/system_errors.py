@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from casnap.backends.local.late_calls import begun
+from casnap.backends.local_files.late_calls import begun
 from casnap.errors import (
     PLACE_ERRORS,
     BackendError,

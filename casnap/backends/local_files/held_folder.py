@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from casnap.backends.local.file_io import write_cached
-from casnap.backends.local.file_locks import lock, open_to_lock
-from casnap.backends.local.owners import Owners, new_file_in
-from casnap.backends.local.safe_paths import OpenFolder, create_file, folder_at, unlink_at
+from casnap.backends.local_files.file_io import write_cached
+from casnap.backends.local_files.locking import lock, open_to_lock
+from casnap.backends.local_files.owners import Owners, new_file_in
+from casnap.backends.local_files.safe_paths import OpenFolder, create_file, folder_at, unlink_at
 from casnap.runtime.descriptors import Descriptor
 from casnap.runtime.fork import locked_file
 
