@@ -105,7 +105,7 @@ class GcReport:
 
     Attributes:
         dry_run: Whether the collection only planned, and changed nothing.
-        snapshots: How many snapshots were marked.
+        snapshots: How many snapshots were marked. A witness counts as one.
         live_chunks: How many different chunks and tree nodes these snapshots need.
         live_bytes: The stored bytes of these chunks and nodes.
         condemned_packs: How many packs were condemned, since no snapshot needs them.
