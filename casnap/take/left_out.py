@@ -3,9 +3,10 @@
 Only what is certain is looked for, by the first takes of a process, in app states that have an
 optimizer as it is. Each hint is given once, by the logger ``casnap.hints``.
 
-Not looked for, since a right training may look alike: parameters that require grad and that no
-optimizer has; the random states of Python and numpy; a ``GradScaler`` or a loader, which nothing in
-an app state refers to.
+Not looked for, since a right training may look alike: a learning rate scheduler, which a resumed
+run may make anew with ``last_epoch=``; parameters that require grad and that no optimizer has; the
+random states of Python and numpy; a ``GradScaler`` or a loader, which nothing in an app state
+refers to.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from weakref import ref
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from casnap.format.entries import TensorEntry
 from casnap.runtime.torch_modes import without_torch_modes
@@ -73,7 +73,6 @@ class Hints:
         self._looks -= 1
         with without_torch_modes():
             for kind, hint in (
-                *_of_schedulers(optimizers, values, leaves),
                 *_of_parameters(optimizers, values, leaves),
                 *self._of_generators(next(iter(optimizers.values())), leaves),
             ):
@@ -115,24 +114,6 @@ def _are_seeds(before: torch.Tensor, now: torch.Tensor) -> bool:
         if torch.equal(generator.get_state(), now):
             return True
     return False
-
-
-def _of_schedulers(
-    optimizers: Mapping[str, Optimizer], values: Mapping[str, Stateful], leaves: list[Leaf]
-) -> Iterator[tuple[str, str]]:
-    known = re.compile(r"sched|/last_epoch$|/_step_count$", re.IGNORECASE)
-    if any(isinstance(value, LRScheduler) for value in values.values()) or any(
-        known.search(leaf.path) for leaf in leaves
-    ):
-        return
-    for key, optimizer in optimizers.items():
-        # A scheduler wraps this method of its optimizer.
-        if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
-            yield (
-                "scheduler",
-                f"the learning rate scheduler that was made for {key!r}; a resumed run begins its "
-                "schedule again. Add the scheduler",
-            )
 
 
 def _of_parameters(

@@ -55,7 +55,6 @@ def test_a_whole_state_gives_none(training: State, caplog: pytest.LogCaptureFixt
     ("key", "words"),
     [
         ("rng", "the random states of torch"),
-        ("lr", "the learning rate scheduler that was made for 'optim'"),
         ("model", "2 of 2 parameters that 'optim' trains, the first with the shape [4, 4]"),
     ],
 )
@@ -67,6 +66,19 @@ def test_what_is_left_out_is_said_once(
     del training[key]
     (hint,) = hints_of(training, caplog)
     assert words in hint
+
+
+def test_a_scheduler_may_be_made_anew(training: State, caplog: pytest.LogCaptureFixture) -> None:
+    """A resumed run may begin it at any step, by ``last_epoch=``: no first run can tell."""
+    scheduler, optimizer = training.pop("lr"), training["optim"]
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    assert not list(hints_of(training, caplog))
+    learning_rates = scheduler.get_last_lr()
+    rebuilt = lr_scheduler.StepLR(optimizer, 2, last_epoch=2)
+    assert rebuilt.get_last_lr() == learning_rates
+    assert not list(hints_of(training, caplog))
 
 
 def test_weights_in_other_things_than_modules(
