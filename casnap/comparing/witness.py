@@ -157,8 +157,9 @@ def _compared(name: str, there: Contents, found: _Table) -> WitnessReport:
         if stored == found:
             return WitnessReport(name)
         before, now = stored.by_path(there.label), found.by_path(name)
-        environment = changes_since(there.environment, found.ranks, found.ranks, with_commit=True)
+        changes = changes_since(there.environment, found.ranks, found.ranks, with_commit=True)
     differing = sorted(p for p in before.keys() | now.keys() if before.get(p) != now.get(p))
     forms = ((path, (now.get(path) or before[path])[0]) for path in differing)
     by_role = first_of_each_role((path, role_of_form(path, form)) for path, form in forms)
+    environment = [change.text for change in changes]
     return WitnessReport(name, False, len(differing), dict(by_role), environment)

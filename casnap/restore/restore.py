@@ -37,7 +37,8 @@ from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.devices import synchronize
 from casnap.state.flatten import fill_targets, inflate
 from casnap.state.overlap import fill_shared_memory
-from casnap.state.run_environment import changes_since
+from casnap.state.roles import Role, role_of
+from casnap.state.run_environment import EnvironmentChange, changes_since
 from casnap.state.sharded import Shards
 from casnap.state.stateful import (
     AppState,
@@ -52,6 +53,8 @@ from casnap.state.values import check_pickle_allowed
 from casnap.storage import Contents
 
 _log = logging.getLogger("casnap")
+# Moments; and learning rates, which the groups of parameters have.
+_OF_OPTIMIZERS: frozenset[Role] = frozenset({"moments", "scheduler"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +106,10 @@ def restore(
     comm.enter_phase("beginning a restore")
     app_state = with_states(given)
     report = RestoreReport(left_behind=_left_behind(contents, comm.size))
-    report.environment = _environment_changes(contents, comm)
+    changes = changes_since(
+        contents.environment, contents.row.world_size, comm.size, with_commit=comm.rank == 0
+    )
+    report.environment = [change.text for change in changes]
     if options.rename is not None:
         app_state = _by_stored_keys(contents, app_state, options.rename, report)
     agreed = _agree(contents, app_state, options, comm)
@@ -144,6 +150,7 @@ def restore(
     for state in states:
         known |= state.known
         known |= with_versions(state, known)
+    _log_changes(contents, changes, entries, comm)
     # No rank changes its state before all ranks have read everything.
     comm.all_gather(b"")
     comm.enter_phase("loading states")
@@ -164,18 +171,31 @@ def restore(
     return report
 
 
-def _environment_changes(contents: Contents, comm: Comm) -> list[str]:
-    """Return, in words, how this process's environment differs from the take's.
+def _log_changes(
+    contents: Contents,
+    changes: Sequence[EnvironmentChange],
+    entries: Mapping[str, Entry],
+    comm: Comm,
+) -> None:
+    """Log on rank 0 how its environment differs from the take's, in one line.
 
-    Rank 0 also logs the differences, in one line.
+    It is a warning if a training resumes that may compute other numbers now. A state that has
+    nothing of an optimizer may be restored only to be used.
+
+    Args:
+        contents: The snapshot.
+        changes: The differences.
+        entries: The entries that are restored, by path.
+        comm: The ranks.
     """
-    is_first = comm.rank == 0
-    changes = changes_since(
-        contents.environment, contents.row.world_size, comm.size, with_commit=is_first
-    )
-    if changes and is_first:
-        _log.info("%s: since the take: %s", contents.label, ", ".join(changes))
-    return changes
+    if not changes or comm.rank:
+        return
+    text = f"{contents.label}: since the take: {', '.join(change.text for change in changes)}"
+    roles = (role_of(path, entry) for path, entry in entries.items())
+    if any(change.is_numeric for change in changes) and not _OF_OPTIMIZERS.isdisjoint(roles):
+        _log.warning("%s. So the training may compute other numbers than before", text)
+    else:
+        _log.info("%s", text)
 
 
 def _advice(

@@ -10,6 +10,7 @@ import logging
 import platform
 from collections.abc import Mapping
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -18,9 +19,15 @@ from casnap.runtime.work_tree import commit_of_program
 from casnap.version import __version__
 
 _log = logging.getLogger("casnap")
-# Keys that a process may not know yet, such as the device before its first use. They are compared
-# only if both sides have them.
-_PERHAPS = frozenset({"device", "commit"})
+# Keys that each process knows at once. Others are compared only if both sides have them, such as
+# the device before its first use, a trainer that is imported later, or a key of a later version.
+_ALWAYS = frozenset(
+    {"python", "torch", "cuda", "cudnn", "hip", "casnap", "threads", "dtype", "autocast"}
+    | {"tf32_matmul", "tf32_conv", "cudnn_benchmark", "cudnn_deterministic", "deterministic"}
+)
+# Keys that say nothing of the numbers that a training computes. Autocast is among them, since a
+# restore mostly runs outside of its context.
+_HARMLESS = frozenset({"casnap", "commit", "autocast"})
 _COMMIT_DIGITS, _MOST_LETTERS = 10, 60
 # The trainers that use casnap in this process, with their versions.
 _trainers: dict[str, str] = {}
@@ -153,13 +160,24 @@ def _on(flag: bool) -> str:
     return "on" if flag else "off"
 
 
+class EnvironmentChange(NamedTuple):
+    """How one part of the environment differs from that of a take.
+
+    Attributes:
+        text: The change in words, such as ``"torch 2.13.0 → 2.14.1"``.
+        is_numeric: Whether a training may compute other numbers for it.
+    """
+
+    text: str
+    is_numeric: bool
+
+
 def changes_since(
     before: Mapping[str, str], ranks_before: int, ranks: int, *, with_commit: bool
-) -> list[str]:
-    """Return how the environment of this process differs from that of a take, in words.
+) -> list[EnvironmentChange]:
+    """Return how the environment of this process differs from that of a take.
 
-    Each change is like ``"torch 2.13.0 → 2.14.1"``. If the take noted none, only the ranks are
-    compared.
+    If the take noted none, only the ranks are compared.
 
     Args:
         before: The environment of the take.
@@ -171,11 +189,20 @@ def changes_since(
     changes = []
     for key in dict.fromkeys((*before, *now)):
         was, is_now = before.get(key, ""), now.get(key, "")
-        if was != is_now and not (key in _PERHAPS and not (was and is_now)):
-            changes.append(f"{key} {_short(key, was)} → {_short(key, is_now)}")
+        is_known = (was and is_now) or key in _ALWAYS or key.isupper()
+        if was != is_now and is_known:
+            text = f"{key} {_short(key, was)} → {_short(key, is_now)}"
+            changes.append(EnvironmentChange(text, _is_numeric(key, now)))
     if ranks != ranks_before:
-        changes.append(f"{ranks_before} → {ranks} ranks")
+        changes.append(EnvironmentChange(f"{ranks_before} → {ranks} ranks", True))
     return changes
+
+
+def _is_numeric(key: str, now: Mapping[str, str]) -> bool:
+    if key == "threads":
+        # Their number decides in which order a CPU adds up; a GPU hardly notices it.
+        return now.get("device", "").startswith("CPU")
+    return key not in _HARMLESS
 
 
 def _short(key: str, text: str) -> str:

@@ -77,6 +77,44 @@ def test_a_restore_says_what_has_changed(
     assert f"{snapshot.path}: since the take: cudnn_deterministic off → on" in caplog.text
 
 
+def training() -> dict[str, Any]:
+    model = torch.nn.Linear(3, 3)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {"model": model, "optim": optim, "progress": StateDict(step=1)}
+
+
+def test_a_resume_warns_of_what_changes_numbers(
+    store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of nothing else: neither where only weights are read, nor where nothing is computed."""
+    caplog.set_level(logging.INFO, "casnap")
+    snapshot = store.take(training(), "run/1")
+    snapshot.restore(training())
+    assert not caplog.records
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert snapshot.restore(training()).environment == ["autocast off → cpu bfloat16"]
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    snapshot.restore({"model": training()["model"]})
+    snapshot.restore(training())
+    text = f"{snapshot.path}: since the take: cudnn_deterministic off → on"
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("INFO", f"{snapshot.path}: since the take: autocast off → cpu bfloat16"),
+        ("INFO", text),
+        ("WARNING", f"{text}. So the training may compute other numbers than before"),
+    ]
+
+
+def test_a_trainer_that_is_imported_later_is_no_change(store: Store) -> None:
+    """As DeepSpeed is: after the first restore."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("casnap.state.run_environment._trainers", {"engine": "1.0"})
+        snapshot = store.take(state(), "run/1")
+        patch.setattr("casnap.state.run_environment._trainers", {})
+        assert snapshot.restore(state()).environment == []
+        name_trainer("engine", "1.1")
+        assert snapshot.restore(state()).environment == ["engine 1.0 → 1.1"]
+
+
 def test_an_equal_state_shares_all_but_the_manifest(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
