@@ -202,6 +202,16 @@ class ReadHints(BackendCore):
             runs: For each run, the offset of its first byte, and its length.
         """
 
+    def warm(self, lengths: Mapping[str, int]) -> None:
+        """Begin to load new objects into this host's memory, for readers that come soon.
+
+        The loading of an earlier call ends. This call raises no error, and does not wait.
+
+        Args:
+            lengths: The key of each object → its length in bytes. If it is empty, nothing is loaded
+                any more.
+        """
+
     def filled(self, key: str, targets: Sequence[Target], use: Callable[[int], None]) -> None:
         """Fill buffers as :meth:`read_into` does; call a function for each once it is full.
 

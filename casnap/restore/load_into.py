@@ -18,6 +18,7 @@ from casnap.restore.restore_report import RestoreReport, mismatch_message
 from casnap.restore.targets import fits, memory_of, why_unfit
 from casnap.restore.ties import conflict_text, conflicting_ties
 from casnap.restore.wrappers import advice_on_wrappers
+from casnap.runtime.machine import DiskReads
 from casnap.runtime.progress import Progress
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.devices import synchronize
@@ -94,6 +95,7 @@ def load_into(
     ]
     if strict and report:
         raise mismatch(contents, prefix, report, fits=bool(places))
+    disk = DiskReads()
     loading = Loading(contents, progress)
     synchronize(memory_of(places).values())
     for name, shards in places.items():
@@ -115,6 +117,7 @@ def load_into(
         )
     _replace(tensors, places)
     report.kept_bytes = loading.kept_bytes
+    report.disk_bytes = disk.nbytes()
     return report
 
 

@@ -31,6 +31,7 @@ from casnap.restore.ties import conflict_text, conflicting_ties
 from casnap.restore.versions import with_versions
 from casnap.restore.wrappers import advice_on_wrappers
 from casnap.runtime.environment import boot_id
+from casnap.runtime.machine import DiskReads
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.torch_modes import without_torch_modes
@@ -105,6 +106,7 @@ def restore(
     """
     comm.enter_phase("beginning a restore")
     app_state = with_states(given)
+    disk = DiskReads()
     report = RestoreReport(left_behind=_left_behind(contents, comm.size))
     changes = changes_since(
         contents.environment, contents.row.world_size, comm.size, with_commit=comm.rank == 0
@@ -168,6 +170,7 @@ def restore(
     with without_torch_modes():
         synchronize(_on_devices(states, targets))
     comm.all_gather(b"")
+    report.disk_bytes = disk.nbytes()
     return report
 
 

@@ -31,6 +31,8 @@ class RestoreReport:
             error. Ranks may differ in this; only rank 0 looks for the git commit.
         kept_bytes: With ``reuse=True``, how many bytes this rank did not read, since its tensors
             held them. A tied tensor counts under each of its names.
+        disk_bytes: How many bytes this process read from disks meanwhile; the page cache had the
+            others. None if the system does not tell.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -40,6 +42,7 @@ class RestoreReport:
     kept_bytes: int = 0
     new_ranks: list[str] = field(default_factory=list)
     environment: list[str] = field(default_factory=list)
+    disk_bytes: int | None = field(default=None, compare=False)
 
     def __bool__(self) -> bool:
         """Whether something is missing, unexpected or mismatched."""

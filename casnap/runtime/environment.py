@@ -199,6 +199,11 @@ def hashes_on_device() -> bool:
     return os.environ.get("CASNAP_DEVICE_HASH") != "off"
 
 
+def warms_new_packs() -> bool:
+    """Whether new packs are read into the page cache: ``CASNAP_WARM`` is not "off"."""
+    return os.environ.get("CASNAP_WARM") != "off"
+
+
 def numeric_variables() -> dict[str, str]:
     """Return the environment variables that change which bits a training computes, as far as set.
 

@@ -37,6 +37,7 @@ from casnap.format.delta import apply_delta, base_of
 from casnap.format.digest import Digest, digest_of
 from casnap.runtime.descriptors import opened
 from casnap.runtime.fork import cached_property, new_lock
+from casnap.runtime.machine import memory_bytes
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import cores, mapped
 from casnap.runtime.typing import override
@@ -60,17 +61,8 @@ _WEIGHTS = re.compile(r"(adapter_)?model(-[0-9]+-of-[0-9]+)?\.safetensors(\.inde
 _OPENED = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
-def _memory() -> int:
-    """Return how many bytes of memory this host, or its container, has."""
-    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):
-            found = min(found, int(Path("/sys/fs/cgroup", name).read_text()))
-    return found
-
-
 # How many bytes of chunks and deltas a pull keeps before it writes any of them.
-_MOST_KEPT = min(16 << 30, _memory() // 8)
+_MOST_KEPT = min(16 << 30, memory_bytes() // 8)
 
 
 class WithdrawnError(Exception):

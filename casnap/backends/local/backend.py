@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from casnap.backends.local.file_locks import (
     unlink_abandoned,
 )
 from casnap.backends.local.store_folder import StoreFolder
+from casnap.backends.local.warming import Warmer
 from casnap.backends.local_files.file_io import is_cached, read_file, read_run, write_at
 from casnap.backends.local_files.locking import lock
 from casnap.backends.local_files.safe_paths import (
@@ -50,7 +51,7 @@ from casnap.format.notices import HEAD_BYTES, is_notice
 from casnap.format.records import CONFIG_KEY
 from casnap.runtime.buffers import reserve_space
 from casnap.runtime.descriptors import opened
-from casnap.runtime.environment import boot_id
+from casnap.runtime.environment import boot_id, warms_new_packs
 from casnap.runtime.fork import new_lock
 from casnap.runtime.typing import override
 
@@ -69,7 +70,7 @@ class LocalBackend(Backend):
     """The objects of a store in a folder of a local or network file system.
 
     Large aligned writes go around the page cache if the file system allows this: they are faster
-    so, and the cache is left to the training data. Reads use the page cache, for the next reader.
+    so. After a take, new packs are read into the page cache, for the reader that comes next.
     All files in the folder are opened by ``safe_paths.py``.
 
     Args:
@@ -90,6 +91,7 @@ class LocalBackend(Backend):
         self._received = 0
         self._counting = new_lock()
         self._place = StoreFolder(self.folder, self.inner)
+        self._warmer = Warmer()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the path and the settings, so that another process can use the same folder."""
@@ -321,6 +323,12 @@ class LocalBackend(Backend):
                     # Look at the last byte first: fadvise looks up each page, cached or not.
                     if not is_cached(fd, offset + nbytes - 1):
                         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+    @override
+    def warm(self, lengths: Mapping[str, int]) -> None:
+        # Another host reads its own page cache.
+        if warms_new_packs() and not self.name_lag:
+            self._warmer.start({self._path(key): nbytes for key, nbytes in lengths.items()})
 
     @override
     def size(self, key: str) -> int:

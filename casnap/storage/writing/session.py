@@ -37,6 +37,7 @@ from casnap.format.records import (
     SegmentRef,
     encode,
     encode_segment,
+    pack_key,
     segment_key,
     serves_below,
     serving_below,
@@ -141,6 +142,10 @@ class Session:
             self._reliances = [each for each in (reliance, earlier) if each is not None]
             self.new_packs = NewPacks(store, self.base.root.seq, self._crew, codec)
             stack.callback(self._close)
+            self._keeps_warm = not (copies or dry_run)
+            if self._keeps_warm:
+                # The disk is for the writes of this session now.
+                store.backend.warm({})
             self._end = stack.pop_all()
 
     @property
@@ -610,6 +615,9 @@ class Session:
         if not self.may_be_referenced:
             self._delete_segments()
             self.new_packs.delete()
+        elif self._keeps_warm:
+            lengths = self.new_packs.lengths
+            self.store.backend.warm({pack_key(pack): n for pack, n in lengths.items()})
 
 
 def _serving_all(root: Root, changes: Mapping[str, Row | None]) -> Root:
