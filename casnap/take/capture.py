@@ -38,7 +38,7 @@ from casnap.state.stateful import (
 )
 from casnap.state.tensors import Leaf, as_copyable, itemsize_of
 from casnap.take.options import OF_STORAGE
-from casnap.take.ranks.plan import RankPlan
+from casnap.take.plan import RankPlan
 from casnap.take.staging import (
     HeldBox,
     Piece,

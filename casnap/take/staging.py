@@ -27,7 +27,7 @@ from casnap.runtime.threads import Crew, SharedItems, cores, python_gc_paused
 from casnap.state.devices import begin_copy, pin
 from casnap.state.tensors import as_copyable
 from casnap.storage import Raw
-from casnap.take.ranks.plan import SentPart
+from casnap.take.plan import SentPart
 
 PIECE_BYTES = 8 << 20
 _BATCH = 256

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 from casnap import NewStore, StateDict, Store
 from casnap.errors import RankError
 from casnap.runtime.buffers import Pool
-from casnap.take import staging
-from casnap.take.ranks import exchange, plan, split_cells
+from casnap.take import plan, staging
+from casnap.take.ranks import exchange, split_cells
 from tests.support.links import forget_links
 from tests.support.ranks import Worlds
 

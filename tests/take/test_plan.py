@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from casnap.errors import StateError
 from casnap.format.grid import grid_of
 from casnap.format.region import Region
-from casnap.take.ranks.plan import plan_tensor, replicated_runs
+from casnap.take.plan import plan_tensor, replicated_runs
 
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 itemsizes = st.sampled_from([1, 2, 4, 8])

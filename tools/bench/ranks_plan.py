@@ -22,8 +22,8 @@ from casnap.restore.shared_reads import window_for
 from casnap.restore.shared_schedule import request_of, schedule_reads
 from casnap.runtime.buffers import SLOT_BYTES
 from casnap.runtime.threads import python_gc_paused
+from casnap.take.plan import replicated_runs
 from casnap.take.ranks import exchange, owners
-from casnap.take.ranks.plan import replicated_runs
 from tools.bench.measure import PeakMemory
 from tools.bench.settings import GIB, MIB, Settings
 from tools.bench.table import Row, duration

@@ -27,6 +27,7 @@ from casnap.state.sharded import Shards, holders_of
 from casnap.state.tensors import Leaf
 from casnap.take.capture import CapturedState, KeySpan, Scope
 from casnap.take.options import TakeOptions
+from casnap.take.plan import RankPlan, replicated_runs
 from casnap.take.ranks.owners import (
     ID_BYTES,
     Answer,
@@ -43,7 +44,6 @@ from casnap.take.ranks.owners import (
     owner_of,
     plan_sharded,
 )
-from casnap.take.ranks.plan import RankPlan, replicated_runs
 from casnap.take.ranks.replica_samples import Sampler
 
 _log = logging.getLogger("casnap")

@@ -22,7 +22,7 @@ from casnap.format.grid import grid_of
 from casnap.format.names import rank_names
 from casnap.format.region import Region
 from casnap.state.tensors import itemsize_of
-from casnap.take.ranks.plan import RankPlan, plan_tensor
+from casnap.take.plan import RankPlan, plan_tensor
 
 ID_BYTES = 16
 NAMING_ADVICE = (

@@ -31,7 +31,7 @@ from casnap.ranks.shared_memory import Ring, SharedMemory
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Pool, Slot
 from casnap.storage import Raw
-from casnap.take.ranks.plan import RankPlan
+from casnap.take.plan import RankPlan
 from casnap.take.staging import Piece, give_back
 
 SHARED_BYTES = 48 << 20
