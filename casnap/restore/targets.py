@@ -15,6 +15,7 @@ from casnap.state.flatten import fill_targets
 from casnap.state.overlap import conflicting_groups, end_address
 from casnap.state.sharded import Shards, sharded_like, shards_of, without_torch_function
 from casnap.state.tensors import (
+    ORDINARY_TYPES,
     allocate,
     carrier_dtype,
     holds_no_values,
@@ -130,13 +131,19 @@ def _sharded_like(path: str, like: torch.Tensor, dtype: torch.dtype | None = Non
 
 def fits(entry: Entry, current: torch.Tensor) -> bool:
     """Whether a tensor has the shape of an entry, and a dtype to which the entry can be cast."""
-    with without_torch_function():
-        return (
-            _is_plain(entry)
-            and tuple(current.shape) == entry.shape
-            and is_float4(entry) == is_float4(current)
-            and torch.can_cast(carrier_dtype(entry), current.dtype)
-        )
+    if type(current) not in ORDINARY_TYPES:
+        with without_torch_function():
+            return _fits(entry, current)
+    return _fits(entry, current)  # of ordinary tensors there may be many
+
+
+def _fits(entry: Entry, current: torch.Tensor) -> bool:
+    return (
+        _is_plain(entry)
+        and tuple(current.shape) == entry.shape
+        and is_float4(entry) == is_float4(current)
+        and torch.can_cast(carrier_dtype(entry), current.dtype)
+    )
 
 
 def _is_plain(entry: Entry) -> TypeGuard[TensorEntry]:
