@@ -273,6 +273,11 @@ class FaultyBackend(Backend):
         self.inner.will_read(key, runs)
 
     @override
+    def warm(self, lengths: Mapping[str, int]) -> None:
+        # The same.
+        self.inner.warm(lengths)
+
+    @override
     def size(self, key: str) -> int:
         return self._call("size", self.inner.size, key)
 
