@@ -1,5 +1,5 @@
 """Take a snapshot: capture the state, divide the work, stage, hash, write new chunks, commit.
 
-Imports ``storage``, ``state``, ``ranks`` and lower layers, and no other verb. Begin with
-``take.py``. The part for many ranks is in :mod:`casnap.take.ranks`.
+Begin with ``take.py``. :mod:`casnap.take.ranks` has what only a take by several ranks needs. This
+folder imports ``storage``, ``state``, ``ranks`` and lower layers.
 """

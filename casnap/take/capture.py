@@ -154,7 +154,7 @@ class CapturedState:
         )
 
     def assign(self, plans: dict[int, RankPlan]) -> None:
-        """Set the plans for leaves that other ranks hold too; of these, hash only planned cells."""
+        """Set the plans for leaves that other ranks hold too: only planned cells are hashed."""
         self.plans = plans
         # A planned leaf may be hashed in part, so another leaf of its memory is hashed by itself.
         self.same_as = {i: twin for i, twin in self.same_as.items() if twin not in plans}
@@ -180,9 +180,9 @@ class CapturedState:
         Leaves that share memory yield their bytes once.
 
         Args:
-            share: At which share of the bytes of its whole leaves this rank begins, from 0 to 1.
-                Ranks that hold equal leaves begin at different places, and so write different
-                chunks.
+            share: Where to begin in the leaves that this rank hashes whole, as a fraction of their
+                bytes, from 0 to 1. What lies before that place comes last. Ranks that hold equal
+                leaves begin at different places, and so write different chunks.
         """
         for i, plan in self.plans.items():
             for part in plan.sends:
@@ -203,18 +203,18 @@ class CapturedState:
             yield from pieces_between(i, self._held_boxes(i)[0], self.grids[i], 0, cell)
 
     def whole_leaves(self) -> list[int]:
-        """Return the numbers of the leaves of which this rank hashes every cell."""
+        """Return the numbers of the leaves that this rank hashes whole."""
         return [i for i in self.grids if i not in self.same_as and i not in self.plans]
 
     def _starting_point(self, leaves: list[int], share: float) -> tuple[int, int]:
-        """Return where to begin so that the first ``share`` of the leaves' bytes comes last.
+        """Return the leaf and the cell that lie at a fraction of the bytes of some leaves.
 
         Args:
             leaves: The numbers of the leaves.
-            share: The share, from 0 to 1.
+            share: The fraction, from 0 to 1.
 
         Returns:
-            The index in ``leaves`` of the leaf to begin with, and the first cell in that leaf.
+            The index of the leaf in ``leaves``, and the cell in that leaf.
         """
         sizes = [self.leaves[i].entry.payload.nbytes for i in leaves]
         start = share * sum(sizes)
@@ -239,7 +239,7 @@ class CapturedState:
             first_cell = end
 
     def _held_box(self, leaf: int, region: Region) -> HeldBox:
-        """Return the box of a leaf that this rank holds and that contains ``region``."""
+        """Return the one of this rank's boxes of a leaf that contains ``region``."""
         return next(held for held in self._held_boxes(leaf) if _holds(held.region, region))
 
     def _held_boxes(self, leaf: int) -> list[HeldBox]:
@@ -288,8 +288,8 @@ class StateSource(Protocol):
     :class:`casnap.divided.WithOthers` joins one of each.
 
     Attributes:
-        values: Key → value of the app state. A take asks these values what they declare, as DDP
-            modules declare their parameters equal on all ranks.
+        values: Key → value of the app state. A take looks for DDP modules among the values, since
+            their parameters are equal on all ranks.
     """
 
     values: Mapping[str, Stateful]

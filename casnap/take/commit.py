@@ -150,7 +150,7 @@ class TakeCommit:
         return handovers[1:]
 
     def _put_root(self, session: Session, manifest: Manifest, stats: Stats) -> TakeResult:
-        """Put the root with the new row, which also prunes the run; then replace the markers."""
+        """Put the root, which adds the new row and prunes the run; then replace marker files."""
         digest = session.put_node(encode(manifest))
         uri, options = self.store.backend.uri, self.options
         row: Row | None = None

@@ -1,4 +1,4 @@
-"""What a take of a live state would store, for comparisons: nothing is stored."""
+"""Find out what a take of a live state would store, without storing it, to compare it."""
 
 from __future__ import annotations
 
@@ -72,14 +72,13 @@ def _manifest(source: StateSource, chunk_size: int, put_node: Put) -> Manifest:
 def digests_of(
     store: Repository, name: str, source: StateSource, options: TakeOptions, comm: Comm
 ) -> list[PathDigest]:
-    """Return what each path of a state would be in a snapshot, in few bytes; store nothing.
+    """Return a short digest of what a snapshot of a state would hold at each path; store nothing.
 
-    All ranks call this together, and share the work as in a take. Devices hash what they hold. A
-    path is as long as a digest, whatever it holds, and wherever it lies.
+    All ranks call this together, and share the work as in a take. Devices hash what they hold.
 
     Args:
         store: The store.
-        name: A name that all ranks give.
+        name: The name in messages to the user; the same on all ranks.
         source: The state of this rank.
         options: How to take it.
         comm: The ranks.

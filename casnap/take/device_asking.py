@@ -1,11 +1,12 @@
-"""Ask a store which chunks of a device's memory it has, so that only the others are copied.
+"""Ask a store which chunks of a device's memory it has: only the missing ones are copied.
 
 The device hashes the cells in its own memory. If the store has a cell, the take notes its digest.
 All other cells are copied to the host as pieces. The host hashes them again as it packs them, so
 the name of a chunk never depends on what the device has computed.
 
 The take also checks the device. It compares the device's digests of the copied cells with the
-host's. And of each device it copies one known chunk, drawn at random, and hashes that too.
+host's. From each device it also copies one chunk that the store has, drawn at random, and compares
+the two digests of that chunk.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ _NEW_IN_A_ROW, _LOOKS_AGAIN = 2, 8
 class Streaks:
     """For each leaf, in how many takes in a row all its chunks were new to one store.
 
-    A take does not hash such leaves on the device first, since that would only cost time.
+    Most takes do not ask the store for a leaf with a long streak: to hash it on the device first
+    would only cost time.
     """
 
     def __init__(self) -> None:
@@ -290,7 +292,7 @@ class Asking:
                 raise self._difference(device, sample.leaf)
 
     def _difference(self, device: torch.device, leaf: int) -> DeviceError:
-        """Return the error for a chunk of which device and host computed different digests."""
+        """Return the error for a chunk for which device and host computed different digests."""
         path = self._state.leaves[leaf].path
         return distrusted(
             device,

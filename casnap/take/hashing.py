@@ -14,7 +14,7 @@ from casnap.take.capture import CapturedState
 from casnap.take.staging import PIECE_BYTES, Piece, give_back
 
 Batches = Callable[[int], Iterable[list[Piece]]]
-"""Returns pieces in batches of about a number of bytes."""
+"""Given a number of bytes, returns pieces in batches of about that size."""
 
 
 class ChunkTaker(Protocol):
@@ -110,7 +110,7 @@ class Hasher:
         )
 
     def hash_all(self, batches: Batches, crew: Crew) -> None:
-        """Hash all batches and write all new chunks, as a process does that takes alone.
+        """Hash all batches and write all new chunks. A process that takes alone calls this.
 
         It uses one thread for each core, but at most eight, and no more than the crew allows.
         """
@@ -124,7 +124,8 @@ class Hasher:
 
         Args:
             batches: The pieces.
-            select_share: Returns which of some new chunks this rank writes. None: it writes all.
+            select_share: Given some new chunks, returns which ones this rank writes. None: it
+                writes all.
         """
         writer = self._writer(select_share)
         try:
@@ -142,10 +143,10 @@ class Hasher:
             writer.finish()
 
     def _keep_inline(self, piece: Piece) -> bool:
-        """Keep the bytes of a piece in place of its digests, if they will stand in an entry.
+        """Keep the bytes of a small piece, in place of digests, for the entry that will hold them.
 
-        They will if several ranks hash the leaf, and the leaf is so small that its entry holds its
-        bytes. ``self.digests.shared`` then gets the bytes.
+        This concerns only leaves that several ranks hash, and that are so small that their entries
+        hold their bytes. ``self.digests.shared`` gets the bytes.
 
         Returns:
             Whether the bytes were kept. If so, the caller must not hash the piece.

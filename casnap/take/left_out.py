@@ -1,12 +1,12 @@
-"""What an app state leaves out, though a resume of the training needs it.
+"""Find what an app state leaves out, though a resume of the training needs it.
 
-Only what is certain is looked for, by the first takes of a process, in app states that have an
-optimizer as it is. Each hint is given once, by the logger ``casnap.hints``.
+The first takes of a process look, if a value of the app state is an ``Optimizer`` of torch. They
+report only what is certainly missing, each thing once, by the logger ``casnap.hints``.
 
-Not looked for, since a right training may look alike: a learning rate scheduler, which a resumed
-run may make anew with ``last_epoch=``; parameters that require grad and that no optimizer has; the
-random states of Python and numpy; a ``GradScaler`` or a loader, which nothing in an app state
-refers to.
+Some things may be missing from the app state of a correct training, so nothing is said of them: a
+learning rate scheduler, which a resumed run may make anew with ``last_epoch=``; parameters that
+require grad and that no optimizer has; the random states of Python and numpy; a ``GradScaler`` or a
+loader, which nothing in an app state refers to.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from casnap.state.stateful import RNGState, Stateful, same_random_state
 from casnap.state.tensors import Leaf
 
 LEFT_OUT = "left out of the app state: "
-"""How each hint begins: ``casnap prove`` finds them by it."""
+"""The beginning of each hint, by which ``casnap prove`` finds hints."""
 
 _log = logging.getLogger("casnap.hints")
 _LOOKS = 3
-"""How many takes of a process look: of generators, two of them must be compared."""
+"""How many takes of a process look. For random states, two takes must be compared."""
 _SEEDS = 8
-"""A loader draws one seed at each start, and what it loads need not depend on it."""
+"""How many seeds count as drawn by loaders: each draws one when it starts, and may ignore it."""
 
 
 class _Before(NamedTuple):
-    """What random numbers depended on at the look before.
+    """What random numbers depended on at the previous look.
 
     Attributes:
         optimizer: An optimizer of the training.
@@ -51,7 +51,7 @@ class _Before(NamedTuple):
 
 
 class Hints:
-    """Looks at the first app states of a process that have an optimizer; tells what they lack."""
+    """Looks at the first app states of a process that have an optimizer; logs what they lack."""
 
     def __init__(self) -> None:
         self._looks = _LOOKS
@@ -162,4 +162,4 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 hints = Hints()
-"""Those of this process."""
+"""The hints of this process."""

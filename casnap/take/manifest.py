@@ -157,7 +157,7 @@ class PathDigest(msgspec.Struct, array_like=True, frozen=True, order=True):
     """What a path holds, in few bytes.
 
     Attributes:
-        path: The path; with the number of the rank before it if the entry belongs to one.
+        path: The path. If the entry belongs to one rank, the rank's number and a ``/`` come first.
         digest: The first bytes of the digest of its entry.
         form: The form of its entry, as :func:`casnap.state.roles.form_of` gives it.
     """
@@ -170,7 +170,7 @@ class PathDigest(msgspec.Struct, array_like=True, frozen=True, order=True):
 def digests_by_path(
     comm: Comm, state: CapturedState, division: Division, digests: Digests
 ) -> list[PathDigest]:
-    """Return, on rank 0, what each path of a state holds on each rank; on other ranks nothing.
+    """Return, on rank 0, a short digest of each path of the state, of all ranks; elsewhere nothing.
 
     Args:
         comm: The ranks.

@@ -167,7 +167,7 @@ class TakeOptions:
         progress: Called with the phase, the bytes done, and the total.
         retention: The rules by which other snapshots of the folder are deleted in the same commit.
         replicated: Globs of paths that are equal on all ranks.
-        per_rank: Globs of paths whose values belong to their rank, also if they are equal.
+        per_rank: Globs of paths whose values belong to their rank, even if they are equal.
         threads: How many threads of this process may work on the take.
         timeout: For how many seconds a rank waits for another.
         environment: Whether to note what the take was made with, such as the version of torch.
@@ -205,7 +205,7 @@ class TakeOptions:
         """``max_staging_bytes`` in bytes; None for no limit.
 
         Raises:
-            ValueError: ``max_staging_bytes`` is no size.
+            ValueError: ``max_staging_bytes`` is not a size.
         """
         return bytes_if_given("max_staging_bytes", self.max_staging_bytes, least=0)
 
@@ -223,7 +223,7 @@ def _check_globs(option: str, globs: object) -> None:
     """Check that the value of an option is None, or a list of globs.
 
     Raises:
-        TypeError: It is something else. A single text would count as a glob for each character.
+        TypeError: It is something else. A single string would count as a glob for each character.
     """
     if isinstance(globs, str):
         raise TypeError(f"{option} is a list of globs, such as [{globs!r}]; got a str")
@@ -234,7 +234,7 @@ def _check_globs(option: str, globs: object) -> None:
 
 
 def check_order(call: str, app_state: object, name: object) -> None:
-    """Check that the caller has not exchanged the app state with the name or path.
+    """Check that the caller has not swapped the app state with the name or path.
 
     Args:
         call: The call with its arguments in the right order, for the message.
@@ -242,7 +242,7 @@ def check_order(call: str, app_state: object, name: object) -> None:
         name: The value that was given as the name or path.
 
     Raises:
-        UnsupportedTypeError: They were exchanged, or the name is no text.
+        UnsupportedTypeError: They were swapped, or the name is not a string.
     """
     if isinstance(app_state, str | os.PathLike) or not isinstance(name, str | os.PathLike):
         argument = call.partition("(")[2].rstrip(")").replace("app_state", "").strip(", ")

@@ -145,7 +145,7 @@ class PendingTake:
         """Return a take that has ended with an error before its thread was started.
 
         Args:
-            error: The error, which the call that was to begin the take has met.
+            error: The error, raised in the call that was to begin the take.
         """
 
         def finish() -> TakeResult:
@@ -162,7 +162,7 @@ class PendingTake:
         return self._thread is not None
 
     def start(self) -> None:
-        """Start the thread, unless it has been started. It first waits for the previous take.
+        """Start the thread, unless it was started. The thread first waits for the previous take.
 
         Raises:
             UnavailableError: No thread can be started.
@@ -238,8 +238,8 @@ class PendingTake:
 
         Raises:
             CasnapError: This take failed. Or this take is stored, but an earlier one of the same
-                store failed, and no call has raised that error yet. Then another call returns the
-                result.
+                store failed, and no call has raised that error yet. In that case a second call of
+                this method returns the result.
         """
         result = self.wait_for_result()
         _raise_unseen(self.store_id, self.number, f"{self.name!r} is stored")

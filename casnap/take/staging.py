@@ -237,9 +237,9 @@ _pinned_pool, _large_pinned_pool = Pool(PIECE_BYTES, 4), Pool(MAX_CHUNK_SIZE, 4)
 
 
 def _from_device(piece: Piece) -> Piece:
-    """If a piece is on a device, begin to copy it into pinned memory; return the copy.
+    """Return a copy of a piece in pinned memory, which may still be under way.
 
-    Any other piece is returned as it is.
+    A piece that is not on a device is returned as it is.
     """
     on_device = piece.on_device
     if on_device is None:
@@ -373,8 +373,8 @@ def _wait_for(under_way: threading.Lock) -> None:
 class StagedCopies:
     """Copies of a state's pieces in host memory, so that the caller may change the originals.
 
-    The memory is kept between takes. A copy that was read stays until the take has ended, so that
-    the take can start again. If a later copy needs its memory, the copy is freed earlier.
+    The memory is kept between takes. A copy stays after it has been read, so that the take can
+    start again. It is freed when the take ends, or earlier if a later copy needs its memory.
 
     Args:
         max_bytes: The most memory to use, at least four blocks of 64 MiB; None for no bound.
@@ -483,7 +483,7 @@ class StagedCopies:
         on_read()
 
     def _free_read(self) -> None:
-        """Free the copies that were read. From now on, free each copy as soon as it is read."""
+        """Free the copies that have been read; from now on, free each one as soon as it is read."""
         with self._changed:
             self._keeps_read = False
             callbacks, self._read = self._read, []

@@ -207,10 +207,10 @@ class _Steps:
         return lambda nbytes: batched(self.unknown_pieces(), nbytes)
 
     def begin_asking(self) -> None:
-        """If a device can hash, begin to ask the store which chunks of the device it has.
+        """Prepare to ask the store which chunks it has, for each device that can hash.
 
-        These chunks stay on the device. The call of ``async_take`` asks before it copies the others
-        to the host.
+        Chunks that the store has stay on the device; ``async_take`` copies only the others to the
+        host.
         """
         if not self.state.devices:
             return
@@ -240,9 +240,9 @@ class _Steps:
         self._asking = asking
 
     def unknown_pieces(self) -> Iterable[Piece]:
-        """Return the pieces that the host has to hash: all except chunks known from a device.
+        """Return the pieces that the host has to hash: all but the chunks that stay on a device.
 
-        Each rank begins at another place of the state.
+        Each rank begins at a different place of the state.
         """
         pieces = self.state.pieces(self._comm.rank / self._comm.size)
         return pieces if self._asking is None else self._asking.unknown(pieces)
@@ -261,7 +261,7 @@ class _Steps:
             pending.start()
 
     def store_copies(self, copies: StagedCopies) -> TakeResult:
-        """In the background, store the copies of the pieces and commit; then free the copies.
+        """Store the copied pieces and commit, then free them; the background thread calls this.
 
         Raises:
             FencedError: A collector was faster, and the take cannot start again.
@@ -302,10 +302,9 @@ class _Steps:
         return self._comm.background(self._seed) if self._options.max_pending > 1 else self._comm
 
     def tell_ranks_later(self, error: BaseException) -> None:
-        """Once it is this take's turn to store, tell the other ranks that its call failed.
+        """Tell the other ranks that the call failed, once it is this take's turn to store.
 
-        Before, other ranks may still store earlier takes, and would count the error as one of
-        these.
+        Until then, other ranks may be storing earlier takes, and would take the error for theirs.
 
         Args:
             error: The error that the call has met.
@@ -390,7 +389,7 @@ class _Steps:
         return True
 
     def _tell_lengths(self, packs: int) -> None:
-        """Let rank 0 list the packs, and tell all ranks their lengths, which saves requests.
+        """Let rank 0 list the packs and tell all ranks their lengths. This saves requests.
 
         Args:
             packs: How many packs this rank would have to look at by itself.

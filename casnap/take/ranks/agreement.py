@@ -53,8 +53,8 @@ def agree(
 ) -> Agreement:
     """Check that all ranks ask for the same take, and return rank 0's message.
 
-    All ranks read their states in the order of its keys, since a ``state_dict()`` may be a
-    collective.
+    All ranks read their states in the order of the keys in this message, since a ``state_dict()``
+    may be a collective.
 
     Args:
         store: The store.

@@ -3,8 +3,8 @@
 In a round the ranks send each other the parts of split cells, and decide which rank writes each new
 chunk, so that each chunk is written once. The digest of a chunk selects the rank that decides about
 it. A rank that holds the chunk, and does not find it in the store, offers it to the deciding rank,
-which picks the rank that was given least to write. So no rank sees all digests, and all ranks have
-equally much to decide.
+which picks the rank that has been given the fewest bytes to write. So no rank sees all digests, and
+each decides about equally many.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from casnap.take.ranks.split_cells import SHARED_BYTES, SplitCells
 from casnap.take.staging import Piece
 
 Hash = Callable[[Iterable[list[Piece]], SelectNew | None], None]
-"""Hashes batches, on one thread; the second argument returns which of some new chunks this rank
-is to write."""
+"""Hashes batches, on one thread; its second argument chooses which new chunks this rank writes."""
 
 # The seconds for which a round waits for more offers; the same, if other ranks may wait for parts;
 # and for which a thread sleeps before it looks again.
@@ -52,7 +51,7 @@ class _Head(NamedTuple):
 
     Attributes:
         is_last: Whether the rank has hashed everything.
-        asks: Whether the rank offers chunks in this round, to whichever rank.
+        asks: Whether the rank offers chunks in this round, to any rank.
         load: The bytes that the rank was given to write so far.
         idle: For how many seconds the rank has had work, but has hashed nothing.
         decided: How many decisions follow.
@@ -80,7 +79,7 @@ class _Message:
 
 
 class _Offer:
-    """Chunks that a thread offers to write, since the store lacks them; later, which it writes."""
+    """Chunks that the store lacks and a thread offers to write; and, later, the decision."""
 
     def __init__(self, chunks: list[tuple[Digest, int]]) -> None:
         self.chunks = chunks
@@ -135,7 +134,7 @@ class Exchange:
         comm: The ranks.
         crew: The owner of the threads.
         state: The state of this rank.
-        division: What this rank shares with other ranks.
+        division: How the ranks have divided the work.
     """
 
     def __init__(self, comm: Comm, crew: Crew, state: CapturedState, division: Division) -> None:
@@ -239,8 +238,7 @@ class Exchange:
         Threads must hash these cells first: until then other ranks cannot send more parts.
 
         Args:
-            wait_while: Whether to go on waiting. If it returns False, so does the call, with no
-                cells.
+            wait_while: Returns whether to go on waiting. If not, this method returns no cells.
         """
 
         def waits() -> bool:

@@ -1,12 +1,12 @@
 """Cells that shard edges cut: ranks send their parts to one rank, which puts the cells together.
 
 So the chunks of a tensor do not depend on its sharding. The planner divides these cells into
-*joints*: runs of cells that the same edges cut, and that one rank puts together at once.
+*joints*: runs of cells that the same edges cut, and that one rank puts together.
 
-All ranks send their parts in one order of joints. Each rank opens its joints in that order, once it
-has memory for them, and tells the ranks that have parts of them. A part is sent once its joint is
-open. So memory is bounded, and some rank can always go on: the first joint that is not whole is
-open, and each rank that has a part of it has sent all parts that come before.
+All ranks send their parts in the same order of joints. Each rank opens its joints in that order,
+once it has memory for them, and tells the ranks that have parts of them. A part is sent once its
+joint is open. So memory is bounded, and some rank can always go on: the first joint that is not
+whole is open, and each rank that has a part of it has sent all parts that come before.
 
 The joints of a rank lie in memory that it shares. Ranks of its host copy their parts there; ranks
 of other hosts send the bytes in their messages.
