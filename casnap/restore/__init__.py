@@ -1,5 +1,4 @@
 """Restore a state, or read one object: find the chunks, read, verify, copy in place.
 
-Imports ``storage``, ``state``, ``ranks`` and lower layers, and no other verb. Begin with
-``restore.py``.
+Begin with ``restore.py``. This folder imports ``storage``, ``state``, ``ranks`` and lower layers.
 """

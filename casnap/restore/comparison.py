@@ -36,8 +36,8 @@ def compare(
 ) -> KeyState:
     """Report how a module differs from the snapshot; return its key with only what fits.
 
-    Submodules whose hooks may change names or values as they load are not compared. If hooks may
-    only forgive differing names, shapes alone are compared.
+    Submodules whose hooks may change names or values as they load are not compared. Where hooks may
+    only allow names to be missing or unexpected, just the shapes are compared.
 
     Args:
         contents: The snapshot.

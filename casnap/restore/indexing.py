@@ -53,7 +53,7 @@ class Selection:
         """Yield the cells that hold selected elements, with the slices to copy them.
 
         Yields: The number of a cell; the slices that select elements of the cell; and the slices of
-        the result to fill with them. Such a result still has the dropped axes.
+        the result to fill with them, dropped axes included.
         """
         if 0 in self.sizes:
             return

@@ -166,8 +166,8 @@ def entries_seen(
         component: The first component of the key's paths.
         rank: The rank.
 
-    Returns: Path → entry; and path → ranks that can have it, for the paths that this rank cannot
-    have, since it is new: the take had fewer ranks.
+    Returns: Path → entry. And path → the ranks that can have it, for paths that the rank cannot
+    have. Only a new rank, which the take did not have, lacks paths.
     """
     trees = contents.trees(rank).get(component)
     entries = {} if trees is None else {component + inner: e for inner, e in trees.items()}
@@ -178,8 +178,8 @@ def entries_seen(
 def _of_own_submodules(contents: Contents, state: KeyState, rank: int) -> KeyState | None:
     """Return the key with the entries of the submodules that this rank has here.
 
-    In a pipeline each rank holds some of the submodules, its stage. A rank may hold another stage
-    here than it held in the take.
+    In a pipeline each rank holds some of the submodules, its stage. A rank may hold a different
+    stage here than it held in the take.
 
     Returns:
         The key; None if the module was not taken as the stages of a pipeline.
@@ -206,8 +206,8 @@ def _of_own_submodules(contents: Contents, state: KeyState, rank: int) -> KeySta
 def _versions_of_stages(contents: Contents, state: KeyState, rank: int) -> dict[str, Any]:
     """Return the versions of this rank's submodules, which the stages of a pipeline have stored.
 
-    The stage of the rank with the same number is read first. It has all these versions, unless the
-    pipeline is cut elsewhere now. Then the other stages are read too.
+    The stage of the rank with the same number is read first. If the pipeline is now cut at other
+    places, that stage lacks some versions, and other stages are read too.
     """
     versions = dict[str, Any]()
     wanted = set(getattr(state.current, "_metadata", ()))
@@ -232,8 +232,8 @@ def _reached(
 ) -> dict[str, Entry]:
     """Return the entries without the elements that this rank's own containers do not list.
 
-    A global entry may be an element of a container of other ranks, which this rank has with other
-    elements. It is left out, and all entries below it.
+    A container may have different elements on different ranks. A global entry that is not an
+    element on this rank is left out, with all entries below it.
 
     Args:
         contents: The snapshot.
@@ -266,7 +266,7 @@ def _reached(
 def _kept_for_others(
     contents: Contents, component: str, rank: int, entries: Mapping[str, Entry]
 ) -> dict[str, list[int]]:
-    """Return the paths of a key that a new rank cannot restore, since single ranks have them.
+    """Return the paths of a key that a new rank cannot restore: they belong to other ranks.
 
     A new rank is one that the take did not have.
 
@@ -292,9 +292,9 @@ def _kept_for_others(
 
 
 def _of_everyone(state: KeyState, of_others: Collection[str]) -> KeyState | None:
-    """Return the key as a new rank restores it, which the take did not have.
+    """Return the key as a new rank restores it. A new rank is one that the take did not have.
 
-    It has the global entries, and the live parts of this rank where there are none.
+    The rank gets the global entries, and keeps its live values at all other paths.
 
     Args:
         state: The key, with the global entries.
@@ -337,8 +337,8 @@ def copied(value: Any) -> Any:
 def _may_lack(state: KeyState, path: str) -> bool:
     """Whether a value keeps its live part at a path if the loaded state has none there.
 
-    Known of torch's optimizers for the state of a parameter; of modules and ``StateDict`` for items
-    of a dict. The result is False for anything else.
+    This is known for the state of a parameter in torch's optimizers, and for items of a dict in
+    modules and in ``StateDict``. For anything else the result is False.
     """
     loader, (parent, _, _) = known_loader(state.stateful), path.rpartition("/")
     if loader is torch.optim.Optimizer:
@@ -351,6 +351,6 @@ def _may_lack(state: KeyState, path: str) -> bool:
 def _is_of_module(state: KeyState, path: str) -> bool:
     """Whether a path names a parameter, buffer or extra state of a module.
 
-    The result is False if the value is no module, or if the path lies below such a name.
+    The result is False if the value is not a module, or if the path lies below such a name.
     """
     return isinstance(state.stateful, torch.nn.Module) and path.count("/") == 1

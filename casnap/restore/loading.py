@@ -237,7 +237,7 @@ class Loading:
         return lacking(candidates) if any(t.held is not None for t in targets) else candidates
 
     def _candidates(self) -> Iterator[Want | Candidate]:
-        """Yield the chunks to read. Fill small tensors at once, whose bytes their entries hold.
+        """Yield the chunks to read. Fill small tensors here: their entries hold their bytes.
 
         Raises:
             DamagedError: An entry and its digests contradict each other.
@@ -413,7 +413,7 @@ def _copy_to(target: memoryview, offset: int = 0) -> Sink:
 def _moves(
     entry: TensorEntry, cells: Grid, region: Region | Selection, target: torch.Tensor
 ) -> Iterator[_Move]:
-    """Yield a :class:`_Move` for each cell with elements of ``region``: these fill a tensor.
+    """Yield a :class:`_Move` for each cell that has elements of ``region`` to fill a tensor with.
 
     Args:
         entry: The entry.

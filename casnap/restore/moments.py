@@ -2,7 +2,7 @@
 
 torch loads moments of any shape. The next step then fails, or a fused kernel writes beyond them.
 
-Some moments rightly have another shape than their parameter: counters, factors, projections, blocks
+Some moments correctly differ in shape from their parameter: counters, factors, projections, blocks
 of quantized moments. So a moment is refused only if its parameter has another shape in the
 snapshot, or if the moment is known to need another shape here.
 """
@@ -92,11 +92,12 @@ def without_misfits(
     taken: TakenParameters,
     report: RestoreReport,
 ) -> KeyState:
-    """Report the moments that do not fit their parameters, and leave these out.
+    """Report the moments that do not fit their parameters, and leave them out.
 
     Args:
         contents: The snapshot.
-        state: The key of the optimizer, whose groups are as many and as large as in the snapshot.
+        state: The key of the optimizer. Its groups have the same number and sizes as in the
+            snapshot.
         optimizer: The optimizer.
         taken: What the snapshot has for the parameters of modules.
         report: Gets the moments.

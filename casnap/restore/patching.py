@@ -377,7 +377,8 @@ def _note_bases(
 def _load(contents: Contents, loading: Loading, bases: _Bases) -> None:
     """Read all chunks of a patch. Use deltas whose base chunks the live tensors hold.
 
-    If a chunk then seems damaged, other code may have changed a tensor: read all without deltas.
+    If a chunk seems damaged, other code may have changed a tensor. All is then read again, without
+    deltas.
     """
 
     def fill(digest: Digest, memory: memoryview) -> bool:

@@ -180,10 +180,10 @@ def _log_changes(
     entries: Mapping[str, Entry],
     comm: Comm,
 ) -> None:
-    """Log on rank 0 how its environment differs from the take's, in one line.
+    """Log, in one line on rank 0, how its environment differs from that of the take.
 
-    It is a warning if a training resumes that may compute other numbers now. A state that has
-    nothing of an optimizer may be restored only to be used.
+    The line is a warning if a difference may change the numbers that a resumed training computes. A
+    state without an optimizer's values is not taken for a training.
 
     Args:
         contents: The snapshot.
@@ -302,11 +302,11 @@ def _without_conflicts(
 ) -> tuple[list[KeyState], dict[str, Shards], list[list[Part]]]:
     """Report tensors of modules that share memory here, but differ in the snapshot.
 
-    A value that is no module gets a new tensor for each name, and need not keep the tie. So its
+    A value that is not a module gets a new tensor for each name, and need not keep the tie. So its
     tensors are not reported.
 
     Returns: What :func:`_compared` returns, without the reported tensors. Each group that is left
-    has at least one tensor of a value that is no module.
+    has at least one tensor of a value that is not a module.
     """
     entries = {
         path: entry for state in states for path, entry in state.entries.items() if path in targets
@@ -331,7 +331,7 @@ def _without_conflicts(
 
 @without_torch_modes()
 def _held(states: Iterable[KeyState]) -> dict[str, Shards]:
-    """Return path → live tensor, for all live tensors: also those that the restore replaces."""
+    """Return path → live tensor, for all live tensors, even those that the restore replaces."""
     return {
         path: shards
         for state in states

@@ -22,7 +22,8 @@ class RestoreReport:
         unexpected: Paths of the snapshot that the state lacks.
         mismatched: Paths whose shapes, sizes or kinds differ, in words. If a moment of an optimizer
             is among them, all of the state of its parameter was left out.
-        left_behind: Keys of ranks that this world does not have, as ``rank/key``. Not an error.
+        left_behind: Keys of ranks that the take had and this world lacks, as ``rank/key``. Not an
+            error.
         new_ranks: A sentence for each key, such as the random state, of which the take stored a
             part for single ranks alone. Ranks that the take did not have keep their own values. The
             sentences are the same on all ranks.
@@ -31,8 +32,8 @@ class RestoreReport:
             error. Ranks may differ in this; only rank 0 looks for the git commit.
         kept_bytes: With ``reuse=True``, how many bytes this rank did not read, since its tensors
             held them. A tied tensor counts under each of its names.
-        disk_bytes: How many bytes this process read from disks meanwhile; the page cache had the
-            others. None if the system does not tell.
+        disk_bytes: How many bytes this process read from disks during the restore; the page cache
+            had the others. None if the system does not report it.
     """
 
     missing: list[str] = field(default_factory=list)

@@ -124,8 +124,8 @@ def fetch_shared(
 def window_for(ranks: int) -> int:
     """Return about how many bytes a rank receives at once.
 
-    Each fetch allocates so much memory, so it is small; yet with many ranks it is large enough that
-    all of them can read at once.
+    The number is small, since each fetch allocates that much memory. With many ranks it is larger,
+    so that all of them can read at the same time.
     """
     return min(max(_LEAST_WINDOW, ranks * _WINDOW_PER_RANK), _LARGEST_WINDOW)
 
@@ -169,7 +169,7 @@ class _SharedFetch:
         Args:
             window: About how many bytes a rank receives at once.
             only_in_memory: Whether to share only if all ranks see each other's memory, and if it
-                saves much. Else nothing is read here.
+                saves much. Otherwise this method reads nothing.
         """
         if only_in_memory and self._wanted_again() < _WORTH_SHARING:
             return
@@ -238,7 +238,7 @@ class _SharedFetch:
         )
 
     def _room_for(self, nbytes: int) -> int:
-        """Return the length of a buffer for ``nbytes`` bytes of chunks, and a pointer per rank."""
+        """Return how long a buffer is for ``nbytes`` of chunks and one pointer for each rank."""
         return nbytes + _POINTER * self._comm.size
 
     def _make_buffers(self, requested: list[list[bytes]]) -> None:
@@ -285,7 +285,7 @@ class _SharedFetch:
         Args:
             nbytes: How many bytes of the pack a unit has, at most.
             share: How many bytes a rank reads for others in a window. A unit of compressed chunks
-                has fewer raw bytes.
+                has at most about a quarter of that, uncompressed.
 
         Returns:
             Unit → the digests of its chunks, in the order of units.
@@ -304,7 +304,7 @@ class _SharedFetch:
     ) -> tuple[Schedule, bool]:
         """Agree with all ranks on which rank reads which units; all call this.
 
-        If several ranks want the same units, one of them sends the list for all of these.
+        If several ranks want the same units, one of them sends the list for all of them.
 
         Returns:
             The schedule, and whether all ranks want the same chunks.
@@ -362,9 +362,9 @@ class _SharedFetch:
         return requests, read_alone
 
     def _requested(self, requests: list[list[list[Digest]]]) -> list[list[bytes]]:
-        """Return the requests to this rank, by window and rank, if all ranks want the same chunks.
+        """Return the requests to this rank, by window and rank, without an exchange of messages.
 
-        Then every request equals this rank's own, so none has to be sent.
+        Call this only if all ranks want the same chunks: every request then equals this rank's own.
 
         Args:
             requests: For each window and each reader, the chunks that this rank requests from it.

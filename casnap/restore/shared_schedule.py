@@ -20,7 +20,7 @@ from casnap.format.records import Place, encode
 Unit: TypeAlias = tuple[bytes, int]
 """A pack, and the number of a run in it. The numbers ascend along the pack."""
 Units: TypeAlias = list[tuple[bytes, list[tuple[int, int]]]]
-"""For each pack, in order: the runs that are wanted, and how many bytes of each."""
+"""For each pack, in order: the runs that are wanted, and how many bytes of each are wanted."""
 _Told: TypeAlias = list[tuple[bytes, int, Raw]]
 """A request: for each pack, how many bytes of it are wanted, and the encoded runs."""
 # No pack is as long as this. An index may claim larger offsets, but the number of a run must fit in
@@ -112,10 +112,10 @@ def schedule_reads(
 def _wanted_units(
     requests: Sequence[tuple[list[int], bytes | memoryview]], load: list[int]
 ) -> dict[Unit, list[tuple[int, int]]]:
-    """Return the units that several ranks may want; note who reads the others.
+    """Return the units that several ranks may want; add the others to the loads of their ranks.
 
-    A pack that one rank alone wants only adds to the load of that rank, and its units are left out.
-    When many ranks restore shards, most packs are such.
+    The units of a pack that only one rank wants are left out; their bytes count as load of that
+    rank. Most packs are like this when many ranks restore shards.
 
     Args:
         requests: Groups of ranks, each with the request of the group.

@@ -1,7 +1,7 @@
 """Rank 0 reads the trees of a remote snapshot for all ranks, since each read is a request.
 
-Several ranks may share a cache, as the ranks of a host do. Rank 0 reads many nodes together. For
-each cache, it sends the nodes that the ranks there need to one of them, which puts them into the
+Several ranks may share a cache, as the ranks of a host do. Rank 0 reads many nodes together. It
+sends one rank of each cache the nodes that the cache's ranks need, and that rank puts them into the
 cache. Later each rank takes nodes from its cache, and verifies them by their digests. It reads a
 node from the store if the cache lacks it, or has it damaged.
 """
@@ -19,7 +19,7 @@ from casnap.ranks.comm import Comm
 from casnap.storage import Contents
 
 _WINDOW_BYTES = 8 << 20
-"""Bytes that are sent together."""
+"""How many bytes are sent together."""
 
 
 def share_trees(comm: Comm, contents: Contents, keys: Iterable[str], caches: list[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Which tensors of a live state can be filled in place, and the memory of these."""
+"""Find the tensors of a live state that can be filled in place, and their memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Find tensors that share memory here, but have different values in the snapshot.
 
-Only the value that is filled in last could stay. This happens where a model with tied weights meets
-a checkpoint in which they differ.
+Shared memory can keep only one of the values. This happens where a model with tied weights meets a
+checkpoint in which these weights differ.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def conflicting_ties(
     """Return the groups of targets that share memory, but cannot all hold their stored values.
 
     If tied tensors have equal digests, they agree. Views of each other, and tensors that are cast,
-    may agree although their digests differ. So the values of those are read and compared.
+    may agree although their digests differ. So their values are read and compared.
 
     Args:
         contents: The snapshot.

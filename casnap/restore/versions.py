@@ -42,7 +42,7 @@ def with_versions(state: KeyState, known: Known) -> dict[str, Reopened]:
 
 
 _COUNT = "num_batches_tracked"
-"""A buffer that BatchNorm has since its second version, and adds to a state of its first."""
+"""A buffer that BatchNorm has since its version 2. It adds the buffer to states of version 1."""
 
 
 def added_by_module(

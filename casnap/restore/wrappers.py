@@ -39,9 +39,9 @@ def _begins(added: str, names: Collection[str]) -> bool:
 
 
 def _added_to(names: Collection[str], longer: Collection[str]) -> str:
-    """Return the part by which most of the longer names exceed the shorter ones.
+    """Return the part without which most of the ``longer`` names are equal to some of ``names``.
 
-    It is a part that a known wrapper adds, or a common beginning; empty if there is none.
+    This is a part that a known wrapper adds, or else a common beginning. Empty if there is none.
     """
     for added in _MAKERS:
         if _are_mostly(names, (_without(added, name) for name in longer)):
