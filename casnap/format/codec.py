@@ -4,16 +4,17 @@ The digest of a chunk is the digest of its raw bytes, so each writer may choose 
 compressed chunk is stored in planes (``planes.py``); ``delta.py`` has the deltas.
 
 A new codec that compresses a chunk by itself needs a number here, a place in ``BY_SIZE``, and a
-case in :func:`compress` and :func:`decompress`: mypy finds a missing case. Copies that compress use
-the last codec in ``BY_SIZE`` at once, for chunks and tree nodes. ``tools/read_store.py`` must learn
+case in :func:`compress` and :func:`decompress`: mypy finds a missing case. Copies that compress
+write tree nodes with the last codec in ``BY_SIZE`` from then on. ``tools/read_store.py`` must learn
 the codec too. An older version of casnap keeps chunks of a new codec, and raises an error when it
 must read one. To have it refuse the whole store instead, name a feature (``docs/format.md``,
 Evolution).
 
 Users can choose the codec once ``CODECS`` of ``storage/commit_log/settings.py`` has a word for it;
 ``NewStore``, ``Store.configure``, ``cli/config.py`` and ``docs/format.md`` then describe the word.
-`gc` (for old chunks) and copies choose a codec in ``storage/writing/chunk_forms.py``. All other
-code uses the constants ``KNOWN_CODECS``, ``WHOLE_CODECS`` and ``BY_SIZE``.
+Collections, and copies that compress, choose the form of a chunk in
+``storage/writing/chunk_forms.py``. All other code uses the constants ``KNOWN_CODECS``,
+``WHOLE_CODECS`` and ``BY_SIZE``.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ KNOWN_CODECS = frozenset(map(int, Codec))
 WHOLE_CODECS = KNOWN_CODECS - {int(Codec.DELTA)}
 """The codecs of chunks that can be read without another chunk."""
 BY_SIZE = (Codec.RAW, Codec.PLANES)
-"""The same codecs; the one that makes chunks smallest comes last. Copies that compress use it."""
+"""The same codecs, from the largest stored form to the smallest. Tree nodes get the last one in
+copies that compress."""
 
 
 def codec_among(codecs: Iterable[int]) -> Codec:
@@ -87,7 +89,11 @@ def decompress(codec: int, stored_form: memoryview, raw_size: int) -> memoryview
     Args:
         codec: The number of the chunk's codec.
         stored_form: The stored bytes.
-        raw_size: The expected length of the raw bytes. No longer buffer is ever allocated.
+        raw_size: The expected length of the raw bytes. No buffer longer than this is allocated.
+
+    Returns:
+        The raw bytes: for ``RAW`` the memory of ``stored_form``; for each other codec new, writable
+        memory, which the caller may keep and write to.
 
     Raises:
         DamagedError: The stored bytes are damaged.

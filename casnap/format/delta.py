@@ -170,8 +170,8 @@ def _listed(
         most: How many elements the chunk has.
 
     Returns:
-        The indices of the changed elements, their differences as bytes, and the length of the body
-        that was decoded.
+        The indices of the changed elements, their differences as bytes, and how many bytes of
+        ``body`` were decoded.
 
     Raises:
         DamagedError: The body is malformed, or does not fit a chunk of this length.
@@ -208,7 +208,7 @@ def _difference(elements: np.ndarray, elements_before: np.ndarray) -> np.ndarray
 
 
 def _add(elements: np.ndarray, differences: np.ndarray) -> None:
-    """Add the differences that :func:`_difference` returned to an array of integers, in place."""
+    """Add differences, as :func:`_difference` returns them, to an array of integers, in place."""
     import numpy as np
 
     np.add(elements, differences.view(elements.dtype), out=elements)

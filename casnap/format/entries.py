@@ -223,7 +223,7 @@ def _has_any(elements: Iterable[Raw]) -> bool:
 
 
 def entry_tree(top: Digest, load: Load) -> Tree[Entry]:
-    """Return the tree of a manifest that has the entries of one key of the app state.
+    """Return one tree of a manifest: the entries of one key of the app state.
 
     Args:
         top: The digest of the tree's top node.
@@ -313,7 +313,7 @@ class Manifest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
     environment: dict[str, Any] = {}
 
     def trees(self) -> Iterator[tuple[int | None, str, bytes]]:
-        """Yield the owner, the key and the digest of each tree; the global trees have no owner."""
+        """Yield the owner (a rank, or None for a global tree), key and digest of each tree."""
         for component, digest in self.shared.items():
             yield None, component, digest
         for rank, trees in self.ranks.items():

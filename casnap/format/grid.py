@@ -1,10 +1,10 @@
 """The fixed grid that cuts a tensor into chunks.
 
 The cells depend only on global shape, item size and the store's chunk size, so equal weights give
-equal chunks however they are sharded. The grid cuts one axis into runs: the first axis of which one
-slice fits into a chunk. A run has a power of two of slices. On each axis before the cut one, a cell
-has length 1; on each axis after, the full length. So a cell of a contiguous tensor is one run of
-the tensor's bytes, and the cells follow each other.
+equal chunks however they are sharded. The grid cuts one axis: the first one whose slices fit into a
+chunk. A cell has 1, 2, 4, 8 or another power of two of these slices. On each axis before the cut
+one, a cell has length 1; on each axis after it, the full length. So a cell of a contiguous tensor
+is one run of the tensor's bytes, and the cells follow each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Grid:
     Attributes:
         shape: The global shape.
         itemsize: The bytes of an element.
-        axis: The axis that is cut into runs of ``step`` slices; 0 if there is nothing to cut.
+        axis: The axis that is cut, every ``step`` slices; 0 if there is nothing to cut.
         step: The slices of a cell on ``axis``; the last cell on ``axis`` may have fewer.
         rows: The number of cells along ``axis``.
         count: The number of all cells; 0 if the tensor has no element.
@@ -85,7 +85,7 @@ class Grid:
         return Region(tuple(offsets), tuple(sizes))
 
     def lead_stop(self, index: int) -> int:
-        """Return one past the last cell that has a cell's position on all axes before ``axis``.
+        """Return one past the last cell that differs from a cell only in its place on ``axis``.
 
         Args:
             index: The number of the cell.

@@ -188,7 +188,7 @@ def names_nodes(node: bytes) -> bool:
 def named_in(node: bytes) -> Iterator[Digest]:
     """Yield the digests in the bytes of a node.
 
-    The search does not decode the node. It may miss a digest, or yield other bytes of that length.
+    The search does not decode the node. It may miss a digest, or yield bytes that are not a digest.
     """
     if not node.startswith((*_TREE, _MANIFEST)):
         if len(node) % DIGEST_SIZE == 0:

@@ -2,8 +2,8 @@
 
 A program that unpickles a notice gets an error whose text begins with ``casnap``. So no program
 takes a notice for the other library's file. The error comes from a function of torch that looks up
-a layout: the notice calls this function with its text. The safe unpickler of torch allows this call
-too. If the unpickler refused a notice instead, its error would begin with torch's advice.
+a layout: unpickling a notice calls this function with the text. torch's safe unpickler allows this
+call too. If it refused the call, its error would begin with torch's own advice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CALL = _HEADS[0] + b"ctorch.serialization\n_get_layout\nX%b%b\x85R."
 
 
 def notice(subject: str) -> bytes:
-    """Return the content of a notice. Who unpickles the notice gets an error that names casnap.
+    """Return the content of a notice. Unpickling it raises an error that names casnap.
 
     Args:
         subject: The message of the error: which data the snapshot has, and how to read the

@@ -57,7 +57,7 @@ def _compressor(width: int) -> zstandard.ZstdCompressor:
 def _decompressor() -> zstandard.ZstdDecompressor:
     """Return this thread's decompressor.
 
-    To make a new one would take as long as to read a short plane.
+    Making a new one takes as long as reading a short plane.
     """
     if not hasattr(_local, "decompressor"):
         import zstandard
@@ -162,7 +162,7 @@ def join_planes(
 
     Args:
         stored: The planes; other bytes may follow.
-        raw_size: The length of the result. No longer buffer is ever allocated.
+        raw_size: The length of the result. No buffer longer than this is allocated.
         memory: A buffer of ``raw_size`` bytes for the result; None allocates one.
 
     Raises:

@@ -35,7 +35,7 @@ THINNED = "thinned"
 REWOUND = "rewound"
 """The note of a snapshot that a rewind of its run has moved aside."""
 WITNESS = "witness"
-"""The note of a witness: the commit id, in hex, of its run's last snapshot then; "" for none."""
+"""The note of a witness: the hex commit id of the last snapshot that its run had; "" for none."""
 ORIGIN = "from"
 """The note of a copy that keeps its order: the source store, and the number of the root there."""
 
@@ -211,15 +211,16 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
 
     @property
     def awaited(self) -> list[str]:
-        """For each note that holds the snapshot, the reason in words."""
+        """The reasons, in words, of the notes that hold the snapshot."""
         return [reason for note, reason in HOLDING_NOTES.items() if self.has_note(note)]
 
     @property
     def holds(self) -> list[str]:
         """The reasons why the snapshot must stay, such as "tagged"; empty if there is none.
 
-        Three actions obey all of these: to prune, to thin, and to forget snapshots whose folder is
-        gone. An overwriting take obeys only tags. To delete a snapshot by its name obeys none.
+        Three actions obey all of these: pruning, thinning, and forgetting a snapshot whose folder
+        is gone. A take that overwrites the snapshot obeys only tags, and a delete by name obeys
+        none.
         """
         return [*(["tagged"] if self.tags else []), *self.awaited]
 
@@ -230,7 +231,7 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
         folder is one level higher.
 
         Args:
-            name: The name of the snapshot, which the row itself does not have.
+            name: The name of the snapshot; a row does not hold it.
         """
         folder = name.rpartition("/")[0]
         return folder.rpartition("/")[0] if self.is_rewound else folder
@@ -239,7 +240,8 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     def origin(self) -> tuple[str, int]:
         """The store that the snapshot was copied from: its id, and the number of its root.
 
-        They are "" and -1 if the snapshot is not a copy that keeps its order.
+        They are "" and -1 if the row names no origin. Only a copy that keeps the order of the
+        original store names one.
         """
         return self.noted_root(ORIGIN)
 
@@ -264,7 +266,7 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
 
 
 class UnfinishedCopy(Struct, frozen=True, array_like=True):
-    """A snapshot of which a copy has put only a part into this store so far.
+    """A snapshot of another store, copied into this one only in part so far.
 
     Attributes:
         parts: A manifest of the parts that have arrived.
@@ -286,8 +288,8 @@ class Root(Struct, frozen=True):
         commit: The id of the commit. After an unclear answer, a writer recognises its root by this
             id.
         time: Seconds since the epoch, by the writer's clock. No decision that matters rests on it.
-        fence: A root number. A collector may be deleting packs that have a smaller base and that no
-            root names.
+        fence: The number of a root. A collector may be deleting packs that no root names, if their
+            writer began at a root before this one.
         table: The tree of name → :class:`Row`; None while there is no snapshot.
         segments: The live index segments.
         condemned: The id of each condemned pack → the number of the root that condemned it.
@@ -297,7 +299,7 @@ class Root(Struct, frozen=True):
         settings: The settings of the store. A writer keeps settings that it does not know.
         store: A copy of ``casnap.json``.
         writer: The program and version that put the root, for people; nothing relies on it.
-        copies: The commit id of a snapshot in another store → the unfinished copy in this store.
+        copies: For each unfinished copy in this store: the commit id of the original → the copy.
     """
 
     seq: int
@@ -675,8 +677,8 @@ def segment_counts(data: bytes) -> tuple[int, int]:
 def max_segment_bytes(ref: SegmentRef) -> int:
     """Return the most bytes that a segment may have, given its reference in a root.
 
-    The bound assumes a pack for each record. Besides, 1 MiB is allowed for packs that are listed
-    but have no record left.
+    The bound allows one pack for each record, and 1 MiB more for packs that are listed but have no
+    record left.
     """
     most = ref.count * (_RECORD.size + ID_SIZE) + ref.deltas * _BASE.size
     return min((1 << 20) + most, MAX_SEGMENT_BYTES)
@@ -747,7 +749,7 @@ def merged_segment(
 ) -> tuple[bytes, tuple[PackId, ...]]:
     """Merge segments into one.
 
-    The new segment has each place of each digest, also if a digest has several places.
+    If a digest has several places, the new segment has all of them.
 
     Args:
         parts: For each segment, its sealed bytes and its name for messages.

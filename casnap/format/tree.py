@@ -79,7 +79,7 @@ def _decoder(value_type: Any) -> Any:
 
 
 class _Claim(NamedTuple):
-    """Facts about a node that the list above it states. The node is checked when it is read.
+    """Facts that a list states about a node below it. They are checked when the node is read.
 
     Attributes:
         first_key: The first key of the node.
@@ -171,9 +171,9 @@ class _Levels(Generic[V]):
         self._full[upper] = ends and upper < MAX_LEVELS
 
     def closed_to(self, level: int) -> bool:
-        """Store the full nodes of levels up to ``level``; return whether no node stays open there.
+        """Store the full nodes up to ``level``; return whether these levels have no open node left.
 
-        If no node stays open, the caller can add a stored node of that level without reading it.
+        If they have none, the caller can add a stored node of ``level`` without reading it.
         """
         self._reach(level)
         for i in range(level + 1):
@@ -222,10 +222,10 @@ class Tree(Generic[V]):
         load: Returns the verified bytes of a node.
         value_type: The type of the values.
         fanout: The average number of items, or children, in a node.
-        accepts: Whether a key is valid. The tree skips items with other keys. When it writes a leaf
-            anew, it leaves these items out.
-        decode_one: Decodes one value of a leaf that a later version of casnap wrote, and that
-            cannot be decoded as a whole.
+        accepts: Whether a key is valid. The tree skips items with invalid keys, and leaves them out
+            of a leaf that it rewrites.
+        decode_one: Decodes one value. It is used for leaves that cannot be decoded as a whole,
+            since a later version of casnap wrote them.
 
     Attributes:
         children: The nodes below the top node; if the top node is a leaf, that leaf itself.
@@ -329,9 +329,9 @@ class Tree(Generic[V]):
         return node
 
     def _accepted(self, node: LeafNode[V]) -> LeafNode[V]:
-        """Return a leaf without each item whose key ``accepts`` refuses; note these keys.
+        """Return a leaf without the items whose keys ``accepts`` refuses.
 
-        ``rejected`` gets the keys, up to a bound.
+        These keys are added to ``rejected``, up to a bound.
         """
         if self._accepts is None:
             return node
