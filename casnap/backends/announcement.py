@@ -1,9 +1,9 @@
 """Notes: small objects in ``tmp/`` by which a running process tells other processes something.
 
-An object store has no locks that would tell which processes live. So a process puts its note again
-from time to time, each time under another name, and deletes the note that it put before. A single
-listing of ``tmp/`` shows all current notes, on any server. Notes of dead processes are deleted
-later. If a note is lost, this costs work, never data.
+An object store has no locks that would show which processes are alive. So a process puts its note
+again from time to time, each time under a new name, and deletes the note that it put before. A
+single listing of ``tmp/`` shows all current notes, on any server. Notes of dead processes are
+deleted later. If a note is lost, this costs work, never data.
 
 A take announces itself by a note. The name of this note says on which root the take is based, and
 when the note was put, by the clock of the writer's host. Such a note counts for an hour at most.

@@ -38,8 +38,8 @@ class BackendCore(ABC):
       for a bounded time.
     - A missing object raises ``FileNotFoundError``. A failure that says nothing about the object
       raises an :class:`UnavailableError`; all else raises a :class:`BackendError`.
-    - The backend reads, changes and waits for nothing outside its place, whatever somebody has put
-      there, such as a link or a pipe.
+    - The backend reads, changes and waits for nothing outside its place, even if somebody has put a
+      link or a pipe into the place.
 
     Attributes:
         uri: The URI of the place, as the user would write it.
@@ -51,7 +51,7 @@ class BackendCore(ABC):
     def write(self, key: str, content: memoryview | bytes) -> None:
         """Create an object under a new key.
 
-        The caller has made the key, so no other process writes it.
+        The caller has invented the key, so no other process writes it.
         """
 
     @abstractmethod
@@ -79,7 +79,7 @@ class BackendCore(ABC):
 
         Args:
             key: The key of the object.
-            most: The most bytes to read. Somebody may have put an endless object there.
+            most: The most bytes to read, since somebody may have put an endless object.
 
         Raises:
             DamagedError: The object is longer than ``most``. No more than ``most`` bytes were read.
@@ -92,7 +92,7 @@ class BackendCore(ABC):
         Args:
             key: The key of the object.
             targets: For each run, the offset of its first byte, and the buffer. A buffer is filled
-                only in part if the object ends before.
+                only in part if the object ends before the run does.
         """
 
     @abstractmethod
@@ -109,7 +109,7 @@ class BackendCore(ABC):
 
         Args:
             key: The key of the object.
-            to: The second key. The caller has made this key, so no other process writes it.
+            to: The second key. The caller has invented it, so no other process writes it.
 
         Raises:
             FileNotFoundError: The object is not there.
@@ -205,11 +205,11 @@ class ReadHints(BackendCore):
     def warm(self, lengths: Mapping[str, int]) -> None:
         """Begin to load new objects into this host's memory, for readers that come soon.
 
-        The loading of an earlier call ends. This call raises no error, and does not wait.
+        This ends the loading that an earlier call began. It raises no error, and does not wait.
 
         Args:
-            lengths: The key of each object → its length in bytes. If it is empty, nothing is loaded
-                any more.
+            lengths: The key of each object → its length in bytes; empty only to end the earlier
+                loading.
         """
 
     def filled(self, key: str, targets: Sequence[Target], use: Callable[[int], None]) -> None:
@@ -221,18 +221,18 @@ class ReadHints(BackendCore):
         Args:
             key: The key of the object.
             targets: For each run, the offset of its first byte, and the buffer.
-            use: The function. This thread calls it with the index of a target whose buffer is full,
-                in any order. It is not called for a target beyond the end of the object. Nothing
-                writes to the buffer any more.
+            use: Called, in this thread and in any order, with the index of each target whose buffer
+                is full. Nothing writes to this buffer any more. A target that ends beyond the end
+                of the object is left out.
         """
         for number, n in enumerate(self._read_each(key, targets)):
             if n == len(targets[number][1]):
                 use(number)
 
     def _read_each(self, key: str, targets: Sequence[Target]) -> Iterable[int]:
-        """Read as :meth:`read_into` does.
+        """Read as :meth:`read_into` does; yield the number of bytes read into each buffer.
 
-        A backend may yield the length of each run once it has read it.
+        A backend may yield a number before it has filled the next buffer.
         """
         return self.read_into(key, targets)
 
@@ -243,8 +243,9 @@ class BucketRules:
     Attributes:
         needs_probe: Whether each host that writes must first probe whether put-if-absent is
             honoured. Another server, or a bucket with other settings, may ignore the condition.
-        exclusive: Whether the user vouches that no other process writes to this place. A remote
-            backend then reads the object first, and puts it if it is absent, without a condition.
+        exclusive: Whether the user vouches that no other process writes to this place. If so,
+            ``put_if_absent`` of a remote backend first looks whether the object is absent, and then
+            puts it without a condition.
     """
 
     needs_probe: bool = False
@@ -257,7 +258,7 @@ class BucketRules:
 
     @property
     def endpoint(self) -> str:
-        """A text for the server and bucket, or the file system, that a probe has to ask.
+        """The server and bucket, or the file system, that a probe has to ask, as a text.
 
         It is "" where no probe is needed.
         """
@@ -289,9 +290,9 @@ class Announcements(BackendCore):
     def announced(self, base: int, *, at_once: bool = False) -> Iterator[Callable[[], None]]:
         """Let collectors see, during a ``with`` block, that a take is under way.
 
-        A collector may delete what a take relies on if it does not see the take. The take then has
-        more work, but no data is lost. By default collectors see a note in ``tmp/``, which is put
-        once the take has gone on for a while.
+        A collector that does not see the take may delete what the take relies on. The take then has
+        more work, but no data is lost. By default the take is shown by a note in ``tmp/``, which is
+        put once the take has gone on for a while.
 
         Args:
             base: The number of the root that the take is based on.
@@ -347,8 +348,7 @@ class Markers:
         """Return the content of a file that :meth:`mark` has put.
 
         Raises:
-            FileNotFoundError: The file does not exist. This is the default of a backend without
-                markers.
+            FileNotFoundError: The file does not exist, or the backend keeps no markers.
         """
         raise FileNotFoundError(key)
 
@@ -443,10 +443,10 @@ class Backend(ReadHints, BucketRules, Announcements, Markers):
         """Create the place itself, such as its folder, if it does not exist yet."""
 
     def belong(self, check: Callable[[Backend], None]) -> None:
-        """Note that this backend is used by the store whose ``casnap.json`` was read last.
+        """Note that this backend belongs to the store whose ``casnap.json`` was read last.
 
-        At some places another store can come to the same path, such as when folders are moved. If
-        this may have happened, the backend calls ``check`` before it changes anything there.
+        At some places another store can later lie at the same path, for example after folders were
+        moved. Whenever this may be so, the backend calls ``check`` before it changes anything.
 
         Args:
             check: Raises a StoreError if the place holds another store.

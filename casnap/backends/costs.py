@@ -13,28 +13,28 @@ class Costs(NamedTuple):
     """How much to read, list and remember at a place, and how long to wait there.
 
     Attributes:
-        gap: Two runs of a pack with at most this many bytes between them are read by one call. To
-            read the bytes between takes less time than a second call.
+        gap: Two runs of a pack with at most this many bytes between them are read by one call.
+            Reading the bytes between them takes less time than a second call.
         sharing: How many reading threads share a buffer. At a bucket, most of these threads only
             wait.
         few: The most chunks to search for in parts of a large segment. For more chunks, the segment
             is read whole.
         probes: How many newer roots to look for one by one, before the folder of roots is listed.
         stands: For how many seconds a root that was seen counts as still there.
-        recent: For how many seconds a caller may begin with a root that was the newest.
+        recent: For how many seconds a root that was the newest may be used as if it still were.
         small_records: A segment with up to this many records is small. The next commit merges small
             segments into its own. The host that wrote such a segment keeps it; another reader pays
             a request for it.
         levels: For each level of segments, the most records, bases and packs of a segment; and how
             many segments of the level are merged with a new one.
-        merged: How many small segments a collector needs to merge them while it writes other
-            segments.
+        merged: A collector that writes segments anyway merges the small ones too, if there are at
+            least this many.
         many_records: If the index has more records than this, packs are listed folder by folder.
         delete_batch: How many files are deleted at once.
         delta_bytes: How many bytes of chunks are encoded at once as deltas of chunks that another
             store has.
-        collection_start: How many seconds after it has made garbage a process first collects. A
-            process that ends sooner makes no requests for a collection.
+        collection_start: How many seconds pass between a process's first garbage and its first
+            collection. A process that ends sooner makes no requests for a collection.
         collection_rest: How many seconds a process waits between two collections.
         watch: How many seconds pass between two looks for commits of other processes.
         one_asks: Whether one of many ranks reads what all need, and sends it to the others.

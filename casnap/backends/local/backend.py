@@ -69,13 +69,13 @@ _BLOCK = 512
 class LocalBackend(Backend):
     """The objects of a store in a folder of a local or network file system.
 
-    Large aligned writes go around the page cache if the file system allows this: they are faster
-    so. After a take, new packs are read into the page cache, for the reader that comes next.
-    All files in the folder are opened by ``safe_paths.py``.
+    Large aligned writes go around the page cache if the file system allows this, which is faster.
+    After a take, new packs are read into the page cache, for the reader that comes next. All files
+    in the folder are opened by ``safe_paths.py``.
 
     Args:
-        folder: The store's folder. Links in its path are resolved now; later changes of them have
-            no effect.
+        folder: The store's folder. Links in its path are resolved now; later changes to the links
+            have no effect.
     """
 
     keeps_copies = True
@@ -168,8 +168,8 @@ class LocalBackend(Backend):
     def _seen(self, path: str, look: Callable[[], V]) -> V:
         """Call ``look``, which looks at a path; call it again if the first answer may be old.
 
-        This is so if the path seems absent, but the server has it; or if the server has replaced
-        the file handle.
+        The first answer may be old if the path seems absent but the server has it, or if the server
+        has replaced the file handle.
         """
         try:
             return look()
@@ -549,10 +549,10 @@ def _path_in(folder: str, key: str) -> str:
 
 
 def _put_back(aside: str, name: str, folder: int) -> None:
-    """Rename a file or folder that was put aside to its old name, unless this name is taken by now.
+    """Give a file or folder its old name back, unless something else has this name now.
 
     Args:
-        aside: The name that it has now.
+        aside: The name that it has had meanwhile.
         name: The old name.
         folder: The open folder of both names.
     """
@@ -565,10 +565,7 @@ def _put_back(aside: str, name: str, folder: int) -> None:
 
 
 def _remove_notices(path: str) -> None:
-    """Remove casnap's notices from a folder.
-
-    They stand where other libraries look for their own files.
-    """
+    """Remove casnap's notices, which stand where other libraries look for files, from a folder."""
     with folder_at(path, listed=True) as folder:
         for name in os.listdir(folder):
             if _is_notice(name, folder):

@@ -1,4 +1,4 @@
-"""Locks on files in ``tmp/`` of a local store. They show which writers live.
+"""Locks on files in ``tmp/`` of a local store. They show which writers are alive.
 
 When a process dies, the kernel frees its locks. A writer locks its temporary file. A take locks an
 empty file, which announces the take: the file's name contains the root that the take is based on.
@@ -72,7 +72,7 @@ def _create_locked(name: str, folder: int, create: Callable[[str], Descriptor]) 
         create: Creates a file in this folder, and returns it open.
 
     Raises:
-        FileNotFoundError: Collectors have deleted the file each time before it had its name.
+        FileNotFoundError: At each attempt, a collector has deleted the file before it had its name.
     """
     for _ in range(_ATTEMPTS):
         temporary, is_named = os.urandom(12).hex(), False
@@ -129,7 +129,7 @@ def unlink_abandoned(folder: int, min_age: float) -> int:
 
 
 def _unlink_left_open(name: str, folder: int) -> int:
-    """Delete the rest of a deleted file, which a client has kept for a day; return the bytes freed.
+    """Delete, after a day, what a client has kept of a deleted file; return the bytes freed.
 
     A client of a network file system renames a file that is deleted while it is open. The client
     deletes the renamed file once no process has it open; some clients of FUSE never do. This
@@ -147,7 +147,7 @@ class _Look(NamedTuple):
     """The result of :func:`_look_at`.
 
     Attributes:
-        age: The age of the file in seconds, if its writer may live; otherwise infinite.
+        age: The age of the file in seconds, if its writer may be alive; otherwise infinite.
         freed: How many bytes were freed by deleting the file.
     """
 
@@ -164,9 +164,9 @@ def _look_at(name: str, folder: int, *, min_age: float = 0.0, lease: float = 0.0
     Args:
         name: The name of the file.
         folder: The open folder ``tmp/``.
-        min_age: A file that is younger, in seconds, stays, whether it is locked or not.
-        lease: If the file system has no locks, a file that is younger, in seconds, counts as
-            locked.
+        min_age: A file that is younger than this many seconds stays, whether it is locked or not.
+        lease: If the file system has no locks, a file that is younger than this many seconds counts
+            as locked.
     """
     try:
         file = open_to_lock(name, folder)

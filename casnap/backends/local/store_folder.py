@@ -101,9 +101,9 @@ class StoreFolder:
         """A text that tells this store's folder from others, and from earlier ones at its path.
 
         On a local disk it consists of the real path, of device and inode of the folder and of the
-        record, and of the time at which the record last changed. Inodes are used again, but no user
-        can choose this time. On a network file system, the client may give a file another inode and
-        time after a while. There the identity is the path alone.
+        record, and of the time at which the record last changed. Inodes are reused, but no user can
+        choose this time. On a network file system, the client may give a file another inode and
+        time after a while. So the identity is the path alone on such a file system.
         """
         with translated(self.uri):
             try:
@@ -125,7 +125,7 @@ class StoreFolder:
         """Note that the record that was read last belongs to the store that uses this folder.
 
         Args:
-            check: Raises a StoreError if the folder holds another store by now.
+            check: Raises a StoreError if the folder now holds another store.
         """
         self._check, self._record = check, self._read_record
 
@@ -141,7 +141,7 @@ class StoreFolder:
             make: Whether to create the folder if it is missing.
 
         Raises:
-            StoreError: The folder holds another store by now, or this user may only read the store.
+            StoreError: The folder now holds another store, or this user may only read the store.
         """
         self.check_guard()
         with self.opened_or_made(self.objects) if make else folder_at(self.objects) as fd:

@@ -1,6 +1,7 @@
-"""New packs are read into the page cache, since readers often want the newest snapshot.
+"""Read new packs into the page cache, since readers often want the newest snapshot.
 
-Takes write around the page cache. Without this, the first restore after a take would read the disk.
+Takes write around the page cache. Without this module, the first restore after a take would have to
+read the disk.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from casnap.runtime.machine import available_bytes
 _LEAST_BYTES = 256 << 10
 # Linux shortens a longer advice to what one request to the disk may have.
 _ADVICE_BYTES = 256 << 10
-# So much is on its way from the disk, twice. More would make the reads of a training wait.
+# Up to two of these windows are read ahead. More would make the reads of a training wait.
 _WINDOW_BYTES = 8 << 20
 # A disk that needs longer for a window is busy. The thread then gives up.
 _PAUSE, _LOOKS = 0.002, 2500
@@ -31,14 +32,14 @@ class Warmer:
     """Reads new files into the page cache, by one thread that no one waits for."""
 
     def __init__(self) -> None:
-        # What the present thread has to do; another object as soon as the thread must end.
+        # A thread goes on as long as this is the object that it was started with.
         self._turn = object()
 
     def start(self, lengths: Mapping[str, int]) -> None:
-        """Begin to read files; an earlier thread ends.
+        """Begin to read files on a new thread. The thread of an earlier call ends.
 
-        The thread ends early if the memory that is available is not twice what is left to read, or
-        if the disk is busy.
+        The new thread ends early if the available memory is less than twice what is left to read,
+        or if the disk is busy.
 
         Args:
             lengths: The path of each file → its length in bytes.
@@ -81,7 +82,7 @@ def _has_arrived(fd: int, stop: int) -> bool:
     """Wait until the page cache has what lies before ``stop``; return False if it takes long.
 
     Raises:
-        OSError: The file system cannot tell, as one in memory.
+        OSError: The file system cannot tell, for example one in memory.
     """
     # Not the last byte: the last page of a file was written through the page cache.
     last = (stop - 1) // _ADVICE_BYTES * _ADVICE_BYTES

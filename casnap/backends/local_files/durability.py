@@ -56,17 +56,17 @@ class NewNames:
                 raise
 
     def is_doubtful(self, folder: str) -> bool:
-        """Whether the last sync of a folder, made for this store by this process, failed."""
+        """Whether this process's last sync of a folder for this store failed."""
         return bool(doubtful) and not doubtful.isdisjoint(_doubts(folder, self._identity()))
 
 
 def sync_folder(folder: str, identity: Callable[[], str] = str) -> None:
     """Sync a folder, in a way that works even after a failed sync.
 
-    After a failed sync, the system may take the folder for written. The next sync then succeeds
-    without writing anything, unless the folder has changed since. So this function first changes
-    the time of such a folder. (A new name would be a change too, but it would stay if the process
-    were killed.)
+    After a failed sync, the system may believe that the folder was written. The next sync then
+    succeeds without writing anything, unless the folder has changed since. So this function first
+    changes the time of such a folder. (A new name would be a change too, but it would stay if the
+    process were killed.)
 
     Args:
         folder: The path of the folder.

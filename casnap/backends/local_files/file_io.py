@@ -31,7 +31,7 @@ def write_at(fd: int, view: memoryview, offset: int) -> None:
 def write_cached(fd: int, view: memoryview, offset: int) -> None:
     """Write a view to a file at an offset, through the page cache.
 
-    Use this for files read soon after.
+    Use this for files that will soon be read.
     """
     position = 0
     while position < len(view):

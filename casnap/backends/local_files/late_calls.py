@@ -1,8 +1,8 @@
-"""Watch for calls of the system that wait for a server, and log what they wait for.
+"""Watch for system calls that wait for a server, and log what they wait for.
 
-The server of a network file system may not answer. No program can end such a call, and the client
-may wait for hours. So a thread watches the calls of the other threads, and logs a warning about a
-long one. It runs only while there are calls to network file systems.
+If the server of a network file system does not answer, a call may wait for hours, and no program
+can end it. So one thread watches the calls of the other threads, and logs a warning about a long
+one. This thread runs only while there are calls to network file systems.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def watch_calls_to(folder: str) -> None:
 def _known() -> tuple[str, ...]:
     """Return the paths of the network file systems that this process knows.
 
-    The list of mounts is read once only, since reading it takes several calls of the system.
+    The list of mounts is read only once, since reading it takes several system calls.
     """
     global _places
     if _places is None:

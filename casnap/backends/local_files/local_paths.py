@@ -1,9 +1,10 @@
-"""Look at local paths, with one rule for when nothing is at a path.
+"""Look at local paths, and tell "nothing is there" from "the look has failed".
 
-Nothing is at a path if the system says so. If the system says anything else, such as that this user
-may not look or that the disk has failed, the functions raise an error. A program that took such an
-answer for "nothing" would begin its run anew. The functions of ``os.path`` and ``pathlib`` swallow
-some of these errors: which ones depends on the release of Python.
+A path counts as absent only if the system says that nothing is there. If the look fails, for
+example because this user may not look or the disk is broken, the functions raise an error: a
+program that took the failure for "nothing" would begin its run from the start. The functions of
+``os.path`` and ``pathlib`` swallow some of these errors; which ones depends on the release of
+Python.
 """
 
 from __future__ import annotations

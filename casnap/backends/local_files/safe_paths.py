@@ -196,7 +196,7 @@ def folder_at(folder: str, *, listed: bool = False, base: OpenFolder | None = No
 
     Args:
         folder: The real path of the folder.
-        listed: Whether the caller also lists, syncs or changes the folder itself. This takes the
+        listed: Whether the caller also lists, syncs or changes the folder itself. This needs the
             right to read it.
         base: An open folder above it, from which the path is resolved.
 

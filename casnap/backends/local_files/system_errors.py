@@ -115,7 +115,7 @@ def no_links_error(error: OSError, subject: str) -> BackendError:
 
 
 def gone_error(uri: str) -> BackendError:
-    """Return the error to raise when a store's folder is gone since the store was opened."""
+    """Return the error to raise when the folder of an open store has disappeared."""
     return BackendError(
         f"{uri} is gone, or was moved, since it was opened; open it anew, where it is now"
     )

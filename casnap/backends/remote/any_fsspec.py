@@ -1,8 +1,8 @@
 """The client for URIs other than ``s3://`` and ``gs://``, by the methods of any fsspec file system.
 
-The ``pipe_file`` of some object stores, such as Azure's, knows ``mode="create"``. Such a store may
-be able to put an object only if it is absent; each host finds out by a probe. On all other file
-systems only one process at a time may write.
+The ``pipe_file`` of some object stores, such as Azure's, knows ``mode="create"``. These stores may
+honour put-if-absent; each host finds out by a probe. On all other file systems, only one process at
+a time may write.
 """
 
 from __future__ import annotations

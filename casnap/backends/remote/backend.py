@@ -315,8 +315,8 @@ class RemoteBackend(Backend):
     def tidy(self, min_age: float) -> int:
         """Delete what killed processes left in ``tmp/``: notes, and the objects of probes.
 
-        By the times that the server tells, an object of a probe is deleted after an hour at the
-        earliest, since the probe may still run; a note after a day at the earliest.
+        An object of a probe is deleted once it is an hour old, since the probe may still run before
+        that; a note, once it is a day old. The server tells when each was put.
         """
         return self._run(self._tidy(min_age))
 
@@ -616,7 +616,7 @@ async def _read_rest(client: Client, key: str, sink: Scatter) -> int | None:
 
 
 async def together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines at once; return their results.
+    """Run coroutines side by side; return their results.
 
     The first error cancels the others, and is raised.
     """

@@ -80,7 +80,7 @@ class Sink(Transfer):
         self.nbytes += len(data)
 
     def room(self) -> memoryview | None:
-        """Return memory to receive the next bytes into; None to be given them by :meth:`take`."""
+        """Return memory to receive the next bytes into; None if :meth:`take` is to get them."""
         return None
 
     def received(self, nbytes: int) -> None:
@@ -193,7 +193,7 @@ class Client(ABC):
             sink: Takes the bytes. It gets none if the run begins behind the end of the object.
 
         Returns:
-            The length of the whole object in bytes; the first element of ``run`` if this lies
+            The length of the whole object in bytes; the first element of ``run`` if the run begins
             behind the end; None if the answer does not tell the length.
         """
 

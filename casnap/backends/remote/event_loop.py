@@ -121,9 +121,9 @@ class EventLoop:
 
 
 class _Threads(ThreadPoolExecutor):
-    """An executor that starts a thread for each call, also while the process exits.
+    """An executor that starts a thread for each call, even while the process exits.
 
-    The thread pool of the base class refuses work then.
+    The thread pool of the base class refuses work while the process exits.
     """
 
     @override

@@ -190,8 +190,8 @@ class GcsClient(Client):
     async def _error_for(self, refusal: StatusError, path: str, subject: str) -> Exception:
         """Return casnap's error for an error answer.
 
-        A 404 may be about the object or the bucket. If the answer does not tell, the bucket is
-        asked for.
+        A 404 may be about the object or the bucket. If the answer does not say which, a second
+        request asks for the bucket.
 
         Args:
             refusal: The error answer.

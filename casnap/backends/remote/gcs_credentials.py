@@ -1,7 +1,7 @@
 """Decide whether gcsfs should look for the credentials that Google's cloud gives its machines.
 
 gcsfs asks a metadata server for them. Outside Google's cloud there is no such server, and gcsfs
-asks for more than 20 seconds.
+keeps asking for more than 20 seconds.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _FLAVOR = {"Metadata-Flavor": "Google"}
 def token_to_use(token: Any) -> Any:
     """Return the ``token=`` to pass to gcsfs, so that gcsfs does not wait in vain.
 
-    With None, gcsfs looks for default credentials, then asks the metadata server, then goes on
-    without credentials. If there are no default credentials and no metadata server, this function
-    returns at once the token by which gcsfs does not look for them.
+    Given None, gcsfs looks for default credentials, then asks the metadata server, then goes on
+    without credentials. If this function finds neither default credentials nor a metadata server,
+    it returns a token with which gcsfs asks no metadata server.
 
     Args:
         token: The user's ``token=``. If it is not None, it is returned.

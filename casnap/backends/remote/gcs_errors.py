@@ -34,7 +34,7 @@ def casnap_error(refusal: StatusError, subject: str, uri: str) -> Exception | No
         uri: The URI of the store, for messages.
 
     Returns:
-        The error; None for a 404 that tells neither that the object nor that the bucket is missing.
+        The error; None for a 404 that does not say whether the object or the bucket is missing.
     """
     status, text = refusal.status, refusal.text
     if status == 404:

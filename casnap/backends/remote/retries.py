@@ -67,7 +67,7 @@ class Operation:
         action: The operation and its object in words, for messages.
         retries: How long and how often to try.
         answered: Whether the server has ever answered this process.
-        failing: Whether the backend's last operation had no success.
+        failing: Whether the backend's last operation failed.
     """
 
     def __init__(

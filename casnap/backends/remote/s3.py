@@ -235,9 +235,9 @@ class S3Client(Client):
 
 
 def _session(**options: Any) -> AioSession:
-    """Return a new session. It reads the credentials, but shares the description of the API.
+    """Return a new session, which reads the credentials.
 
-    To read this description takes 0.1 s.
+    All sessions share one description of the API, since reading it takes 0.1 s.
     """
     session = AioSession(**options)
     session.register_component("data_loader", _loader)
