@@ -1,7 +1,7 @@
-"""The names that guests import: what a trainer, an engine or a report outside of casnap builds on.
+"""The names that a trainer, an engine or a report outside of casnap builds on.
 
-A guest imports the names of ``casnap`` and ``casnap.errors``, and the names below. Semantic
-versioning holds for all of them. ``docs/guides/own-trainer.md`` uses them.
+It imports them, and the names of ``casnap`` and ``casnap.errors``. Semantic versioning holds for
+all of them. ``docs/guides/own-trainer.md`` uses them.
 
 ==========================  ====================================================================
 takes of a trainer          ``JoinedTake``, ``TakeOptions``; a ``StateSource`` is a ``LiveState``

@@ -139,13 +139,17 @@ def test_folders_import_in_no_circle_and_few_levels() -> None:
 
 
 def test_each_folder_says_what_it_may_import_and_where_to_begin() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
     for path in SOURCES:
         if path.is_relative_to(ROOT / "casnap") and path.name == "__init__.py":
             if path.parent == ROOT / "casnap":
                 continue
             said = ast.get_docstring(tree_of(path)) or ""
             assert re.search(r"[Ii]mport", said), path
-            assert re.search(r"[Bb]egin with", said), path
+            begins = re.search(r"[Bb]egin\s+with\s+``([\w/]+\.py)``", said)
+            assert begins, path
+            first = (path.parent / begins[1]).relative_to(ROOT / "casnap")
+            assert f"| `{first}` |" in page, first
 
 
 MOST_AT_THE_DOOR = 60

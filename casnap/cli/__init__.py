@@ -6,7 +6,8 @@ and values import torch: ``import``, ``export``, ``pull --dtype``, ``diff --elem
 
 The highest layer: no other module but ``__main__`` imports it. It imports the public classes,
 ``view.py``, ``proving``, ``report``, ``integrations/folders``, and what lower folders offer (the
-contract ``verbs`` in pyproject.toml). Begin with ``output.py``, then read any subcommand.
+contract ``verbs`` in pyproject.toml). Begin with ``__init__.py``, this module, then read a
+subcommand, such as ``rm.py``.
 """
 
 from __future__ import annotations

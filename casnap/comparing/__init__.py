@@ -1,6 +1,8 @@
 """Compare two snapshots, or a live state with a snapshot: which paths differ, and by how much.
 
-Imports ``storage``, ``state``, lower layers, and two other verbs, ``take`` and ``restore``: a live
-state is read as a take reads it, and hashed as a restore with ``reuse=True`` does. Begin with
-``changes.py``, the report; ``diff.py`` makes it of two snapshots, ``live.py`` of a live state.
+``witness.py`` stores the digests of a state, and compares a later state with them.
+
+Imports ``take``, ``restore``, ``storage``, ``state`` and lower layers: a live state is read as a
+take reads it, and hashed as a restore with ``reuse=True`` does. Begin with ``diff.py``, which
+compares two snapshots, then read ``live.py``. ``changes.py`` is the report of both.
 """

@@ -4,6 +4,6 @@ The formats are safetensors, ``torch.save`` and folders of ``torch.distributed.c
 of TorchSnapshot and torch_checkpointing are read, never written. An import is a take, and an export
 reads as a restore does.
 
-A verb: imports ``take``, ``restore``, ``storage``, ``state`` and lower layers; neither ``mirror``
-nor ``diagnosis``. Begin with ``importing.py`` and ``exporting.py``.
+Imports ``take``, ``restore``, ``storage``, ``state`` and lower layers. Begin with ``importing.py``,
+then read ``exporting.py``.
 """

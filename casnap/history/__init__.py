@@ -1,6 +1,6 @@
-"""Questions to all snapshots of a store: whose weights a file has, and the mean of some.
+"""Find the snapshots that hold the weights of a file; compute the mean of some snapshots.
 
-Imports ``storage``, ``state``, lower layers, and three other verbs. A file is read as an import
-reads it. A mean is committed as a take is, and its elements are read as a restore reads them.
-Begin with ``average.py``.
+Imports ``files``, ``take``, ``restore``, ``storage``, ``state`` and lower layers: it reads a file
+as an import does, commits a mean as a take does, and reads its elements as a restore does. Begin
+with ``who.py``, then read ``average.py``.
 """

@@ -9,9 +9,11 @@ or for snapshots that other processes have committed. On each host one process a
 A mirror may follow a tag. The pass then copies only the snapshot that the tag is published on, and
 moves the tag at the mirror. No take waits for the mirror or gets its errors. Three places decide
 when to copy: :meth:`Mirror.wake` begins each pass, :meth:`Mirror._copy_all` copies in it or returns
-early, and :meth:`Mirror._pause` holds it up during a take. Code that is to copy later returns early
-from ``_copy_all``, after ``destination()``. It must not keep ``wake`` from beginning a pass, since
-:meth:`Mirror.start` and :meth:`Mirror.wait` block until a pass was made.
+early, and :meth:`Mirror._pause` holds it up during a take. To copy later, have ``_copy_all`` raise,
+after ``destination()``, an error that :meth:`Mirror._run` passes over, as it does ``BusyError``. A
+plain return would count as a success, and end the pauses after failures. Do not keep ``wake`` from
+beginning a pass: :meth:`Mirror.start` waits for the first one. :meth:`Mirror.wait` returns only
+once all snapshots are copied.
 """
 
 from __future__ import annotations

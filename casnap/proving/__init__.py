@@ -1,5 +1,5 @@
 """Prove that a training resumes: run it whole and killed, and compare what the runs have stored.
 
-A guest: imports ``casnap``, ``casnap.errors`` and ``casnap.extending``. Begin with ``proof.py``.
+Imports only ``casnap``, ``casnap.errors`` and ``casnap.extending``. Begin with ``proof.py``.
 ``attempts.py`` starts and kills processes, ``causes.py`` says what a difference usually means.
 """

@@ -1,8 +1,7 @@
 """Keep folders of safetensors, and live tensors, at the newest snapshot, for inference engines.
 
-A pull keeps a folder, a :class:`Follower` fills live tensors. This folder is a verb, which
-``Store`` calls: its modules import what lower folders offer (the contract ``verbs`` in
-pyproject.toml). Begin with ``pull.py``, then read ``writing.py``.
+A pull keeps a folder; a :class:`Follower` fills live tensors. Imports what lower folders offer (the
+contract ``verbs`` in pyproject.toml). Begin with ``pull.py``, then read ``writing.py``.
 """
 
 from __future__ import annotations

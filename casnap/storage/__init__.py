@@ -18,7 +18,8 @@ The rest of casnap uses only the names below; import-linter refuses any other. C
 usage need more names from inside the rooms: ``inspecting.py``, above all rooms, lists these.
 
 The rooms import ``backends``, ``format``, ``runtime``, ``errors`` and ``version``; neither
-``state``, ``ranks`` nor torch. Begin with ``reading/repository.py`` and ``writing/session.py``.
+``state``, ``ranks`` nor torch. Begin with ``reading/repository.py``, then read
+``writing/session.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 """Copy snapshots from one store to another: send only chunks that the other lacks.
 
-Imports ``storage``, ``backends`` and lower layers, and no other verb. Begin with ``copy.py``.
+Imports ``storage``, ``backends`` and lower layers. Begin with ``copy.py``.
 """

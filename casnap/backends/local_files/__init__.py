@@ -1,7 +1,8 @@
 """Files of this machine, or of a network file system: safe paths, durable names, locks, errors.
 
 This folder imports ``format``, ``runtime`` and ``errors``; it knows no backend. Backends import its
-modules, the rest of casnap only the names below. Begin with ``safe_paths.py``.
+modules, the rest of casnap only the names below. Begin with ``file_io.py``, then read
+``safe_paths.py``.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@
 
 ``install("/ckpts")`` does the same for code that only gives DCP a path.
 
-This folder is a verb, as ``take`` and ``restore`` are, and no guest: DCP is torch's own interface.
-So it imports what lower folders offer (the contract ``verbs`` in pyproject.toml), and the names of
+DCP is torch's own interface, and ``dcp.save`` is a take like any other. So this folder imports from
+inside casnap: what lower folders offer (the contract ``verbs`` in pyproject.toml), and the names of
 ``casnap.extending``. To read the code, begin with ``writer.py``.
 """
 

@@ -1,5 +1,5 @@
 """Collecting garbage: packs that no snapshot needs are condemned, and deleted after a grace.
 
 This room imports all others of ``storage`` but ``opening``, and none imports it. Begin with
-``plan.py`` and ``gc.py``; ``automatic.py`` begins collections that no user has asked for.
+``gc.py``, then read ``plan.py``; ``automatic.py`` begins collections that no user has asked for.
 """
