@@ -1,15 +1,15 @@
 """Automatic collections: a process that deletes snapshots also frees their bytes.
 
 The first collection of a process begins in the background once the process has deleted a snapshot.
-It goes through the whole store. A later collection begins once enough bytes were deleted, if
-collections have taken only a small share of the process's time. On a local disk it looks only at
-packs that are new, or hold chunks that are no longer needed. Once much more was deleted than is
-kept, a collection goes through the whole store again.
+It goes through the whole store. A later collection begins once enough bytes were deleted; how many
+are enough depends on how much of the process's time collections have taken. On a local disk it
+looks only at packs that are new, or that hold chunks no longer needed. Once much more was deleted
+than is kept, a collection goes through the whole store again.
 
 On a local disk, a collection frees the packs that were condemned before the end of the previous
 collection. So each reader and each take has the time between two collections to finish. On a remote
-store, and where the store sets a grace, condemned packs stay for the grace. Safety rests on
-neither, but on the protocol (``docs/commit-protocol.md``).
+store, and where the store sets a grace, condemned packs stay for the grace. These waits are not
+what makes a collection safe: the protocol is (``docs/commit-protocol.md``).
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class AutomaticCollector:
             time.sleep(_LOOK)
 
     def make_room(self, store: Repository, count_bytes: Callable[[], int]) -> None:
-        """Collect all garbage now, without a grace, if a state may not fit on the disk.
+        """If a state may not fit on the disk, collect all garbage now, without a grace.
 
         Args:
             store: The store, as the caller has it open.

@@ -1,7 +1,7 @@
 """Collections, which free garbage while takes go on.
 
 A root first *condemns* each pack that no snapshot needs. A take that began before and relies on
-such a pack *rescues* it when it commits; a later take stores the pack's chunks anew. After the
+such a pack *rescues* it when it commits; a later take stores the pack's chunks again. After the
 grace, the collector raises the *fence*: it puts a root that no longer names the pack. No take that
 began before that root can commit any more. Then the collector deletes the pack
 (``_Collector._delete``).
@@ -51,12 +51,12 @@ class GcOptions:
 
     Attributes:
         grace: How many seconds to keep garbage. None for the store's setting, or else 24 hours.
-        repack: A share from 0 to 1. If less than this share of a pack is needed, the needed part is
-            copied to a new pack, so that the old one can be condemned.
+        repack: A fraction from 0 to 1. If less than this fraction of a pack is needed, the needed
+            part is copied to a new pack, so that the old one can be condemned.
         dry_run: Whether to only report what a collection would do.
         exclusive: Whether the user vouches that no other process writes to the store.
         deleted: For a dry run: the full names of snapshots to treat as deleted.
-        condemned_until: The number of a root, if given. Packs that were condemned up to this root
+        condemned_until: The number of a root, or None. Packs that were condemned up to this root
             are freed, whatever the grace is.
         recode_after: How many of the newest snapshots of each folder to leave as they are. Older
             ones are recoded, if the store's settings allow it. None recodes no snapshot.
@@ -98,7 +98,7 @@ class GcReport:
 
     A dry run plans as any other run does, but some figures are only estimates. It does not know
     which chunks recoding would make smaller, nor which files in ``tmp/`` dead writers have left. If
-    it would copy out of packs, it counts all needed chunks of these packs, also those that another
+    it would copy out of packs, it counts all needed chunks of these packs, even those that another
     pack has. It does not know the roots that the copies would put, so a real run may raise the
     fence further. Nor does it know what the copies add to the index, so ``freed_bytes`` may be
     more.
@@ -179,7 +179,7 @@ def collect(
         report: An empty report to fill in, for a caller that needs it even if the collection fails.
 
     Raises:
-        StoreError: The store cannot be written to, or not safely beside other writers.
+        StoreError: This process may not write to the store, or not beside other writers.
         DamagedError: Something could not be read; the message says how to continue.
     """
     started = time.monotonic()
@@ -243,8 +243,8 @@ class _Candidates:
     def at(self, view: IndexView) -> Needs:
         """Return the packs that the root after the newest one may condemn, and those to rescue.
 
-        A pack may be condemned if it holds no chunk or node that the newest root needs, or if all
-        that are needed were copied to packs that are live there.
+        A pack may be condemned if the newest root needs nothing in it, or if all that is needed was
+        copied to packs that are live in this root.
 
         Args:
             view: The index as the newest root sees it.
@@ -481,7 +481,7 @@ class _Collector:
     # --- carrying out the plan ---
 
     def _copy_out(self, marks: Marks, plan: Plan) -> dict[bytes, PackId]:
-        """Copy the chunks and nodes that snapshots need out of ``plan.copied`` to new packs.
+        """Copy all needed chunks and nodes in the packs of ``plan.copied`` to new packs.
 
         Returns:
             The digest of each needed chunk or node → a pack that now holds it.
@@ -528,7 +528,7 @@ class _Collector:
         return plan, root or plan.view.root
 
     def _next_root(self, plan: Plan) -> Root | None:
-        """Write the segments that a plan needs, and return its root; None if it puts none."""
+        """Write the segments of a plan, and return its root; None if the plan puts no root."""
         root = plan.view.root
         self._files.add(plan.freed)
         # There may be a rewriting for a root whose number was taken.
@@ -566,14 +566,17 @@ class _Collector:
         return stands
 
     def _delete(self, files: Mapping[str, bytes], root: Root) -> bool:
-        """Delete those files that no root can name any more, because the fence has passed them.
+        """Delete packs and segments that no root can name any more; then tidy ``tmp/``.
+
+        A file is deleted only if it was written under a root before the fence, and before the root
+        of each announced take. The segments that the newest root names stay.
 
         Args:
             files: The key of each file → the id of the pack or segment.
             root: The newest root, which has the fence.
 
         Returns:
-            Whether there were any such files.
+            Whether there were any packs or segments to delete.
         """
         named = {ref.id for ref in root.segments}
         passed = {

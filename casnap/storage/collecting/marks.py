@@ -18,7 +18,7 @@ class PackUse:
 
     Attributes:
         stored: The stored bytes of all chunks and nodes in the pack.
-        needed: How many chunks and nodes in the pack some snapshot needs.
+        needed: How many chunks and nodes in the pack are needed by a snapshot.
         live: The stored bytes of the needed chunks and nodes that no newer pack holds.
         is_fixed: Whether a needed chunk in the pack has a codec that this version does not know.
             Such a chunk cannot be copied out, so the pack stays.
@@ -65,10 +65,10 @@ class Marks(Protocol):
         """Yield the chunks and nodes in some of the packs that were looked at."""
 
     def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
-        """Return digest → whether it names a node, for those of ``digests`` that are needed."""
+        """Return, for each needed digest among ``digests``, whether it names a node."""
 
     def advance(self, root: Root) -> set[bytes]:
-        """Mark what a newer root needs as well; return the digests that only the newer root needs.
+        """Also mark what a newer root needs; return the digests that only this newer root needs.
 
         Chunks and nodes that the newer root no longer needs stay marked. This is safe: the next
         collection finds them.

@@ -45,7 +45,7 @@ class Waiting:
 
     Attributes:
         grace: For how many seconds a condemned pack stays.
-        condemned_until: The number of a root, if given. Packs that were condemned up to this root
+        condemned_until: The number of a root, or None. Packs that were condemned up to this root
             are freed, whatever the grace is.
         age_of: Returns the age in seconds of the root with a number. If the age is wrong, the
             collection still frees only garbage.
@@ -74,8 +74,8 @@ class Plan:
         waiting: The packs that stay condemned in the next root, each with the number of the root
             that condemned it.
         fence: The fence of the next root.
-        spared_from: The least base of files that are not deleted now, since the fence has not
-            passed them, or takes under way may move them.
+        spared_from: The number of a root. Files that were written under this root or a later one
+            are not deleted now: the fence has not passed them, or takes under way may move them.
         lost: The concatenated digests that the next root lists as lost.
         rewritten: Groups of segments, each of which is merged into one new segment without the
             freed packs.

@@ -138,7 +138,7 @@ class RecentMarks:
                 yield digest, pack, stored_size
 
     def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
-        """Return digest → whether it names a node, for those of ``digests`` that are needed."""
+        """Return, for each needed digest among ``digests``, whether it names a node."""
         return {d: self._counts.names_node(d) for d in self._counts.needed_of(digests)}
 
     def advance(self, root: Root) -> set[bytes]:

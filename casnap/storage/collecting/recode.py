@@ -80,8 +80,8 @@ def plan_recoding(
 ) -> RecodingPlan:
     """Choose the snapshots to recode. Only the table of snapshots is read.
 
-    They are the snapshots before the ``newest`` ones of each folder, except those that were recoded
-    already, and those that a later version of casnap has stored.
+    In each folder, they are all snapshots but the last ``newest`` ones, those that were already
+    recoded, and those that a later version of casnap has stored.
 
     Args:
         store: The store.
@@ -106,7 +106,7 @@ def plan_recoding(
 def recode(store: Repository, plan: RecodingPlan, progress: Progress) -> Recoding:
     """Recode older snapshots of a store.
 
-    After an interrupt, the snapshots that were committed by then stay recoded.
+    An interrupt undoes nothing: snapshots that were already recoded stay recoded.
 
     Args:
         store: The store.

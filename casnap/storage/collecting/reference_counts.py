@@ -73,7 +73,7 @@ class ReferenceCounts:
         self._nodes.update(c for c in children if is_node(c))
 
     def complete(self, store: Repository, root: Root, live_bytes: int) -> None:
-        """Finish the first count: all nodes of a root were noted.
+        """Finish the first count, after :meth:`note` was called for each node of a root.
 
         Args:
             store: The store.
@@ -93,7 +93,7 @@ class ReferenceCounts:
         Args:
             store: The store.
             root: The root.
-            progress: Called from time to time; an error that it raises ends this.
+            progress: Called from time to time; an error that it raises ends the call.
 
         Returns:
             The digests to which references were added.

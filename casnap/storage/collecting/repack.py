@@ -28,14 +28,14 @@ Report = Callable[[int], None]
 def sparse_packs(marks: Marks, view: IndexView, share: float) -> dict[PackId, int]:
     """Return the live packs that are worth repacking, each with the bytes of its needed part.
 
-    Less than a share of such a pack is needed. The pack that the root's hint names is left out,
-    since readers begin there. Packs with needed chunks that this version cannot copy are left out
-    too. If the packs together have little garbage, none is returned.
+    These are packs of which less than ``share`` is needed. The pack that the root's hint names is
+    left out, since readers begin with it. Packs with needed chunks that this version cannot copy
+    are left out too. If the packs together have little garbage, none is returned.
 
     Args:
         marks: How much of each pack is needed.
         view: The index as the marked root sees it.
-        share: The share, from 0 to 1.
+        share: A fraction, from 0 to 1.
     """
     table = view.root.table
     table_pack = None if table is None or table.hint is None else table.hint.pack

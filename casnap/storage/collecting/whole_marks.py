@@ -93,12 +93,12 @@ class WholeMarks:
     def _needed_below(self, references: Iterable[bytes]) -> set[bytes]:
         """Return the bases that needed chunks stand on, because they are stored as deltas.
 
-        A chunk may be stored as a delta in one pack, and whole in another. Its base is needed even
-        then: a take may rely on the delta, whichever of the two places the collector counts.
+        A chunk may be stored as a delta in one pack, and whole in another. Its base is still needed
+        then, even if the collector counts the other place: a take may rely on the delta.
 
-        A delta cannot be read any more if a base of its chain is missing. Then its base does not
-        count as needed. The missing base was deleted at a time when no snapshot needed the chunk. A
-        take that needed the chunk later has stored it anew.
+        The base of a delta does not count as needed if a base further down the chain is missing,
+        since the delta cannot be read any more. The missing base was deleted while no snapshot
+        needed the chunk, and a take that needed the chunk later has stored it again.
 
         Args:
             references: The references to the needed chunks.
@@ -239,7 +239,7 @@ class WholeMarks:
                         yield digest, listed[n], stored_bytes
 
     def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
-        """Return digest → whether it names a node, for those of ``digests`` that are needed."""
+        """Return, for each needed digest among ``digests``, whether it names a node."""
         nodes = {digest_in(node) for node in self._seen}
         if self._parts == 1:
             return {d: d in nodes for d in digests if d in self._needed}
@@ -248,7 +248,7 @@ class WholeMarks:
         return {d: d in nodes for d in chunks | ((nodes | self._needed_bases) & digests)}
 
     def advance(self, root: Root) -> set[bytes]:
-        """Mark what a newer root needs as well; return the digests that only the newer root needs.
+        """Also mark what a newer root needs; return the digests that only this newer root needs.
 
         Chunks and nodes that the newer root no longer needs stay marked. This is safe: the next
         collection finds them. The bases of all new deltas count as needed, even if no snapshot

@@ -43,7 +43,7 @@ def no_config_error(uri: str) -> DamagedError:
 
 
 def object_error(uri: str) -> NotAStoreError:
-    """Return the error to raise when the URI of a store is the URI of an object instead."""
+    """Return the error to raise when the URI that was given for a store is that of an object."""
     return NotAStoreError(f"{uri} is an object; a store is a folder of them. Choose another")
 
 

@@ -69,9 +69,9 @@ class PutIfAbsent:
     def has_one_winner(self, puts: int, threads: int) -> bool:
         """Put one new key several times; return whether one put won, and its bytes are stored.
 
-        Try one thread first. Use several threads only if the server then refuses the second put: on
-        a server where all puts win, a race can confuse later listings of the folder. `rclone serve
-        s3` then lists deleted objects.
+        Call this with one thread first, and with several only if the server has then refused the
+        second put. On a server where all puts win, a race can confuse later listings of the folder:
+        `rclone serve s3` then lists deleted objects.
 
         Args:
             puts: How many times to put the key, each time with other bytes.

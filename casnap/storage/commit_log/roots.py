@@ -320,7 +320,8 @@ def _keep_copy(backend: Backend, seq: int, content: bytes) -> None:
 def release_reserve(backend: Backend) -> None:
     """Remove the copies of roots, whose disk space is a reserve for a full disk.
 
-    Only a commit that deletes snapshots may use the reserve. The next root gets a copy again.
+    Call this only for a commit that frees space or deletes snapshots. The next root gets a copy
+    again.
     """
     if backend.keeps_copies:
         for number in _numbers(backend, COPIES):

@@ -1,4 +1,4 @@
-"""The settings of a store. Each root holds them, and each commit takes them over."""
+"""The settings of a store. Each root holds them, and each commit copies them into the next root."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _GC_WORDS = ("auto", "off")
 CODECS = {"auto": Codec.RAW, "raw": Codec.RAW, "zstd": Codec.PLANES}
 """The users' words for codecs, each with the codec by which takes store new chunks.
 
-By ``auto`` takes store them as they are. Later, `gc` makes chunks smaller that only older snapshots
-need.
+With ``auto``, takes store chunks raw; later, `gc` makes the chunks smaller that only older
+snapshots need.
 """
 
 

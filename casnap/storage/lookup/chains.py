@@ -90,7 +90,7 @@ def exceeds(deltas: int, place: Place) -> bool:
 def can_carry(chain: Sequence[Record], digest: Digest) -> bool:
     """Whether a chunk can be stored as a delta of the first chunk of a chain.
 
-    It cannot if the chain has no end, already has the most deltas, or contains the chunk.
+    It cannot if the chain has no end, has the most deltas already, or contains the chunk.
 
     Args:
         chain: The chain; empty if it has no end.
@@ -120,8 +120,8 @@ class ShortestChains:
     def ends(self, place: Place) -> bool:
         """Whether a chunk can be read at a place.
 
-        It can if it is not stored as a delta there, or if its chain has no more deltas than readers
-        apply.
+        The chunk can be read if it is not stored as a delta at this place, or if its chain has no
+        more deltas than readers apply.
         """
         return not isinstance(place, DeltaPlace) or self._below(Digest(place.base)) < MOST_LINKS
 
@@ -170,7 +170,7 @@ class DeltaBases:
 
     Attributes:
         endless: The places of deltas whose chains have no end, as pairs of a pack and an offset.
-        nowhere: The digests of the bases of such deltas.
+        nowhere: The digests of the bases of these deltas.
     """
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ class GivenPlaces(LocalLookup):
     """A lookup that tries only the places that its caller gives.
 
     Args:
-        lookup: Another lookup of the store. This one shares its newest root and its index.
+        lookup: Another lookup of the store, whose newest root and index this one uses.
         places_of: Returns the places of a chunk, given its digest.
     """
 

@@ -73,10 +73,10 @@ _damaged: defaultdict[str, set[Record]] = defaultdict(set)
 
 
 class PackSet:
-    """All packs in some sets, except a few packs.
+    """The union of some sets of packs, less a few packs.
 
     A store may have very many packs, and each commit adds few. So all views of an index share these
-    sets. To make a view, or to look up a pack, does not take longer with more packs.
+    sets. Making a view or looking up a pack takes no longer in a store with more packs.
     """
 
     __slots__ = ("_parts", "_without")
@@ -202,7 +202,7 @@ class Index:
         return self.view(root)
 
     def _shed(self, cache: IndexCache, root: Root) -> None:
-        """Delete a cache that is too large, because most of its records are of collected packs.
+        """Delete a cache if it is too large because most of its records are of collected packs.
 
         Single records cannot be deleted from a cache. Views that have the deleted cache open can go
         on using it; the next view makes a new cache.

@@ -522,7 +522,7 @@ def _read(path: str) -> tuple[str, float]:
 def _make_room(base: Path) -> None:
     """Delete the caches for which :meth:`CachedIndex.is_needless` is True.
 
-    If too many are left, delete also those that were not used for longest. Processes that have a
+    If too many are left, also delete those that have been unused for longest. Processes that have a
     cache open can go on using it.
     """
     caches: list[CachedIndex] = []

@@ -5,10 +5,11 @@ A read of chunks goes down the ladder until all are read. On a disk, the rungs a
 1. **The hint** that a root or a row has for a node; chunks have none.
 2. **The index** of this host, as a recent root sees it.
 3. **Other places** that this index has, for chunks that were not whole at the first one.
-4. **Newer roots**, as long as there are any: a collector may have moved the chunks that are left.
-   They are looked for in the index of such a root, then at their other places in this index.
+4. **Newer roots**, as long as there are any, since a collector may have moved chunks. The chunks
+   that are left are looked for in the index of a newer root, then at their other places in this
+   index.
 5. **The index made anew** from the store, since the cache of the index may be wrong. If this host
-   may not see a pack yet, it waits for the pack before.
+   may not see a new pack yet, it first waits for the pack.
 
 In a bucket, two more rungs come after the first one. They avoid reading an index that this host has
 not cached, as long as at most 64 chunks are left:
@@ -16,7 +17,7 @@ not cached, as long as at most 64 chunks are left:
 - **Hints** to chunks, in the packs of nodes that were read lately (``node_hints.py``).
 - **Ranges** of large segments (``segment_search.py``).
 
-So in a bucket a chunk is looked for by hints, in ranges, in the index, at other places, by newer
+So in a bucket a chunk is looked for by hints, in ranges, in the index, at other places, at newer
 roots, in an index made anew. Hints and ranges may be wrong: a failure at such a place is no damage,
 and the chunk is looked for further down. At each place, the read cache is asked before the pack
 (``reading/chunk_cache.py``). The base of a delta is looked for in ranges, then in the index. The
@@ -46,11 +47,11 @@ _DELTA = int(Codec.DELTA)
 
 
 class Step(NamedTuple):
-    """Places to try next. A rung, one step of the ladder of places, yields them.
+    """Places to try next, as a rung of the ladder yields them.
 
     Attributes:
         places: The places, each with the wants for its chunk.
-        is_alone: Whether there is one chunk only, which is then read without a buffer of the pool.
+        is_alone: Whether there is only one chunk, which is then read without a buffer of the pool.
         counts: Whether the places are from the index, so that a failure there counts as damage.
     """
 
@@ -166,7 +167,7 @@ class Lookup(Protocol):
         """Return the rungs of the ladder, in the order in which they are tried."""
 
     def node(self, digest: Digest, hint: Place | None) -> tuple[bytes | None, Place | None]:
-        """Return a node if this host has it, or its pack can be read at once; otherwise a hint.
+        """Return a node from this host's cache, or by reading its whole pack; otherwise a hint.
 
         Args:
             digest: The digest of the node.

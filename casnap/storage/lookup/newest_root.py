@@ -42,7 +42,7 @@ class NewestRoot:
     """The newest root of a store on a disk.
 
     Creating this object tells the backend which store is at the place. From then on the backend
-    refuses changes if another store has come there.
+    refuses changes if another store has taken this place.
 
     Args:
         backend: The backend of the place.
@@ -59,7 +59,7 @@ class NewestRoot:
         """Return the newest root.
 
         Raises:
-            StoreError: Another store has come to this place, or the store is gone.
+            StoreError: Another store has taken this place, or the store is gone.
         """
         root = self._look(stands=False)
         self.note(root)
@@ -136,9 +136,9 @@ class RememberedRoot(NewestRoot):
 
     @classmethod
     def at(cls, backend: Backend, *, look_ahead: bool) -> tuple[StoreConfig, RememberedRoot]:
-        """Return ``casnap.json`` of a store, and its root.
+        """Return ``casnap.json`` of a store, and its newest root.
 
-        If this host knows the store, this is one request.
+        If this host knows the store, this takes one round trip.
 
         Args:
             backend: The backend of the place.

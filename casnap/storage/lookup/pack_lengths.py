@@ -50,11 +50,11 @@ class PackLengths:
         """Note the lengths of packs that this process has written, or another rank has listed."""
 
     def has_to_list(self) -> bool:
-        """Whether this process knows no lengths, so that one of many ranks lists the packs."""
+        """Whether this process knows no lengths yet: one of many ranks then lists all packs."""
         return False
 
     def listed_for(self, ranks: int, total: int) -> dict[PackId, int]:
-        """List the packs for many ranks, if the ranks would need more requests one by one.
+        """List the packs for many ranks, unless looking one by one takes them fewer requests.
 
         Args:
             ranks: How many ranks will look at packs.
