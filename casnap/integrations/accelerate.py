@@ -27,7 +27,7 @@ from casnap.integrations.trainers import (
     StrPath,
     Value,
     both_there_error,
-    check_weights,
+    check_beside,
     check_whole,
     load_own,
     not_found_error,
@@ -156,9 +156,9 @@ def load_state(
         accelerator.load_state(os.fspath(input_dir), **load_model_func_kwargs)
         return
     if _is_its_own(input_dir):
-        raise both_there_error(input_dir, "the Accelerator itself", "move its files away")
+        raise both_there_error(input_dir, "the Accelerator itself")
     names = [_numbered("model", i) for i in range(len(accelerator._models))]
-    check_weights(snapshot, _weights_in(input_dir), names)
+    check_beside(snapshot, input_dir, _weights_in(input_dir), names)
     models = list(accelerator._models)
     for hook in accelerator._load_model_state_pre_hook.values():
         hook(models, os.fspath(input_dir))

@@ -39,6 +39,7 @@ from casnap.integrations.trainers import (
     Save,
     StrPath,
     Value,
+    check_alone,
     not_found_error,
     snapshot_at,
 )
@@ -206,7 +207,7 @@ class SnapshotIO(_Base):
 
         Raises:
             SnapshotNotFoundError: There is no checkpoint at this path.
-            StateError: Both a snapshot and a file are at this path.
+            StateError: Both a snapshot and a file, or another checkpoint, are at this path.
             DamagedError: Stored bytes are missing or damaged.
         """
         self.wait()
@@ -226,6 +227,7 @@ class SnapshotIO(_Base):
             if aside is None and url_to_fs(os.fspath(path))[0].isfile(path):
                 return self._load_file(path, map_location, weights_only)
             raise not_found_error(path, "a file")
+        check_alone(path)
         allow_pickle = self._allow_pickle or weights_only is False
         return _move_to(_values_of(snapshot, allow_pickle=allow_pickle), map_location)
 

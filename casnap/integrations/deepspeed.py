@@ -18,6 +18,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from casnap.extending import (
     Comm,
     DividedLeaves,
     Fit,
+    ForeignCheckpoints,
     Leaf,
     ObjectPath,
     Region,
@@ -51,6 +53,7 @@ from casnap.integrations.trainers import (
     Save,
     StrPath,
     agreed,
+    check_alone,
     check_saved_by,
     not_found_error,
     snapshot_at,
@@ -167,7 +170,9 @@ def load_checkpoint(
 
     Raises:
         SnapshotNotFoundError: There is no snapshot of this tag.
-        StateError: No tag was given, and the folder itself is a snapshot.
+        StateError: No tag was given, and the folder itself is a snapshot, or DeepSpeed has saved a
+            checkpoint after the last snapshot. Or DeepSpeed has saved one into the snapshot's
+            folder.
         MismatchError: The engine does not fit the snapshot; nothing was loaded.
         DamagedError: Stored bytes are missing or damaged.
     """
@@ -263,7 +268,28 @@ def _newest(load_dir: StrPath) -> str | None:
             f"{os.fspath(load_dir)} is a snapshot, and no folder of snapshots; to load it, "
             f"give load_checkpoint the folder {folder!r} and the tag {name!r}"
         )
-    return None if last is None else last.path
+    if last is None:
+        return None
+    _check_none_later(load_dir, last)
+    return last.path
+
+
+def _check_none_later(load_dir: StrPath, last: Snapshot) -> None:
+    """Check that the last checkpoint of a folder is a snapshot, and none that DeepSpeed has saved.
+
+    Raises:
+        StateError: DeepSpeed has written ``latest`` after the last snapshot.
+    """
+    if "://" in os.fspath(load_dir):
+        return
+    folder = Path(local_path(load_dir))
+    is_there = ForeignCheckpoints(folder).library() == "DeepSpeed"
+    if is_there and (folder / "latest").stat().st_mtime > last.time:
+        raise StateError(
+            f"{folder} holds a checkpoint that DeepSpeed itself has saved after the last snapshot: "
+            f"engine.load_checkpoint loads it. To go on from the snapshot, remove "
+            f"{folder / 'latest'}, or give load_checkpoint the tag {last.name!r}"
+        )
 
 
 def check_supported(engine: Any) -> None:
@@ -520,6 +546,7 @@ def _read(path: str, *, with_states: bool, allow_pickle: bool) -> _Stored:
     snapshot = snapshot_at(path)
     if snapshot is None:
         raise not_found_error(path)
+    check_alone(path)
     check_saved_by(snapshot, __name__, ("model", "engine", *["optimizer"] * with_states))
     kept = snapshot.read_object("engine", allow_pickle=allow_pickle)
     if not with_states:

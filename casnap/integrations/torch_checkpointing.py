@@ -41,6 +41,7 @@ from casnap.extending import (
 from casnap.integrations.trainers import (
     Save,
     Value,
+    check_alone,
     load_own,
     snapshot_at,
     step_in,
@@ -57,6 +58,8 @@ from torch_checkpointing.types import CheckpointPath  # noqa: E402
 from torch_checkpointing.walk_utils import walk_checkpoint_structure  # noqa: E402
 
 __all__ = ["CasnapCheckpointManager"]
+
+_LIBRARY = "torch_checkpointing"
 
 
 class CasnapCheckpointManager(CheckpointManager):
@@ -121,7 +124,7 @@ class CasnapCheckpointManager(CheckpointManager):
         """
         self._check_open("save")
         self._wait()
-        ForeignCheckpoints(Path(local_path(checkpoint_id))).check_none("torch_checkpointing")
+        ForeignCheckpoints(Path(local_path(checkpoint_id))).check_none(_LIBRARY)
         items = self._schema.build_items(checkpoint, rank=own_rank())
         state = {key: Value(item.value) for key, item in items.items()}
         options = TakeOptions(
@@ -163,6 +166,7 @@ class CasnapCheckpointManager(CheckpointManager):
 
         Raises:
             FileNotFoundError: There is no checkpoint, or the checkpoint lacks an item.
+            StateError: The folder has both a snapshot and another checkpoint.
             MismatchError: A tensor of ``into`` has another shape in the snapshot, or is no tensor
                 there; nothing was loaded.
             RuntimeError: With ``strict``, the snapshot lacks a part of an item, or has more; or a
@@ -182,6 +186,7 @@ class CasnapCheckpointManager(CheckpointManager):
                 **({} if metadata_format is None else {"metadata_format": metadata_format}),
             )
             return loaded
+        check_alone(checkpoint_id, _LIBRARY)
         if into is None:
             into = dict.fromkeys(self._schema.items)
             if not into:

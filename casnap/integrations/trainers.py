@@ -282,7 +282,7 @@ def not_found_error(path: StrPath, others: str = "") -> SnapshotNotFoundError:
     return SnapshotNotFoundError(f"there is no {what}{advice}")
 
 
-def both_there_error(path: StrPath, whose: str, mend: str) -> StateError:
+def both_there_error(path: StrPath, whose: str, mend: str = "move its files away") -> StateError:
     """Return the error for a place with a snapshot and a checkpoint that a trainer wrote later.
 
     Args:
@@ -292,44 +292,76 @@ def both_there_error(path: StrPath, whose: str, mend: str) -> StateError:
     """
     return StateError(
         f"{os.fspath(path)} holds a snapshot of casnap, and a checkpoint that {whose} has written "
-        f"there later: {mend}, or remove the snapshot by `casnap rm`, and the one that is left is "
-        "loaded"
+        f"there later: {mend}, or remove the snapshot by `casnap rm`, and load the one that is left"
     )
 
 
 # --- loading ----------------------------------------------------------------------------------
 
 
-def check_weights(
-    snapshot: Snapshot, paths: Iterable[Path], keys: Collection[str] = ("model",)
-) -> None:
-    """Check that files beside a snapshot hold no other weights than it. All ranks call this.
+def check_alone(path: StrPath, saver: str = "") -> None:
+    """Check that the folder of a snapshot, as this rank sees it, contains no other checkpoint.
 
-    A run goes on from the snapshot. Whoever has put other weights there may think it goes on from
-    these.
+    A program without casnap has saved that one there later, or somebody has copied it there. A run
+    that goes on from the snapshot would go on from another state than they expect.
+
+    Args:
+        path: The path of the snapshot.
+        saver: The library in whose place casnap saves, as for :class:`ForeignCheckpoints`.
+
+    Raises:
+        StateError: The folder contains a checkpoint of another library.
+    """
+    if (other := _other_library(path, saver)) is not None:
+        raise both_there_error(path, other)
+
+
+def check_beside(
+    snapshot: Snapshot,
+    path: StrPath,
+    weights: Iterable[Path],
+    keys: Collection[str] = ("model",),
+) -> None:
+    """Check that a snapshot's folder contains no other checkpoint, nor other weights.
+
+    All ranks call this, and rank 0 looks. A run goes on from the snapshot. Whoever has put
+    something else there may think it goes on from that.
 
     Args:
         snapshot: The snapshot.
-        paths: The files of weights beside it, which rank 0 looks at.
+        path: Its path.
+        weights: The files of weights beside it.
         keys: The keys of the snapshot that hold weights.
 
     Raises:
-        StateError: A file holds other weights.
+        StateError: The folder contains a checkpoint of another library, or other weights.
     """
 
     def found() -> str | None:
-        return ", ".join(map(str, WeightFiles.others_than(snapshot.contents, paths, keys))) or None
+        if (other := _other_library(path)) is not None:
+            return str(both_there_error(path, other))
+        others = WeightFiles.others_than(snapshot.contents, weights, keys)
+        if not others:
+            return None
+        return (
+            f"{', '.join(map(str, others))}: {OTHER_WEIGHTS}. A run that resumes goes on from the "
+            "snapshot: to have that, delete these files, or move them out of the folder. To train "
+            "from the weights in them, begin a new run"
+        )
 
     # By its last name: hosts may have the folder at other paths.
     name = Path(snapshot.path).name
-    with join(None, None, f"comparing the weights beside {name} with it") as comm:
-        others = agreed(comm, found)
-    if others is not None:
-        raise StateError(
-            f"{others}: {OTHER_WEIGHTS}. A run that resumes goes on from the snapshot: to have "
-            "that, delete these files, or move them out of the folder. To train from the weights "
-            "in them, begin a new run"
-        )
+    with join(None, None, f"looking at what lies beside {name}") as comm:
+        problem = agreed(comm, found)
+    if problem is not None:
+        raise StateError(problem)
+
+
+def _other_library(path: StrPath, saver: str = "") -> str | None:
+    """Return whose checkpoint, other than the snapshot, is at a path; None if there is none."""
+    if "://" in os.fspath(path):
+        return None
+    return ForeignCheckpoints(Path(local_path(path))).library(saver) or None
 
 
 def check_saved_by(snapshot: Snapshot, module: str, keys: Collection[str]) -> None:

@@ -17,8 +17,8 @@ from casnap.integrations.sharded import optimizer_for
 from casnap.integrations.trainers import (
     OTHER_WEIGHTS,
     both_there_error,
+    check_beside,
     check_saved_by,
-    check_weights,
     check_whole,
     load_own,
     snapshot_at,
@@ -145,12 +145,13 @@ def _check_folder(snapshot: Snapshot, folder: Path) -> None:
     """Check that no other checkpoint is in the folder of a snapshot. All ranks call this.
 
     Raises:
-        StateError: The folder has an optimizer of the Trainer's, or other weights.
+        StateError: The folder has an optimizer of the Trainer's, a checkpoint of another library,
+            or other weights.
     """
     state = folder / STATE[0]
     if is_file(state) and not is_notice(state):
         raise both_there_error(folder, "the Trainer itself", f"remove {state}")
-    check_weights(snapshot, may_be_others(snapshot, folder))
+    check_beside(snapshot, folder, may_be_others(snapshot, folder))
 
 
 def _warn_of_others(snapshot: Snapshot) -> None:

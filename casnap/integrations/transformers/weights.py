@@ -15,6 +15,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
 
 from casnap import Snapshot
 from casnap.extending import (
+    ForeignCheckpoints,
     WeightFiles,
     is_file,
     is_folder,
@@ -48,7 +49,9 @@ def weights_in(folder: Path) -> list[Path]:
 
 
 def is_its_own(folder: Path) -> bool:
-    """Whether the Trainer itself has written weights into a folder."""
+    """Whether the Trainer itself has written weights into a folder, or an engine of DeepSpeed."""
+    if ForeignCheckpoints(folder).library() == "DeepSpeed":
+        return True
     return any(path.name not in WeightFiles(path.parent).names() for path in weights_in(folder))
 
 

@@ -141,6 +141,18 @@ class ForeignCheckpoints:
             f"{f'{form.reader} loads it' if form.reader else importing}"
         )
 
+    def library(self, saver: str = "") -> str:
+        """Return the name of the library whose checkpoint the folder contains; "" without one.
+
+        Args:
+            saver: The name of a library whose checkpoints count even if other files may match.
+
+        Raises:
+            PlaceError: The folder cannot be looked at.
+        """
+        form = self._certain(saver)
+        return "" if form is None else form.name
+
     def check_none(self, saver: str = "") -> None:
         """Check that the folder for a new snapshot contains no checkpoint of another library.
 
@@ -153,10 +165,7 @@ class ForeignCheckpoints:
                 snapshot's path would find this checkpoint instead of the snapshot.
             PlaceError: The folder cannot be looked at.
         """
-        folder = self._path
-        form = _folder_form(
-            folder, [form for form in _FOLDERS if form.is_sure or form.name == saver]
-        )
+        folder, form = self._path, self._certain(saver)
         if form is not None:
             importing = f"`casnap import {shell_word(folder)} NAME` imports it as a snapshot"
             raise SnapshotExistsError(
@@ -164,6 +173,10 @@ class ForeignCheckpoints:
                 "take under another name, or remove that one. "
                 + (f"{form.reader} loads it" if form.reader else importing)
             )
+
+    def _certain(self, saver: str) -> CheckpointForm | None:
+        forms = [form for form in _FOLDERS if form.is_sure or form.name == saver]
+        return _folder_form(self._path, forms)
 
 
 def _folder_form(folder: Path, forms: Sequence[CheckpointForm]) -> CheckpointForm | None:

@@ -352,6 +352,32 @@ def test_where_there_is_no_snapshot_a_checkpoint_of_another_form_is_named(
     on_ranks(2, work)
 
 
+def test_a_checkpoint_that_deepspeed_has_saved_later_stops_a_resume(tmp_path: Path) -> None:
+    """In the folder of the snapshot, or in one beside it that ``latest`` names."""
+
+    def work() -> None:
+        from casnap.integrations.deepspeed import load_checkpoint, save_checkpoint
+
+        engine, folder = engine_of(2), tmp_path / "run"
+        train(engine, 0, 1)
+        engine.save_checkpoint(str(folder))
+        train(engine, 1, 2)
+        taken = save_checkpoint(engine, folder)
+        # One that is older than the snapshot is no reason.
+        assert load_checkpoint(engine, folder)[0] == taken.path
+        train(engine, 2, 3)
+        engine.save_checkpoint(str(folder))
+        with pytest.raises(StateError, match=r"saved after the last snapshot: engine[.]load_chec"):
+            load_checkpoint(engine, folder)
+        assert load_checkpoint(engine, folder, "global_step2")[0] == taken.path
+        engine.save_checkpoint(str(folder))
+        with pytest.raises(StateError, match=r"global_step2 holds a snapshot of .* that DeepSpeed"):
+            load_checkpoint(engine, folder, "global_step2")
+        assert engine.load_checkpoint(str(folder), "global_step3")[0]
+
+    on_ranks(1, work)
+
+
 def whole_module(engine: Any) -> dict[str, torch.Tensor]:
     return {
         **{name: p.detach() for name, p in engine.module.named_parameters()},

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from casnap import RNGState, Snapshot, Store
 from casnap.errors import (
@@ -420,6 +421,11 @@ def test_links_files_and_what_is_missing(tmp_path: Path) -> None:
     assert not (tmp_path / "old.ckpt").exists()
     with pytest.raises(SnapshotNotFoundError, match=r"no checkpoint at .*old\.ckpt"):
         io.load_checkpoint(tmp_path / "old.ckpt")
+
+    # As a sharded strategy does later, without the plugin.
+    dcp.save({"w": torch.zeros(3)}, checkpoint_id=tmp_path / "a.ckpt")
+    with pytest.raises(StateError, match=r"and a checkpoint that torch[.]distributed[.]checkpoint"):
+        io.load_checkpoint(tmp_path / "a.ckpt")
 
 
 def configured(package: str = "lightning") -> Any:

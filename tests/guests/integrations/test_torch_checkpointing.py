@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,13 @@ def test_a_checkpoint_of_its_own_is_not_saved_over(tmp_path: Path) -> None:
         manager("sync").save(str(tmp_path / "step_2"), {"step": step})
     assert manager("sync").load(path, into={"step": 0})["step"] == 7
     assert manager("sync").load(str(tmp_path / "step_2"), into={"step": 0})["step"] == 9
+    # If it was saved later, as where somebody has deleted the folder, none of the two is loaded.
+    shutil.rmtree(tmp_path / "step_2")
+    own.save(str(tmp_path / "step_2"), {"step": 10})
+    with pytest.raises(StateError, match=r"step_2 holds a snapshot .* torch_checkpointing has"):
+        manager("sync").load(str(tmp_path / "step_2"), into={"step": 0})
+    Store(tmp_path).delete("step_2")
+    assert manager("sync").load(str(tmp_path / "step_2"), into={"step": 0})["step"] == 10
 
 
 # --- what casnap is for -----------------------------------------------------------------------

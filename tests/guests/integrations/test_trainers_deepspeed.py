@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from casnap import Snapshot
+from casnap import Snapshot, Store
 from casnap.errors import StateError
 from tests.support.bitwise import assert_same
 from tests.support.exports import assert_exports
@@ -175,7 +175,7 @@ def test_what_accelerate_refuses(tmp_path: Path) -> None:
 # --- Transformers -----------------------------------------------------------------------------
 
 
-def trainer_of(folder: Path, stage: int, **arguments: Any) -> Any:
+def trainer_of(folder: Path, stage: int, *, plain: bool = False, **arguments: Any) -> Any:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import transformers
 
@@ -206,7 +206,8 @@ def trainer_of(folder: Path, stage: int, **arguments: Any) -> Any:
         transformers.GPT2Config(vocab_size=4096, n_positions=8, n_embd=32, n_layer=1, n_head=2)
     )
     model.transformer.wte.requires_grad_(requires_grad=False)  # tied to the head, and frozen
-    return Ours(model=model, args=args, train_dataset=Numbers(48))
+    kind = transformers.Trainer if plain else Ours
+    return kind(model=model, args=args, train_dataset=Numbers(48))
 
 
 def trained(
@@ -248,6 +249,31 @@ class TestTransformers(RunContract):
             assert trained(folder / "other", 1, max_steps=8)["step"] == 8
 
         on_ranks(1, goes_on)
+
+
+def test_a_checkpoint_of_a_plain_trainer_stops_a_resume(tmp_path: Path) -> None:
+    """With ZeRO-3, it has no file of weights by which it could be told."""
+    steps = {"max_steps": 2, "save_steps": 2}
+
+    def train() -> None:
+        trainer_of(tmp_path, 3, **steps).train()
+
+    def train_anew() -> None:
+        shutil.rmtree(tmp_path / "checkpoint-2")
+        trainer_of(tmp_path, 3, plain=True, **steps).train()
+
+    def is_refused() -> None:
+        trainer = trainer_of(tmp_path, 3, max_steps=3)
+        with pytest.raises(StateError, match=r"checkpoint-2 holds a snapshot of .* that DeepSpeed"):
+            trainer.train(resume_from_checkpoint=True)
+
+    def is_loaded() -> None:
+        Store(tmp_path).delete("checkpoint-2")
+        trainer_of(tmp_path, 3, max_steps=3).train(resume_from_checkpoint=True)
+
+    for work in (train, train_anew, is_refused, is_loaded):
+        on_ranks(1, work)
+    assert [snapshot.metadata.user["step"] for snapshot in Store(tmp_path).snapshots()] == [3]
 
 
 def test_what_transformers_refuses(tmp_path: Path) -> None:
