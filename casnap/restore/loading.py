@@ -35,7 +35,6 @@ from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.torch_modes import fill
 from casnap.runtime.units import Size, bytes_if_given
 from casnap.state.devices import pin, synchronize_workers
-from casnap.state.flatten import decode
 from casnap.state.numpy_values import is_numpy
 from casnap.state.tensors import (
     Leaf,
@@ -195,6 +194,8 @@ class Loading:
             UnsupportedTypeError: A value needs a class that is not imported, or ``allow_pickle``.
             UnsupportedFormatError: A newer version wrote a value.
         """
+        from casnap.state.flatten import decode  # not needed by who reads tensors alone
+
         all_items = self._items
         self._items = [item for item in all_items if not isinstance(item.entry, TensorEntry)]
         leaves = self.load(fetch=fetch)

@@ -17,7 +17,6 @@ from casnap.runtime.progress import Progress
 from casnap.runtime.torch_modes import fill, without_torch_modes
 from casnap.runtime.units import Size
 from casnap.state.devices import synchronize
-from casnap.state.flatten import inflate
 from casnap.state.overlap import fill_shared_memory, overlaps_itself
 from casnap.state.parts import holds_parts, why_not_whole
 from casnap.state.tensors import (
@@ -61,7 +60,7 @@ def read_object(
         UnsupportedFormatError: A newer version wrote the entry, or one below it.
     """
     full, entry, entries = contents.entry(path)
-    if isinstance(entry, TensorEntry) and (obj_out is not None or index is not None):
+    if isinstance(entry, TensorEntry):
         return read_tensor(contents, full, entry, obj_out, memory_budget_bytes, index)
     if index is not None:
         raise MismatchError(f"{contents.label}: {path} is not a tensor, so it takes no index")
@@ -126,6 +125,8 @@ def _read_entries(
     *,
     allow_pickle: bool,
 ) -> dict[str, Any]:
+    from casnap.state.flatten import inflate  # not needed by who reads tensors alone
+
     loading = Loading(contents, progress)
     paths = set[str]()
     for name, entries in by_path.items():
