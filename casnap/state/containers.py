@@ -1,4 +1,4 @@
-"""Containers: open them into their elements, and build them again of elements.
+"""Containers: open them into their elements, and build them again from elements.
 
 ``casnap.format.names`` turns keys into path components.
 """
@@ -86,7 +86,7 @@ _SPARSE_KINDS = {kind: (layout, parts) for layout, (kind, parts) in _SPARSE.item
 def _are_components(keys: Sequence[Any]) -> bool:
     """Whether each key is an ASCII text that is a component of a path without escapes.
 
-    All keys are checked at once, since a call for each would take longer.
+    All keys are checked together, since a call for each would take longer.
     """
     if set(map(type, keys)) != {str}:
         return False
@@ -206,7 +206,7 @@ def _is_storable(key: object, value: object) -> bool:
 
 @lru_cache(maxsize=256)
 def _say_left_out(path: str, names: tuple[str, ...]) -> None:
-    """Warn that parts of a state dict are not stored; once, not at each take."""
+    """Warn, once and not at each take, that parts of a state dict are not stored."""
     some = ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
     _log.warning(
         "%s: beside the items of this state dict, %s cannot be stored and is left out; the rest, "
@@ -217,12 +217,12 @@ def _say_left_out(path: str, names: tuple[str, ...]) -> None:
 
 
 def _named_as_keys(metadata: dict[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the metadata of a state dict; add the names without the parts that wrappers add.
+    """Return the metadata of a state dict, by the names that a loader may look up.
 
     DDP and ``torch.compile`` add parts to the names of submodules. ``get_state_dict`` removes these
-    parts from the keys, but not from the metadata, and a loader may look for either name. If the
-    keys have such parts too, the metadata are returned unchanged. The part of DDP is always
-    removed: the same weights then have the same tree on one rank, where there is no DDP.
+    parts from the keys, but not from the metadata. So this function adds each name without them.
+    Names lose the part of DDP altogether: then the same weights have the same tree on one rank,
+    where there is no DDP. If the keys have such parts too, the metadata are returned unchanged.
 
     Args:
         metadata: The metadata of each submodule, by name.
@@ -271,12 +271,11 @@ def _plain_names(names: Iterable[str], levels: int) -> dict[str, str]:
 
 
 def _ddp_levels(names: Iterable[str], keys: Iterable[Any]) -> int:
-    """Return how many DDPs are around a module: how many leading parts ``module`` DDPs added.
+    """Return how many DDPs are around a module.
 
-    DDP calls the module in it ``module``, so DDP adds this part to the names of all submodules. A
-    submodule may also be called ``module`` by itself. A leading part counts as added by DDP if all
-    submodules have it, and no key has it: ``get_state_dict`` removes from keys the parts that DDP
-    added, and leaves the names of submodules there.
+    DDP puts the part ``module`` before the names of all submodules. A submodule itself may also be
+    called ``module``. A leading part counts as DDP's if all submodules have it, and no key has it:
+    ``get_state_dict`` removes DDP's parts from the keys, but not the names of submodules.
 
     Args:
         names: The names of all submodules.
@@ -405,7 +404,7 @@ def _are_fields(fields: Sequence[object]) -> bool:
 
 
 def open_container(path: str, value: Any) -> Opened | None:
-    """Open a container into its elements; return None if the value is no container.
+    """Open a container into its elements; return None if the value is not a container.
 
     Raises:
         UnsupportedTypeError: The container cannot be stored.
@@ -435,7 +434,7 @@ class _Numbers(Iterable[str]):
 
 
 def container_builder(path: str, entry: ContainerEntry, spec: bytes) -> tuple[Iterable[str], Build]:
-    """Return the path components of a container's elements, and a function that builds it of these.
+    """Return the path components of a container's elements, and the function that builds it.
 
     Args:
         path: The path of the container, for messages.

@@ -53,8 +53,8 @@ class CellRun(NamedTuple):
     def is_hashable(self) -> bool:
         """Whether the device can hash the run: each cell has bytes, and begins at a multiple of 4.
 
-        Cells of other views begin within a word. So do cells after one whose size is no multiple of
-        4.
+        Cells of some views begin within a word, as does a cell after one whose size is not a
+        multiple of 4.
         """
         begins = self.memory.data_ptr() % WORD_BYTES == 0
         inner = all(size % WORD_BYTES == 0 for size in self.sizes[:-1])
@@ -139,8 +139,8 @@ class DeviceHasher:
     def digests_if_able(self, runs: Iterable[CellRun]) -> list[Digest] | None:
         """Return the digests as :meth:`digests` does; None if the device cannot hash the cells.
 
-        If it lacks the memory for that, it may have it next time. Any other failure is logged, and
-        the device hashes no more in this process.
+        If the device lacks memory, a later call may succeed. After any other failure, which is
+        logged, the device hashes no more in this process.
 
         Raises:
             DeviceError: A digest has the tag of another call or another cell.
@@ -238,8 +238,8 @@ def hasher_of(device: torch.device) -> DeviceHasher | None:
     """Return the hasher of a device; None if the host has to hash its bytes.
 
     There is none for the CPU, without Triton, with ``CASNAP_DEVICE_HASH=off``, where Triton cannot
-    compile, and from the first wrong digest on. The first call for a device compiles the kernels,
-    and proves them.
+    compile, and after a wrong digest. The first call for a device compiles the kernels, and proves
+    them.
 
     Raises:
         DeviceError: The device computes wrong digests.

@@ -1,4 +1,4 @@
-"""BLAKE3 in Triton, for cells in a device's memory; imported only where Triton is there.
+"""BLAKE3 in Triton, for cells in a device's memory; imported only where Triton is installed.
 
 A *leaf* is what BLAKE3 calls a chunk: up to 1,024 bytes of a cell. A *node* is the chaining value
 of a leaf or of two nodes: eight words. A lane, one element of a block of Triton's, makes one node
@@ -123,7 +123,7 @@ def _four_words(start, left, index: tl.constexpr):
 def _block(start, left):
     """Load up to 64 bytes that begin at a multiple of 4; return them as 16 words.
 
-    No word is read that lies behind the last byte.
+    No word after the last byte is read.
     """
     a, b = _four_words(start, left, 0), _four_words(start, left, 4)
     c, d = _four_words(start, left, 8), _four_words(start, left, 12)

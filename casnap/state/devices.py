@@ -81,7 +81,7 @@ def as_current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def name_of(device: torch.device) -> str:
-    """Return the name of a device, with its model where torch knows that."""
+    """Return the name of a device, with its model if torch knows it."""
     module = _module_of(device)
     if not hasattr(module, "get_device_name"):
         return str(device)

@@ -219,12 +219,12 @@ def _is_fillable_part(part: torch.Tensor) -> bool:
 
 
 class Reopened(NamedTuple):
-    """A container that was read from a store, before its elements are.
+    """A container that has been read from a store, though its elements have not.
 
     Attributes:
-        components: The path component of each element. Keys are a list; numbers are made one by
-            one, since a damaged store may claim any number of elements.
-        build: Makes the container of its elements.
+        components: The path component of each element. Keys of a dict come as a list. Numbers are
+            made one by one, since a damaged store may claim any number of elements.
+        build: Makes the container from its elements.
     """
 
     components: Iterable[str]
@@ -238,7 +238,7 @@ Known: TypeAlias = Mapping[str, Any]
 def live_parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield each path of a live state with its value, in the form of :func:`inflate`'s ``known``.
 
-    A container comes as a :class:`Reopened` one.
+    A container comes as a :class:`Reopened`.
     """
     for child_path, child, node in _walk(value, path, sparse=False):
         if node is None:
@@ -262,7 +262,7 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def decode(leaves: Iterable[Leaf], *, allow_pickle: bool | None) -> dict[str, Any]:
-    """Decode the leaves of values and containers; return these by path.
+    """Return, by path, the decoded values and containers of some leaves.
 
     :func:`inflate` takes the result as ``known``.
 
@@ -279,7 +279,7 @@ def decode(leaves: Iterable[Leaf], *, allow_pickle: bool | None) -> dict[str, An
 
 
 def decode_one(leaf: Leaf, *, allow_pickle: bool | None = None) -> Any:
-    """Return the decoded value of a leaf that is no tensor; a container as :class:`Reopened`.
+    """Return the decoded value of a leaf, not of a tensor; a container as :class:`Reopened`.
 
     Raises:
         CasnapError: As :func:`decode` does.
@@ -313,7 +313,7 @@ class _Frame(NamedTuple):
 
     Attributes:
         path: The path of the container.
-        build: Makes the container of its elements.
+        build: Makes the container from its elements.
         paths: The paths of the elements still to be collected.
         children: The elements so far.
     """

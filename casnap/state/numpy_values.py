@@ -90,7 +90,7 @@ def _checked_typestr(path: str, dtype: NumpyDtype) -> str:
 
 
 def _carrier_of(value: Any) -> torch.Tensor:
-    """Return a uint8 tensor of the bytes of an array or bytes object, if possible no copy."""
+    """Return the bytes of an array or bytes object as a uint8 tensor, if possible not a copy."""
     if isinstance(value, bytes):
         return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else _no_bytes()
     np = sys.modules["numpy"]

@@ -26,7 +26,7 @@ def holds_parts(value: object) -> bool:
 
 
 def said_of_parts(value: Any) -> tuple[tuple[int, ...], set[Region]]:
-    """Return the shape of the larger tensor and the boxes that this one holds, by its marks."""
+    """Return what a tensor's marks say: the larger tensor's shape, and the boxes in this one."""
     boxes = zip(value.global_offsets, value.local_sizes, strict=True)
     shape = tuple(value.global_shape)
     return shape, {Region(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes}
@@ -56,7 +56,7 @@ def check_whole(path: str, value: object) -> None:
     """Check that a tensor is not marked as parts of a larger one.
 
     Raises:
-        UnsupportedTypeError: The tensor is marked so.
+        UnsupportedTypeError: The tensor has the marks.
     """
     if holds_parts(value):
         raise UnsupportedTypeError(f"{path}: {why_not_whole(value)}")
@@ -81,7 +81,7 @@ def check_state(key: str, stateful: object, state: object) -> None:
         state: Its ``state_dict()``, which has dropped the marks.
 
     Raises:
-        UnsupportedTypeError: The state has such a tensor.
+        UnsupportedTypeError: A tensor has the marks.
     """
     if isinstance(stateful, torch.nn.Module) and isinstance(state, Mapping):
         for module_path, part in stateful.named_modules(remove_duplicate=False):

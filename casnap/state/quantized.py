@@ -46,7 +46,7 @@ def check_quantization(q: Quantization, shape: tuple[int, ...]) -> None:
     """Check that a tensor of a shape can have these parameters.
 
     Args:
-        q: The parameters. Those of a scheme that this version does not know pass.
+        q: The parameters. If this version does not know their scheme, they pass.
         shape: The shape of the tensor.
 
     Raises:
@@ -68,7 +68,7 @@ def check_quantization(q: Quantization, shape: tuple[int, ...]) -> None:
 
 
 def quantized(q: Quantization, content: torch.Tensor) -> torch.Tensor:
-    """Make a quantized tensor of its integers and parameters.
+    """Make a quantized tensor from its integers and parameters.
 
     Args:
         q: The parameters.
@@ -76,7 +76,7 @@ def quantized(q: Quantization, content: torch.Tensor) -> torch.Tensor:
 
     Raises:
         ValueError: The parameters contradict each other.
-        struct.error: The scales or zero points are not as many as the channels.
+        struct.error: There is not one scale and one zero point for each channel.
     """
     if q.scheme == "per_tensor_affine":
         (scale,), (zero_point,) = struct.unpack("<d", q.scales), struct.unpack("<q", q.zero_points)

@@ -13,7 +13,7 @@ Role = Literal[
     "generators", "loader", "scheduler", "scaler", "counters", "moments", "weights", "values"
 ]
 ROLES: tuple[Role, ...] = get_args(Role)
-"""All roles: what may make others differ comes before them."""
+"""All roles, ordered so that a difference in one may cause differences in later ones."""
 
 _OF_RANDOM_STATES = frozenset({*TORCH_NAMES, "numpy", "python"})
 _OF_SCALER = frozenset({"_growth_tracker", "growth_factor", "backoff_factor", "growth_interval"})
@@ -83,7 +83,7 @@ def role_of(path: str, entry: Entry) -> Role:
 _FORMS: tuple[Entry, ...] = tuple(
     TensorEntry(Payload(0), dtype, shape) for dtype in ("int64", "float32") for shape in ((2,), ())
 )
-"""Entries of all forms: each has another role for some path."""
+"""One entry of each form. For any two forms, some path has different roles."""
 
 
 def form_of(entry: Entry) -> int:

@@ -61,7 +61,7 @@ def run_environment(*, with_commit: bool) -> dict[str, str]:
     ``cudnn_benchmark``,
     ``cudnn_deterministic``
     ``deterministic``           deterministic algorithms: ``on``, ``off`` or ``warn``
-    ``commit``                  the git commit of the script's folder; ``-dirty`` is behind it if
+    ``commit``                  the git commit of the script's folder; with ``-dirty`` at the end if
                                 tracked files have changed since
     a variable                  its value when this was first called, as ``OMP_NUM_THREADS`` and
                                 ``PYTHONHASHSEED`` have one
@@ -165,7 +165,7 @@ class EnvironmentChange(NamedTuple):
 
     Attributes:
         text: The change in words, such as ``"torch 2.13.0 → 2.14.1"``.
-        is_numeric: Whether a training may compute other numbers for it.
+        is_numeric: Whether a training may compute other numbers because of it.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""Sharded tensors: which boxes of the global tensor this rank holds, and the memory of these.
+"""Sharded tensors: which boxes of the global tensor this rank holds, and their memory.
 
 The boxes of a DTensor are computed here from its placements, as runs of indices along each axis.
 torch's own function is not used: it gives only the first index of each axis, though a rank may hold
@@ -53,7 +53,7 @@ class _Split(NamedTuple):
         axis: The axis of the tensor.
         shards: The number of shards.
         number: The number of this rank's shard.
-        factor: None if the axis is split as a whole. Else the axis is first cut into so many
+        factor: None if the axis is split as a whole. Otherwise the axis is first cut into this many
             pieces, each piece is split, and a shard has a part of every piece.
     """
 
@@ -115,7 +115,7 @@ def shard_again(module: torch.nn.Module) -> None:
     """Let FSDP2 free the parameters that it has gathered, so that the module has its shards again.
 
     After a forward without a backward, FSDP2 leaves some parameters whole, in memory of its own.
-    Values written to these would be lost once FSDP2 frees that memory. Values written to the shards
+    Values written there would be lost once FSDP2 frees that memory. Values written to the shards
     would not be seen by forwards until then.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # a program with such a module imports it
@@ -127,7 +127,7 @@ def shard_again(module: torch.nn.Module) -> None:
 def without_torch_function() -> AbstractContextManager[object]:
     """Return a context manager that bypasses ``__torch_function__``.
 
-    That of ShardedTensor warns that the class is deprecated.
+    ShardedTensor's ``__torch_function__`` warns that the class is deprecated.
     """
     return torch._C.DisableTorchFunctionSubclass()
 
@@ -267,12 +267,12 @@ def _splits(path: str, value: Any, coordinate: Sequence[int] | None) -> dict[int
 
 
 def _ordered(splits: dict[int, _Split], value: Any) -> Iterable[_Split]:
-    """Return the splits in the order in which they were made: each divides the last one's shards.
+    """Return the splits in the order in which they were made; each divides the shards before it.
 
-    The factor of a split is the number of shards that later axes of the mesh had made before it, as
-    in FSDP over TP. If no order of the axes gives these factors, the splits are returned unchanged:
-    a factor then cuts an axis into pieces first, and the split cuts each piece. With uneven lengths
-    the result differs.
+    A split has a factor if later axes of the mesh were split before it, as in FSDP over TP. The
+    factor is the number of shards that this had made. If no order of the axes gives these factors,
+    the splits are returned unchanged. Their factors then say into how many pieces an axis is cut
+    first; the split cuts each piece. With uneven lengths the result differs.
     """
     if all(split.factor is None for split in splits.values()):
         shard_order = getattr(getattr(value, "_spec", None), "shard_order", None) or ()
@@ -315,8 +315,8 @@ def _cut_runs(runs: _Axis, start: int, stop: int) -> Iterator[_Run]:
 
     Args:
         runs: Runs of indices of an axis: first, and one past the last.
-        start: The first index of the part, if the indices of all runs are counted from 0 on.
-        stop: One past the last, counted in the same way.
+        start: Where the part begins, counting the indices of all runs together from 0.
+        stop: One past its end, counted in the same way.
     """
     passed = 0
     for run_start, run_stop in runs:

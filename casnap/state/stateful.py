@@ -193,7 +193,7 @@ def is_generator(value: object) -> bool:
 
 
 def is_random_state(stateful: Stateful) -> bool:
-    """Whether a value of an app state is a random state. Call :func:`with_states` before."""
+    """Whether a value of an app state is a random state. Call :func:`with_states` first."""
     return isinstance(stateful, RNGState | _Generator)
 
 

@@ -129,7 +129,7 @@ def is_fillable(value: torch.Tensor) -> bool:
 
 
 def is_wrapper(value: torch.Tensor) -> bool:
-    """Whether a tensor is of a subclass that computes its elements, such as from other tensors."""
+    """Whether a tensor is of a subclass that computes its elements, perhaps from other tensors."""
     return type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 

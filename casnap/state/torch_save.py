@@ -105,9 +105,9 @@ _NAMES = {"data.pkl", "version", "byteorder", ".format_version", ".storage_align
 
 
 def checked_archive(data: bytes) -> bytes:
-    """Check an archive; return a new one with the same content.
+    """Check an archive; return a new archive with the same content.
 
-    The new one has only the members that were checked here, so torch reads no others.
+    The new archive has only the members that were checked here, so torch reads no others.
 
     Args:
         data: An archive that claims to be from ``torch.save``.
@@ -231,7 +231,7 @@ _CHANGES = {("build", _ORDERED), ("item", _ORDERED), ("item", "collections.Count
 # --- tensors ------------------------------------------------------------------------------------
 
 TENSORS = {f"{_UTILS}tensor", f"{_UTILS}tensor_v2", f"{_UTILS}tensor_v3", _QUANTIZED}
-"""The functions that make a tensor of a storage, an offset, sizes and strides."""
+"""The functions that make a tensor from a storage, an offset, sizes and strides."""
 
 # Storages of quantized tensors count as the integers that they hold.
 _STORAGES = {

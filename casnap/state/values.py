@@ -76,7 +76,7 @@ def encode_keys(keys: Iterable[object]) -> list[Key]:
 
 
 def decode_keys(keys: Iterable[Key]) -> list[Any]:
-    """Return the keys whose stored forms are given; the inverse of :func:`encode_keys`.
+    """Return the keys that some stored forms stand for; the inverse of :func:`encode_keys`.
 
     Raises:
         DamagedError: A key is malformed.
@@ -371,7 +371,7 @@ class _Member(Struct, frozen=True, array_like=True):
 def find_class(module: str, name: str) -> type | None:
     """Return a class by name from a module that is imported already; None if there is none.
 
-    No module is imported, and no code of one is run.
+    This imports no module, and runs no code of one.
     """
     value: object = sys.modules.get(module)
     for part in name.split("."):
