@@ -104,7 +104,7 @@ class Comm(ABC):
     def leave(self) -> None:
         """End the operation on this rank, after its last collective.
 
-        A later error of this rank is not told to the other ranks.
+        The other ranks do not learn of a later error of this rank.
         """
 
     @abstractmethod
@@ -115,10 +115,10 @@ class Comm(ABC):
         """
 
     def resume(self, error: BaseException) -> bool:
-        """Tell the other ranks of an error; go on if all failed ranks have an error of one type.
+        """Tell the other ranks of an error; go on if all failed ranks have errors of one type.
 
-        This is a collective: each rank calls it with its own error, or with the one it got from
-        another.
+        This is a collective: each rank calls it with its own error, or with the error that it got
+        from another rank.
 
         Args:
             error: The error.

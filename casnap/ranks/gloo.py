@@ -1,9 +1,9 @@
 """The gloo groups over which ranks communicate.
 
-In this folder, only this module uses undocumented names of torch. ``dist.new_group`` would not do.
-It is a collective of the trainer's default group. It waits for a missing rank as long as that group
-does. Its collectives take no deadline of their own. A ``ProcessGroupGloo`` that is made directly
-needs only its members, and each call has a deadline.
+In this folder, only this module uses undocumented names of torch. ``dist.new_group`` is not used.
+It is a collective of the trainer's default group, and waits for a missing rank as long as that
+group does. Collectives of the groups that it makes take no deadline of their own. A
+``ProcessGroupGloo`` that is made directly needs only its members, and each call has a deadline.
 """
 
 from __future__ import annotations

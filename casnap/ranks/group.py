@@ -1,8 +1,9 @@
 """Several ranks that do one operation together, over a gloo group of casnap's own.
 
 The ranks never use the trainer's process group (:mod:`casnap.ranks.link`). In each collective, the
-ranks first tell each other the lengths of their parts. A rank that has failed tells this instead,
-in whichever collective the others are. Then all ranks raise its error, and can still use the group.
+ranks first tell each other the lengths of their parts. A rank that has failed sends that news
+instead, whichever collective the others are in. Then all ranks raise its error, and can still use
+the group.
 
 A rank that is killed or hangs breaks the connections. The other ranks find out which rank is at
 fault; the next operation makes a new gloo group.
@@ -55,7 +56,7 @@ class Group(Comm):
             for the end of that operation.
         timeout: The most seconds that one rank waits for another.
         operation: The operation in words, for messages.
-        number: The number of an operation in the background, which all ranks know; 0 for others.
+        number: For an operation in the background, a number that all ranks know; otherwise 0.
     """
 
     def __init__(self, link: Link, timeout: float, operation: str, number: int = 0) -> None:
@@ -321,7 +322,7 @@ class Group(Comm):
         """Do the first exchange of the operation, and make a new gloo group if that is needed.
 
         The last operation's gloo group is used if it is whole. If it broke in an earlier operation,
-        all ranks meet anew.
+        all ranks make a new one.
 
         Args:
             exchange: The exchange, given how many seconds to wait for other ranks.

@@ -1,11 +1,11 @@
 """The connection between the ranks of a process group, and which rank is at fault when it breaks.
 
-A :class:`Link` holds a gloo group of casnap's own, and serves one operation after the other. When
-the gloo group breaks, the next operation makes a new one.
+A :class:`Link` holds a gloo group of casnap's own, and serves one operation at a time. When the
+gloo group breaks, the next operation makes a new one.
 
 In this module, "the store" is torch's key-value store of the default process group. The ranks meet
 through the store, and each rank notes there what it does. A rank whose connection breaks records
-this in the store, and reads there which ranks have not reported. Every wait has a deadline, also
+this in the store, and reads there which ranks have not reported. Every wait has a deadline, even
 the wait for an answer of the store.
 """
 
@@ -65,7 +65,7 @@ _ALL_MUST_CALL = (
 
 
 class _Arrival(msgspec.Struct, array_like=True):
-    """The note by which a rank tells in the store that it is ready for a new group.
+    """The note in the store by which a rank announces that it is ready for a new group.
 
     Attributes:
         process: The process of the rank.
@@ -78,7 +78,7 @@ class _Arrival(msgspec.Struct, array_like=True):
 
 
 class _At(msgspec.Struct, array_like=True):
-    """The note in which a rank tells, in the torch store, which operation it does now.
+    """The note in the store that says which operation a rank is doing now.
 
     Attributes:
         number: The number of the rank's operation, counted from the making of the group.
@@ -90,7 +90,7 @@ class _At(msgspec.Struct, array_like=True):
 
 
 class _Start(msgspec.Struct, array_like=True):
-    """The note by which rank 0 tells in the store that a new group begins, or that it has failed.
+    """The note in the store by which rank 0 says that a new group begins, or why there is none.
 
     Attributes:
         hosts: The hosts in the order of the ranks, as pairs: the number of a host (0 if it is not
@@ -324,9 +324,9 @@ class Link:
     def _failure_of_silence(self, reason: str = STORE_SILENT) -> Failure:
         """Return the failure to report when the store does not answer.
 
-        If ranks of this host have died, the failure names these. Otherwise rank 0 of the default
-        group may be at fault, or its host, where the store lies. The failure names the ranks on
-        that host if it is not this host.
+        If ranks of this host have died, the failure names them. Otherwise the fault may lie with
+        the process that keeps the store, rank 0 of the default group, or with its host. The failure
+        names the ranks on that host, unless it is this host.
 
         Args:
             reason: The reason to give, in words.
@@ -343,7 +343,7 @@ class Link:
 
     @property
     def connected(self) -> Transport:
-        """The connections. There are connections once an operation has begun."""
+        """The connections. Use this only once an operation has begun."""
         assert self.transport is not None
         return self.transport
 
@@ -544,7 +544,7 @@ class Link:
     def broke_before(self) -> bool:
         """Whether the connections broke in an earlier operation, which this rank had already ended.
 
-        If so, the present operation can begin anew: all ranks make a new gloo group.
+        If they did, all ranks make a new gloo group, and begin the present operation again.
         """
 
         def look() -> bool | None:
@@ -635,7 +635,7 @@ class Link:
             return False
 
     def find_cause(self, error: ErrorText | None, seconds: float, *, is_late: bool) -> Failure:
-        """Break this rank's connections, tell torch's store so, and return which rank is at fault.
+        """Break this rank's connections, report it in the store, and return which rank is at fault.
 
         Args:
             error: The error of this rank, if the rank itself has failed.

@@ -17,7 +17,7 @@ from casnap.runtime.environment import boot_id
 class Process(NamedTuple):
     """A process, named so that other processes on its host can find it.
 
-    All fields are 0 if the system does not tell.
+    All fields are 0 if the system does not report them.
 
     Attributes:
         host: A number that stands for the host, its boot and the container.

@@ -156,7 +156,7 @@ class Ring:
         self._end = 0
 
     def take(self, nbytes: int) -> int | None:
-        """Take a free run of ``nbytes`` bytes; return its offset, or None if none is as long."""
+        """Take a free run of ``nbytes`` bytes; return its offset, or None if there is none."""
         start = 0  # an unused memory begins at 0 again, where its pages are already there
         if self._taken:
             start, oldest = self._end, self._taken[0]

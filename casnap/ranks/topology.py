@@ -31,7 +31,7 @@ from casnap.runtime.typing import override
 Buffer = bytes | memoryview
 
 FAILED = -1
-"""The size that a rank announces once it has failed."""
+"""The size that a rank announces for its parts once it has failed."""
 # The head of a message: the lengths of its two halves, the checksums of both, and one of the head.
 # Short halves come in the same message as the head.
 _HEAD = struct.Struct("<QQ8s8s")
@@ -358,7 +358,7 @@ class Teams(Transport):
     def _swap(
         self, outgoing: Mapping[int, tuple[bytes, bytes]], sources: Iterable[int], until: float
     ) -> dict[int, tuple[Buffer, Buffer]]:
-        """Send messages to some ranks, and receive messages of some ranks.
+        """Send messages to some ranks, and receive messages from some ranks.
 
         A message has two halves.
 
