@@ -1,5 +1,5 @@
 """Threads, buffers and the environment, without any knowledge of stores and tensors.
 
-This folder imports only :mod:`casnap.errors`; ``torch_modes.py`` alone imports torch.
-Begin with ``threads.py``.
+Begin with ``threads.py``. This folder imports only :mod:`casnap.errors`; ``torch_modes.py`` alone
+imports torch.
 """

@@ -157,7 +157,7 @@ _lock = new_lock()
 def shared_pool(at_least: int) -> Pool:
     """Return the process's pool whose slots hold at least ``at_least`` bytes each.
 
-    Threads in the background share another pool than the other threads.
+    Threads in the background get a different pool from other threads.
     """
     # Each size keeps its slots, so there are few sizes.
     nbytes = SLOT_BYTES if at_least <= SLOT_BYTES else 1 << (at_least - 1).bit_length()
@@ -174,7 +174,7 @@ def release_memory() -> int:
 
     After an ``async_take``, casnap keeps as much memory as the state takes, since copying to fresh
     memory takes several times as long as copying to used memory. Memory in use stays, such as the
-    copies of a pending take. This function is safe at any time.
+    copies of a pending take. This function may be called at any time.
 
     Returns:
         How many bytes were given back. It is an upper bound: pages that were never touched took no

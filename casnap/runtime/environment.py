@@ -205,7 +205,7 @@ def warms_new_packs() -> bool:
 
 
 def numeric_variables() -> dict[str, str]:
-    """Return the environment variables that change which bits a training computes, as far as set.
+    """Return the environment variables that are set and change which bits a training computes.
 
     The list of these variables is fixed. Only the first 100 characters of a value are kept, without
     unprintable ones.
@@ -285,8 +285,8 @@ def google_metadata_server() -> tuple[str, int] | None:
     """Return host and port of the server that gives credentials to machines of Google's cloud.
 
     Returns:
-        Host and port; None if the environment names credentials or another server, or forbids to
-        ask the server.
+        Host and port; None if the environment names credentials or another server, or forbids
+        asking the server.
     """
     variables = ("GOOGLE_APPLICATION_CREDENTIALS", "GCE_METADATA_HOST", "GCE_METADATA_ROOT")
     if any(map(os.environ.get, variables)) or os.environ.get("NO_GCE_CHECK") == "true":

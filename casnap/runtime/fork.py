@@ -2,7 +2,7 @@
 
 A child must not use locks that the parent held, nor the parent's threads, connections, open files
 and handlers. Each module registers here a function that drops or renews its own. The child calls
-all these functions first. Only ``format/decoding.py``, which imports nothing of casnap, registers
+all these functions first. Only ``format/decoding.py``, which imports nothing from casnap, registers
 its locks itself.
 """
 
@@ -110,7 +110,7 @@ def cached_property(make: Callable[[Any], T]) -> functools.cached_property[T]:
 
 
 class PerProcess(Generic[T]):
-    """A value that each forked child makes anew.
+    """A value that each forked child makes again for itself.
 
     Args:
         make: Makes the value.

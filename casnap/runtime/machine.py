@@ -72,7 +72,7 @@ def _group_text(name: str) -> str:
 
 
 def _number(text: str, name: str) -> int:
-    """Return the number behind a name at the beginning of a line.
+    """Return the number that follows a name at the beginning of a line.
 
     Raises:
         ValueError: No line has the name.

@@ -131,7 +131,7 @@ def works_in_background() -> bool:
 
 @contextmanager
 def python_gc_paused() -> Iterator[None]:
-    """Disable Python's cycle collector for a block that makes many objects, to save its time."""
+    """Pause Python's garbage collector: it would slow down a block that makes many objects."""
     running = gc.isenabled()
     try:
         # Within the try: an interrupt between the two would leave the collector off for good.
@@ -280,8 +280,9 @@ def mapped(call: Callable[[T], U], items: Iterable[T], at_once: int) -> Iterator
     Args:
         call: The function. Its first error is raised, and ends the iteration.
         items: The items.
-        at_once: How many threads call the function. With more than 1, the items are worked on in
-            groups of eight for each thread, and a whole group before its first item is yielded.
+        at_once: How many threads call the function. If there are several, items are taken in groups
+            of ``8 * at_once``, and a group is yielded once the function has returned for all its
+            items.
     """
     if at_once == 1:
         yield from ((item, call(item)) for item in items)

@@ -13,7 +13,7 @@ else:
     T = typing.TypeVar("T")
 
     def override(method: T) -> T:
-        """Mark a method that implements a method of a base class, which documents it."""
+        """Mark a method that overrides a method of a base class, whose docstring applies."""
         return method
 
     def TypeVar(name: str, *, default: Any, **options: Any) -> typing.TypeVar:  # noqa: N802

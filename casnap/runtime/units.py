@@ -19,7 +19,7 @@ _MOST_SECONDS = timedelta.max.total_seconds()
 
 
 def parsed_size(text: str, thousand: int = 1000) -> int | None:
-    """Return the bytes of a text: ``5GB`` is 5·10⁹, ``5GiB`` is 5·2³⁰; None if the text is no size.
+    """Return the bytes of a text: ``5GB`` is 5·10⁹, ``5GiB`` is 5·2³⁰; None if it is not a size.
 
     Args:
         text: The text.
@@ -33,7 +33,7 @@ def parsed_size(text: str, thousand: int = 1000) -> int | None:
 
 
 def parsed_time(text: str) -> float | None:
-    """Return the seconds of a text such as ``1.5h`` or ``0``; None if the text is no time."""
+    """Return the seconds of a text such as ``1.5h`` or ``0``; None if it is not a time."""
     match = _TIME.fullmatch(text)
     if match is None:
         return 0.0 if text == "0" else None
@@ -43,7 +43,7 @@ def parsed_time(text: str) -> float | None:
 def whole_number(value: object) -> int | None:
     """Return a whole number of any type, such as NumPy's, as an int; None for other values.
 
-    A bool is no number here: a caller who passes a bool means something else.
+    A bool does not count as a number: a caller who passes one means something else.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         return None
@@ -88,7 +88,7 @@ def bytes_of(option: str, value: object, least: int = 1) -> int:
 
     Raises:
         TypeError: The value is neither a number nor a text.
-        ValueError: The number is not whole or is less than ``least``, or the text is no size.
+        ValueError: The number is not whole or is less than ``least``, or the text is not a size.
     """
     size = parsed_size(value) if isinstance(value, str) else value
     nbytes = int(size) if isinstance(size, float) and size.is_integer() else whole_number(size)
@@ -111,8 +111,8 @@ def seconds_of(option: str, value: object, *, above_zero: bool = False) -> float
 
     Raises:
         TypeError: The value is neither a number, a text nor a timedelta.
-        ValueError: The number is negative, too large, or 0 where 0 is forbidden; or the text is no
-            time.
+        ValueError: The number is negative, too large, or 0 where 0 is forbidden; or the text is not
+            a time.
     """
     seconds: Any = value
     if isinstance(value, timedelta):
