@@ -1,6 +1,6 @@
 """Tensors that a framework has divided among ranks: each rank stores and fills its own boxes.
 
-Imports ``files``, ``take``, ``restore`` and lower layers, and no public class.
+This module imports ``files``, ``take``, ``restore`` and lower layers, but no public class.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Fit:
 def check_together(
     snapshot: casnap.Snapshot, comm: Comm, targets: Iterable[Target], fit: Fit
 ) -> None:
-    """Check that each rank could load its targets. All ranks call this, each with its own targets.
+    """Check that each rank can load its targets. All ranks call this, each with its own targets.
 
     Args:
         snapshot: The snapshot.
@@ -176,8 +176,8 @@ def check_together(
         fit: Further conditions of this rank.
 
     Raises:
-        MismatchError: A rank could not load its targets. Each rank raises; its error lists all
-            problems of this rank.
+        MismatchError: A rank cannot load its targets. All ranks raise this; on a rank with
+            problems, the error lists all of them.
     """
     _match(snapshot, comm, targets, (), fit)
     comm.all_gather(b"")
@@ -191,7 +191,7 @@ def load_together(
     *,
     allow_pickle: bool = False,
 ) -> dict[ObjectPath, Any]:
-    """Fill the targets of this rank, and read values. All ranks call this, each with its own.
+    """Fill the targets of this rank, and read values. All ranks call this, each for itself.
 
     Args:
         snapshot: The snapshot.
@@ -231,7 +231,7 @@ def _match(
     """Compare the targets and values of this rank with the snapshot.
 
     Returns:
-        What to load; and the memory to set to 0 before, as not all of it is filled.
+        What to load; and the memory to set to 0 first, since not all of it gets filled.
 
     Raises:
         MismatchError: They do not fit.
@@ -308,11 +308,11 @@ def _within(entry: TensorEntry, target: Target) -> Iterator[Part]:
 
 
 def check_fit(snapshot: casnap.Snapshot, problems: Collection[str]) -> None:
-    """Raise one error that lists all problems, before anything is loaded.
+    """Check that there are no problems; else raise one error that lists all of them.
 
     Args:
         snapshot: The snapshot.
-        problems: The problems in words. If there are none, nothing is raised.
+        problems: The problems in words. Nothing has been loaded yet: the error says so.
 
     Raises:
         MismatchError: There are problems.

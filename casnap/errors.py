@@ -20,7 +20,7 @@
     │   ├── MismatchError           (RuntimeError) state and snapshot differ
     │   ├── WitnessError            a state is not what it was at this step before
     │   └── EntryNotFoundError      (KeyError) no such path inside the snapshot
-    ├── FileFormatError             (ValueError) a file cannot be imported, or not hold an export
+    ├── FileFormatError             (ValueError) a file cannot be imported, or cannot hold an export
     ├── DamagedError                stored bytes are missing or not what was written
     ├── DeviceError                 an accelerator computed something wrong
     ├── NotServedError              (TimeoutError) followers do not serve a version in time
@@ -28,8 +28,9 @@
     └── FencedError                 a collector deleted chunks that a paused take relied on
 
 If the place of a store fails, the error is a :class:`BackendError` or an :class:`UnavailableError`;
-``except StoreError`` catches both. An outage is no ``BackendError``: code that catches that one
-skips an unreadable object or calls it damaged, which would be wrong while no object can be read.
+``except StoreError`` catches both. An outage is not a ``BackendError``: code that catches
+``BackendError`` skips an unreadable object or calls it damaged, which would be wrong while no
+object can be read.
 
 An :class:`UnavailableError` has a ``reason``, a str of :data:`Reason`:
 
@@ -91,10 +92,10 @@ class StorageFullError(BackendError):
 
 
 class UnavailableError(StoreError):
-    """A call failed, for a reason that does not mean that the object is damaged.
+    """A call failed, but that does not mean that the object is damaged.
 
     Attributes:
-        reason: Why, in a word that programs can compare.
+        reason: Why the call failed, in a word that programs can compare.
     """
 
     def __init__(self, message: str, reason: Reason = "other") -> None:
@@ -113,7 +114,7 @@ class UnclearCommitError(UnavailableError):
 PlaceError: TypeAlias = BackendError | UnavailableError
 """An error of a store's place: a failure at an object, or an outage."""
 PLACE_ERRORS = (BackendError, UnavailableError)
-"""The same, for ``except``, in code that can go on without the place."""
+"""The types of :data:`PlaceError`, for ``except`` in code that can go on without the place."""
 
 
 class SnapshotError(CasnapError):
@@ -223,9 +224,9 @@ class RankError(CasnapError):
 
 
 def retold(error: BaseException, text: str) -> CasnapError:
-    """Return a copy of an error with another text. It has the same type, or is a CasnapError.
+    """Return a copy of an error with another text.
 
-    It is a plain CasnapError if the error is not one of casnap's.
+    The copy has the type of the error; or it is a CasnapError, if that is not a type of casnap's.
     """
     if not isinstance(error, CasnapError):
         return CasnapError(text)
@@ -244,8 +245,8 @@ def with_article(noun: str) -> str:
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return the end of a message about an unknown name, which suggests the most similar name.
 
-    Comparing names is slow. So if there are many, only those are compared whose beginning and end
-    are most like the name's.
+    Comparing names is slow. If there are many, this compares only the names whose beginning and end
+    are most like those of ``name``.
 
     Args:
         name: The unknown name.

@@ -1,7 +1,7 @@
-"""The names that a trainer, an engine or a report outside of casnap builds on.
+"""The names that other programs build on: trainers, engines and reports outside of casnap.
 
-It imports them, and the names of ``casnap`` and ``casnap.errors``. Semantic versioning holds for
-all of them. ``docs/guides/own-trainer.md`` uses them.
+Such a program imports the names of ``casnap`` and ``casnap.errors``, and the names below. Semantic
+versioning holds for all of them. ``docs/guides/own-trainer.md`` uses them.
 
 ==========================  ====================================================================
 takes of a trainer          ``JoinedTake``, ``TakeOptions``; a ``StateSource`` is a ``LiveState``
@@ -23,8 +23,8 @@ progress, texts, classes    ``Progress``; ``size``, ``amount``, ``LEFT_OUT``;
                             ``override``, ``without_torch_modes``
 ==========================  ====================================================================
 
-Each name is loaded at its first use: few programs need torch and all of these modules. Begin with
-the guide.
+Each name is loaded at its first use, since few programs need torch and all of these modules. Begin
+with the guide.
 """
 
 from __future__ import annotations

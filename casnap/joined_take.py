@@ -1,8 +1,8 @@
 """One take of leaves that a trainer makes itself, by ranks that have joined.
 
 :meth:`casnap.Snapshot.take` captures an app state. A trainer whose framework divides tensors in its
-own way hands over a source of leaves instead (``take/capture.py``). Imports ``snapshot.py``,
-``view.py``, ``take`` and lower layers.
+own way hands over a source of leaves instead (``take/capture.py``). This module imports
+``snapshot.py``, ``view.py``, ``take`` and lower layers.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ class JoinedTake:
 
     @staticmethod
     def may_begin() -> bool:
-        """Whether a take may begin now: not inside another call of casnap, as by a signal."""
+        """Whether a take may begin now.
+
+        It may not begin inside another call of casnap, as in a signal handler that interrupts one.
+        """
         return not is_within_call()
 
     def take(self, source: Callable[[], StateSource]) -> Snapshot:

@@ -1,6 +1,6 @@
-"""Choose which snapshot of a name, or of a run, counts: the one of this store or of its mirror.
+"""Choose which snapshot of a name, or of a run, counts: this store's or its mirror's.
 
-Imports ``view.py`` and lower layers; ``store.py`` imports this.
+This module imports ``view.py`` and lower layers; ``store.py`` imports it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def find_row(view: View, name: str) -> FoundRow:
 
 
 def find_witness(view: View, name: str) -> Contents | None:
-    """Return what a store has by the name of a witness, or else its mirror; None if neither has.
+    """Return the witness of a name, from the store or else from its mirror; None if there is none.
 
     If the mirror cannot be reached, only the store counts, and a warning is logged.
 
@@ -116,7 +116,7 @@ def _all_rewound_error(path: str) -> SnapshotError:
     """Return the error for a run that was rewound to before all snapshots that are left.
 
     Args:
-        path: The path of the last of them.
+        path: The path of the last snapshot that is left.
     """
     return SnapshotError(
         "only snapshots are left that their run went back from; the last one is "
@@ -128,7 +128,7 @@ def _all_thinned_error(path: str) -> SnapshotError:
     """Return the error for a run of which only thinned snapshots are left.
 
     Args:
-        path: The path of the last of them.
+        path: The path of the last thinned snapshot.
     """
     return SnapshotError(
         "only thinned snapshots are left, which have lost what a resume needs; the last one is "

@@ -1,6 +1,6 @@
 """A take in the background, as its caller sees it.
 
-Imports ``take/pending.py`` and lower layers; ``snapshot.py`` imports this.
+This module imports ``take/pending.py`` and lower layers; ``snapshot.py`` imports it.
 """
 
 from __future__ import annotations

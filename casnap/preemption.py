@@ -1,6 +1,6 @@
 """Take a last snapshot before the machine is taken away: all ranks agree that a signal came.
 
-Imports ``take``, ``state`` and lower layers; no public class imports it.
+This module imports ``take``, ``state`` and lower layers; no public class imports it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Preemption:
         return self._since is not None
 
     def step(self, step: int) -> bool:
-        """Note the end of a step; return whether to stop. If so, the last take was made already.
+        """Note the end of a step; return whether to stop. If so, the last take has been made.
 
         All ranks call this after the same steps. Most calls only count. From time to time the ranks
         agree whether to stop, so that all of them stop after the same step.
@@ -116,10 +116,11 @@ class Preemption:
         return self._stopped
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches of a data loader, and note when it fetches: then no step is under way.
+        """Yield the batches of a data loader, and note when it fetches, since no step runs then.
 
-        A signal to the whole job ends the workers of the loader too, and the loader fails. A job of
-        one process then takes the state after the last whole step at the end of the ``with``.
+        A signal to the whole job ends the workers of the loader too, and the loader fails. At the
+        end of the ``with``, a job of one process then takes the state that it had after the last
+        whole step.
 
         Args:
             loader: The loader. If it is in the app state, its state there says which batch came
@@ -317,9 +318,9 @@ def on_preemption(
 
     The handler only sets a flag, and calls the handler that was there before. In a forked child
     only that earlier handler acts. All ranks call this function together; one signal to one of them
-    is enough. After it, the step waits for a pending ``async_take``, then takes a last snapshot. If
-    this is not durable in time, a warning is logged, and :attr:`Preemption.snapshot` stays None. A
-    second signal changes nothing.
+    is enough. After the signal, :meth:`Preemption.step` waits for a pending ``async_take``, then
+    takes a last snapshot. If this snapshot is not durable in time, a warning is logged, and
+    :attr:`Preemption.snapshot` stays None. A second signal changes nothing.
 
     After a signal, an error may end the ``with``, for example if the workers of a data loader got
     the signal too. A warning then says whether a last snapshot was taken; see
@@ -328,8 +329,8 @@ def on_preemption(
     Args:
         store: The store.
         app_state: The state to take.
-        within: How long after the first signal to wait for the last snapshot: seconds, or such as
-            ``"90s"``.
+        within: How long after the first signal to wait for the last snapshot: seconds, or a text
+            such as ``"90s"``.
         signals: The signals.
         every: With many ranks, about how many seconds pass until the ranks agree again. That is one
             small collective, on a group of its own; other steps only count.

@@ -1,6 +1,6 @@
 """A snapshot: take, restore and read, under TorchSnapshot's names.
 
-Imports ``view.py``, ``pending.py`` and lower layers; ``store.py`` imports this.
+This module imports ``view.py``, ``pending.py`` and lower layers; ``store.py`` imports it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class EntriesByPath(dict[str, Entry]):
         return path not in self._own
 
     def __repr__(self) -> str:
-        """Show a tree with sizes: some lines of a large one."""
+        """Show a tree with sizes; only some lines of a large tree."""
         from casnap.state.outline import as_text, outline
 
         return as_text(outline(self)) or "{}"
@@ -149,7 +149,7 @@ class TakeStats(Stats, frozen=True, array_like=True):
             take returned has them. Empty for a snapshot that was looked up, and for a store on this
             machine.
         freed_bytes: How many bytes of the store this process (of many ranks, rank 0) has freed
-            since its take before: by collections in the background, and to have room for this
+            since its previous take: by collections in the background, and to make room for this
             take. 0 for a snapshot that was looked up.
     """
 
@@ -237,7 +237,8 @@ class Snapshot:
             pg: The process group whose ranks restore together.
             store: The :class:`casnap.Store` of the view, if there is one already.
             requests: How many requests the take made, by kind, if it was taken just now.
-            freed_bytes: How many bytes were freed since the take before, if it was taken just now.
+            freed_bytes: How many bytes were freed since the previous take, if it was taken just
+                now.
         """
         snapshot = cls.__new__(cls)
         snapshot._begin(view, name, row, pg, store, requests, freed_bytes)
@@ -311,7 +312,7 @@ class Snapshot:
         max_staging_bytes: Size | None = None,
         max_pending: int = 1,
     ) -> casnap.PendingSnapshot:
-        """Take a snapshot of the state as it is now; return once the state may change.
+        """Take a snapshot of the state as it is now; return once you may change the state.
 
         The take goes on in the background. ``path``, ``store`` and ``storage_options`` are those of
         :meth:`take`. :meth:`casnap.Store.async_take` describes all other arguments.
@@ -363,20 +364,20 @@ class Snapshot:
                 is written. Otherwise restore whatever fits.
             allow_pickle: Unpickle values that were taken with ``allow_pickle=True``. Use this only
                 for a store that you trust as you trust code.
-            rename: Gives keys of the snapshot their keys in ``app_state``: a mapping, or a function
-                that returns None for keys to leave out. Keys that a mapping lacks stay. It is the
-                same on all ranks. Messages have the keys of the snapshot.
+            rename: Maps keys of the snapshot to keys of ``app_state``: a mapping, or a function
+                that returns None for keys to leave out. Keys that a mapping lacks stay the same.
+                All ranks give the same. Messages have the keys of the snapshot.
             progress: True shows bars, on a terminal or in a notebook. Or a function, called as
                 ``progress(phase, done, total)``, in bytes, from any thread.
             read_once: True: one rank reads each stored byte, and passes it on to the others. False:
                 each rank reads for itself. The default depends on the ranks. If all ranks see the
                 store through one page cache, they read once only if they can share memory and that
                 saves 96 MiB of reading or more. Otherwise, as on several hosts, they read once.
-            reuse: Hash the tensors of the state, and read only the chunks that differ: for going
-                back to a snapshot of which much has not changed, such as the frozen base of a
-                fine-tune. Chunks of which a shard has only a part are always read, and so is
-                everything on a device that cannot hash. Nobody else may write to the tensors
-                meanwhile. Ranks may differ in this.
+            reuse: Hash the tensors of the state, and read only the chunks that differ. This pays if
+                much of the state is as in the snapshot, such as the frozen base of a fine-tune.
+                Chunks of which a shard has only a part are always read, and so is everything on a
+                device that cannot hash. Nobody else may write to the tensors during the call. Ranks
+                may differ in this.
             new_ranks: What happens to keys that hold values for single ranks of the take, if this
                 world has ranks that the take did not have. "keep": these new ranks keep their own
                 values, and the report lists them. "error": raise before anything is written. By
@@ -422,15 +423,15 @@ class Snapshot:
         """Return how the live state of this process differs from the snapshot; fill nothing.
 
         The state is read as a take reads it, and hashed where it lies, on its device if that can
-        hash. Of the snapshot, only chunks that differ are read, to tell by how much. After a
+        hash. Only the chunks of the snapshot that differ are read, to tell by how much. After a
         restore nothing differs::
 
             print(snapshot.compare(app_state))
 
-        With ``torch.distributed``, each rank compares what it holds with what it would restore: of
-        a sharded tensor its shards, of what belongs to single ranks its own. No rank hears of what
-        others find. All ranks call this if a ``state_dict()`` is a collective, as it may be for
-        sharded modules.
+        With ``torch.distributed``, each rank compares what it holds with what it would restore: its
+        shards of a sharded tensor, and its own values. No rank learns what others find. If a
+        ``state_dict()`` is a collective, as it may be for sharded modules, all ranks have to call
+        this.
 
         Args:
             app_state: The values to compare, by key: all, or some of those that were taken.
@@ -441,7 +442,7 @@ class Snapshot:
             names the keys of the snapshot that ``app_state`` lacks.
 
         Raises:
-            UnsupportedTypeError: A value cannot be stored, and so not be compared.
+            UnsupportedTypeError: A value cannot be stored, and so cannot be compared.
             DamagedError: Stored bytes are missing or damaged.
             DeviceError: A device computes wrong digests.
             SnapshotNotFoundError: The snapshot was deleted, and its bytes were collected.
@@ -682,8 +683,8 @@ class Snapshot:
             prefix: The path of the tensors in the snapshot: a key such as ``model``, or a submodule
                 in it, as in ``model/encoder`` for ``model/encoder.weight``. It may begin with a
                 rank.
-            rename: Gives names below the prefix their names in the module: a mapping, or a
-                function. None leaves an entry out; names that a mapping lacks stay.
+            rename: Maps names below the prefix to names in the module: a mapping, or a function.
+                None leaves an entry out; names that a mapping lacks stay the same.
             device: The device on which tensors of the meta device get their memory; ties are kept.
                 Other tensors must have memory already.
             strict: Whether to raise if module and snapshot differ. Otherwise the tensors that fit
@@ -745,7 +746,7 @@ class Snapshot:
 
     @property
     def commit_id(self) -> str:
-        """The id of the commit: 32 hex digits. Every snapshot has another one."""
+        """The id of the commit: 32 hex digits. No two snapshots of a store have the same id."""
         return self.row.commit.hex()
 
     @property
@@ -767,7 +768,7 @@ class Snapshot:
     def stats(self) -> TakeStats:
         """The logical bytes, new bytes, entries, seconds and requests of the take.
 
-        A snapshot that was just taken also has the bytes that were freed since the take before.
+        A snapshot that was just taken also has the bytes that were freed since the previous take.
         """
         stats = msgspec.structs.asdict(self.row.stats)
         return TakeStats(**stats, requests=self.requests, freed_bytes=self._freed_bytes)
@@ -776,8 +777,8 @@ class Snapshot:
     def environment(self) -> dict[str, str]:
         """The environment of the take: versions, settings of torch, device, git commit, variables.
 
-        Of many ranks, rank 0 noted its own; the number of ranks is :attr:`world_size`. The git
-        commit is that of the folder of the script; ``-dirty`` stands behind it if tracked files had
+        With many ranks, it is that of rank 0; the number of ranks is :attr:`world_size`. The git
+        commit is that of the folder of the script, with ``-dirty`` at the end if tracked files had
         changed. Only variables that are known to change results are noted, such as
         ``CUBLAS_WORKSPACE_CONFIG``. Empty for a snapshot that was imported, that an older version
         took, or that a store with ``environment=False`` took.
@@ -812,7 +813,7 @@ class Snapshot:
         return [name for name in super().__dir__() if name not in ("contents", "of", "row")]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the snapshot: another process opens its store anew, and has no process group."""
+        """Pickle the snapshot: another process opens its store again, and has no process group."""
         measured = self._requests, self._freed_bytes
         return Snapshot.of, (self._store_view, self.name, self.row, None, self._store, *measured)
 
@@ -872,7 +873,7 @@ def take_snapshot(place: TakePlace, app_state: AppState, options: TakeOptions, p
 def try_snapshot(
     place: TakePlace, app_state: AppState, options: TakeOptions, pg: Any
 ) -> Snapshot | None:
-    """Take a snapshot together with the others, as :meth:`casnap.Store.try_take` describes."""
+    """Take a snapshot with the other ranks, as :meth:`casnap.Store.try_take` describes."""
     options = options.for_path(place.path, goes_on=True)
     return options.attempt.run(lambda: _take(place, app_state, options, pg), lambda _: None)
 
@@ -925,7 +926,7 @@ def witness_state(
         options: As for a take.
         pg: As for :meth:`casnap.Store.witness`.
         on_mismatch: As for :meth:`casnap.Store.witness`.
-        find_in: Returns what a store, or its mirror, has by a name; None if neither has it.
+        find_in: Returns what a store, or else its mirror, has under a name; None if it is nothing.
     """
     from casnap.comparing.witness import witness
     from casnap.ranks.joining import join

@@ -1,6 +1,6 @@
 """A store: many snapshots at one URI, which share their chunks.
 
-Imports ``snapshot.py``, ``latest.py``, ``view.py`` and lower layers.
+This module imports ``snapshot.py``, ``latest.py``, ``view.py`` and lower layers.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Store:
         create: If there is no store, make one with the first take, import or copy to it, or with
             :meth:`make`; a :class:`NewStore` gives its properties. Reading makes no store: if there
             is none, there are no snapshots. With ``mirror``, the store is made at once.
-            ``Snapshot.take`` of a path below finds the store only once it is made: call
-            :meth:`make` before, or pass ``store=``.
+            ``Snapshot.take`` of a path below finds the store only once it is made: first call
+            :meth:`make`, or pass ``store=``.
         storage_options: How to reach a remote store: the arguments of s3fs, gcsfs or another file
             system of fsspec, such as ``{"endpoint_url": ...}``. casnap neither stores nor shows
             them.
@@ -121,8 +121,8 @@ class Store:
     Raises:
         NotAStoreError: There is no store, and ``create`` is False.
         UnsupportedFormatError: A newer casnap made the store.
-        StoreError: A store cannot be made at this place, or not be reached; or the folder of the
-            cache belongs to another user, or is on a network file system.
+        StoreError: A store cannot be made or reached at this place; or the folder of the cache
+            belongs to another user, or is on a network file system.
         ValueError: ``storage_options`` or ``cache_bytes`` were given for a store on this machine.
         MirrorError: The mirror is the wrong store, or the store has another mirror.
     """
@@ -310,7 +310,7 @@ class Store:
         max_staging_bytes: Size | None = None,
         max_pending: int = 1,
     ) -> casnap.PendingSnapshot:
-        """Take a snapshot of the state as it is now; return once the state may change.
+        """Take a snapshot of the state as it is now; return once you may change the state.
 
         The take goes on in the background. :meth:`PendingSnapshot.wait` waits for its end, and
         raises its error. An error is also logged at once. If no ``wait()`` has raised the error,
@@ -361,10 +361,10 @@ class Store:
         """Take a snapshot as :meth:`take` does; if the storage fails, warn, and return None.
 
         So a run goes on if there is no space or no answer, after damage, after a collector that was
-        faster, and after a wrong digest of a device. All ranks log the warning, and return None.
-        Once a take of the run succeeds again, another warning says how many takes failed, and since
-        when. Any other error is raised: a wrong state, name or store, a rank that died or hangs,
-        Ctrl-C.
+        faster, and after a device computed a wrong digest. All ranks log the warning, and return
+        None. Once a take of the run succeeds again, another warning says how many takes failed, and
+        since when. Any other error is raised: a wrong state, name or store, a rank that died or
+        hangs, Ctrl-C.
 
         This call does not raise the error of an earlier :meth:`async_take`. Either all ranks call
         this, or all call :meth:`take`. The arguments are those of :meth:`take`.
@@ -438,22 +438,22 @@ class Store:
         threads: int | None = None,
         timeout: float | None = None,
     ) -> casnap.WitnessReport:
-        """Store the digests of a state; or if they are there already, compare the state with them.
+        """Store the digests of a state; if they are stored already, compare the state with them.
 
-        So a resumed run proves that it computes what it computed before: give each step that
-        follows a snapshot a witness, and a run that resumes from this snapshot meets it. A replay
-        of some steps finds hardware that computes wrong without a word::
+        This proves that a resumed run computes the same as before. Call it at each step that
+        follows a snapshot: a run that resumes from that snapshot comes to the same step, and
+        compares. A replay of some steps also finds hardware that computes wrong without an error::
 
             store.witness(app_state, f"run1/step_{step}")
 
-        A witness holds 16 bytes for each path of the state, and none of its chunks. It is no
+        A witness holds 16 bytes for each path of the state, and none of its chunks. It is not a
         snapshot: nothing lists it, counts it or resumes from it. It stays as long as the snapshot
-        of its run that was the last one when it was stored, and a mirror gets it. If this store
-        lacks it, the mirror's is compared.
+        that was the last of its run when the witness was stored. A mirror gets it too. If this
+        store lacks a witness, the mirror's is compared.
 
-        All ranks call this together, as they call :meth:`take`; it costs about what a take costs
-        that finds nothing new. It first waits for pending takes. A state of another number of ranks
-        is not compared: it adds up in another order.
+        All ranks call this together, as they call :meth:`take`; it costs about as much as a take
+        that finds nothing new. It first waits for pending takes. The state of a different number of
+        ranks is not compared, since its sums were added up in a different order.
 
         Args:
             app_state: As for :meth:`take`; the same keys each time.
@@ -467,7 +467,7 @@ class Store:
             timeout: As for :meth:`take`.
 
         Returns:
-            Whether the witness was stored now; if not, which paths differ.
+            Whether this call stored the witness; if it compared, which paths differ.
 
         Raises:
             WitnessError: The state differs, on any rank. All ranks raise it.
@@ -565,11 +565,11 @@ class Store:
         commit. So :meth:`latest` returns the snapshot of this name, and the names are free for new
         takes. A snapshot that was moved aside keeps its bytes, commit id and tags. A retention
         deletes it as the oldest of its run. To go on from it after all, call this with its new
-        name. A mirror follows.
+        name. A mirror goes back too.
 
         This waits for pending takes of this process, and moves their snapshots aside too. First end
         other processes that write this run: snapshots that they commit later would belong to the
-        run. Of many ranks, either rank 0 alone or all call this.
+        run. With many ranks, either rank 0 alone or all ranks call this.
 
         Args:
             name: The snapshot's name.
@@ -779,7 +779,8 @@ class Store:
                 :meth:`publish` returns; by default the last one.
             quorum: How many followers must serve the snapshot; by default all that follow the tag,
                 and at least one.
-            timeout: How long to wait at most: seconds, or such as ``"5m"``; by default for ever.
+            timeout: How long to wait at most: seconds, or a text such as ``"5m"``; by default for
+                ever.
 
         Returns:
             The followers that serve the snapshot.
@@ -882,16 +883,17 @@ class Store:
         """Bring a folder of safetensors to the newest snapshot, for engines.
 
         The folder is a link to one whole version, beside it in ``<folder>.versions``. Files that
-        have not changed become hard links of the version before. Other files are written from that
-        version's bytes and from new chunks. Every written byte is verified; then a rename replaces
-        the link. See ``docs/guides/serving.md``.
+        have not changed become hard links to the files of the previous version. Other files are
+        written from the previous version's bytes and from new chunks. Every written byte is
+        verified; then a rename replaces the link. See ``docs/guides/serving.md``.
 
         With ``in_place`` in the options, it is a real folder, and changes are written into its
         files. A process that reads these files meanwhile, or has mapped them, sees a mix. If such a
         pull is cut short, the folder is no whole version until the next pull.
 
         Args:
-            folder: The folder. It does not exist yet, or such a pull has made it.
+            folder: The folder. It must not exist yet, unless an earlier pull of the same kind made
+                it.
             name: A snapshot, or a folder of them; None for all snapshots of this store or view.
             options: Which snapshot to pull, and how the folder looks:
                 a :class:`casnap.serving.PullOptions`.
@@ -905,12 +907,12 @@ class Store:
             SnapshotNotFoundError: There is no such snapshot; or it was deleted meanwhile.
             FileFormatError: Something else lies at the folder, it belongs to another user, or the
                 snapshot holds no tensors.
-            StorageFullError: The disk is full. The folder stays at the version before; or the error
-                says that a pull in place has left it mixed.
+            StorageFullError: The disk is full. The folder stays at the previous version; or the
+                error says that a pull in place has left it mixed.
             BackendError: The folder cannot be written or looked at for another reason; it is left
                 as after a full disk.
             UnavailableError: This process has no open files or no memory left. The folder stays at
-                the version before.
+                the previous version.
             FileNotFoundError: The parent of the folder does not exist.
             CasnapError: Another process pulls into this folder.
             DamagedError: Stored bytes are missing or damaged.
@@ -939,14 +941,14 @@ class Store:
     ) -> Iterator[casnap.FollowEvent]:
         """Pull each new version soon after its commit, for ever; yield what happens.
 
-        If several versions were missed, one pull brings the newest. Failures are logged, and tried
-        again.
+        If several versions were missed, one pull brings the newest. After a failure, which is
+        logged, the pull is tried again.
 
         Args:
             folder: As for :meth:`pull`.
             name: As for :meth:`pull`.
             options: As for :meth:`pull`.
-            interval: How long to wait between two looks: seconds, or such as ``"30s"``.
+            interval: How long to wait between two looks: seconds, or a text such as ``"30s"``.
             on_version: Called after each switch with the real path of the version's folder, and the
                 names of the tensors that have changed since the last call. If it raises an error,
                 it is called again later, for the version that is current then.
@@ -1041,12 +1043,12 @@ class Store:
         key: str | None = None,
         prefix: str | None = None,
     ) -> casnap.WhoReport:
-        """Say which snapshots hold tensors, by digests: whose weights a file has.
+        """Find the snapshots that hold given tensors, by digests: whose weights does a file have?
 
-        Paths do not count: a tensor is found under any. A tensor that was cast to more bits is
-        found, too, if the cast lost nothing: the report names the dtype. One that was cast to fewer
-        bits is not. The tensors are hashed, streamed from a file; nothing of the store is read but
-        the trees of its snapshots.
+        A tensor is found under any path. A tensor that was cast to more bits is found too, if the
+        cast lost nothing: the report names the dtype. A tensor that was cast to fewer bits is not
+        found. The tensors of a file are streamed and hashed. From the store, only the trees of its
+        snapshots are read.
 
         Args:
             source: The path of a file or folder, as :meth:`import_file` takes it; an object with
@@ -1061,7 +1063,7 @@ class Store:
             FileFormatError: The files are malformed, or in no known format.
             StateError: There is no tensor with elements; or a snapshot is of a store with chunks of
                 another size.
-            UnsupportedTypeError: The source is none of these.
+            UnsupportedTypeError: The source is none of the things that ``source`` may be.
             DamagedError: A node of a snapshot is missing or damaged.
         """
         from casnap.history.who import Asked, tensors_of, who
@@ -1104,7 +1106,7 @@ class Store:
         """Return the name, in this view, of a snapshot that may be of another view of the store.
 
         Raises:
-            SnapshotNotFoundError: It is of another store, or was deleted or replaced.
+            SnapshotNotFoundError: The snapshot is of another store, or was deleted or replaced.
         """
         view, full = self._view, snapshot.contents.name
         local = view.local_of(full)
@@ -1132,9 +1134,9 @@ class Store:
 
         The mean is taken of the weights: floating-point tensors, except moments and buffers, that
         have one shape and dtype in all snapshots. All else comes from the last snapshot in
-        ``names``, and takes no more room. Nor do tensors that are equal in all snapshots. The
-        chunks of each snapshot are read once, and verified; memory stays below 400 MiB for any
-        size. With ``torch.distributed``, one rank alone calls this.
+        ``names``. It takes no more room; nor do tensors that are equal in all snapshots. The chunks
+        of each snapshot are read once, and verified; memory stays below 400 MiB for any size. With
+        ``torch.distributed``, one rank alone calls this.
 
         Elements are summed in float32 (those of float64 in float64) in the order of ``names``:
         ``(x0 + x1 + …) / n``, or ``x0 * w0 + x1 * w1 + …``, and cast to the dtype of the tensor. If
@@ -1147,7 +1149,8 @@ class Store:
             into: The name of the new snapshot.
             weights: A number for each snapshot; by default, all have the same.
             decay: In place of ``weights``: compute a moving average that begins with the first
-                snapshot. At each further one the average keeps this share of itself, from 0 to 1.
+                snapshot. At each further snapshot, the average keeps this share of itself, from 0
+                to 1.
             exact: Sum in float64.
             metadata: Metadata of the new snapshot. It also gets ``average_of``, the names, and
                 ``average_weights``.
@@ -1322,7 +1325,7 @@ class Store:
                 and a running take can still rely on the data. After it, the reader gets an error,
                 and the take begins again. The default is the grace that the store is set to (see
                 :meth:`configure`), else 24 hours.
-            repack: If less than this share of a pack is needed, copy that share into a new pack
+            repack: If less than this share of a pack is needed, copy what is needed into a new pack
                 (0: never).
             recode_after: How many of the newest snapshots of each folder keep their chunks as they
                 are. Chunks that only older ones need are stored as deltas, or compressed, where
@@ -1365,8 +1368,8 @@ class Store:
     def statistics(self, a: str, b: str) -> list[casnap.GroupStatistics]:
         """Say how far a training has moved each group of tensors from one snapshot to another.
 
-        A group has the paths that differ in numbers alone, as those of the layers of a model. This
-        reads the chunks of the tensors that differ.
+        A group has the paths that differ only in numbers, such as one weight in all layers of a
+        model. This reads the chunks of the tensors that differ.
 
         Args:
             a: The name of the first snapshot.
@@ -1407,7 +1410,7 @@ class Store:
         Args:
             data: Read and verify every chunk, at each of its places.
             sample: Read and verify a random share of the chunks, from 0 to 1.
-            seed: Chooses the share. By default each call chooses another share.
+            seed: Chooses the share. By default, each call chooses a different share.
             name: The only snapshot to check.
             progress: True shows bars. Or a function, called as ``progress(phase, done, total)``.
 

@@ -1,6 +1,7 @@
 """The snapshots of a store that lie below a prefix. ``Store`` and ``Snapshot`` are built on it.
 
-Imports ``storage`` and lower layers, and no other public module.
+This module imports ``storage`` and lower layers. Only when it opens a store that has a mirror, it
+also imports ``mirror`` and ``take``.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class View:
         return view
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the options, so that another process opens the store anew."""
+        """Pickle the options, so that another process opens the store again."""
         opening = self._opening
         if self._repository is not None:
             cache = self._repository.chunk_cache
@@ -201,7 +202,7 @@ class View:
         return Location.of_store(self._uri, None, may_take=self._create)
 
     def look(self) -> Repository | None:
-        """Open the store if it exists; return None if it does not, but may be made."""
+        """Open the store if it exists; return None if there is none, but one may be made."""
         return self._repository or self._look(self.place)
 
     def _look(self, place: Location) -> Repository | None:
@@ -406,7 +407,7 @@ class View:
         """Check that snapshots that were not found are absent from the newest root too.
 
         If the store is read as of an older root, a newer root may have them. Without the error, a
-        run that began after that root would begin anew.
+        run that began after the older root would start from the beginning.
 
         Args:
             what: The snapshots, for the message.
@@ -433,7 +434,7 @@ class View:
         )
 
     def free_later(self, rows: Sequence[Row]) -> None:
-        """Have the bytes of deleted snapshots freed: on a nearly full disk at once, else later.
+        """Let the bytes of deleted snapshots be freed: now if the disk is nearly full, else later.
 
         Args:
             rows: The rows of the deleted snapshots.
@@ -556,7 +557,7 @@ def view_of(store: object) -> View:
     """Return the view of a :class:`casnap.Store`, a class that this module cannot import.
 
     Raises:
-        TypeError: ``store`` is no Store.
+        TypeError: ``store`` is not a Store.
     """
     view = getattr(store, "_view", None)
     if not isinstance(view, View):
@@ -587,7 +588,8 @@ def view_above(
     Args:
         path: The path.
         storage_options: How to reach a remote store.
-        create: Whether to make the store if there is none; then the caller is going to write to it.
+        create: Whether to make the store if there is none. If so, the caller is going to write to
+            it.
         is_typed: Whether a person has typed the path. If so, a line says which store it is in.
         options: Further arguments of :func:`casnap.storage.opening.opening.open_at`, which also
             lists the errors.

@@ -304,7 +304,8 @@ class _Steps:
     def tell_ranks_later(self, error: BaseException) -> None:
         """Tell the other ranks that the call failed, once it is this take's turn to store.
 
-        Until then, other ranks may be storing earlier takes, and would take the error for theirs.
+        Until then, other ranks may be storing earlier takes, and would mistake the error for
+        theirs.
 
         Args:
             error: The error that the call has met.
