@@ -9,8 +9,9 @@ import logging
 from typing import NamedTuple
 
 from casnap.errors import SnapshotError, SnapshotNotFoundError, StoreError, shell_word
+from casnap.format.names import folder_of
 from casnap.format.records import Row
-from casnap.storage import Contents
+from casnap.storage import Contents, Table
 from casnap.view import View
 
 _log = logging.getLogger("casnap")
@@ -53,28 +54,55 @@ def find_row(view: View, name: str) -> FoundRow:
     return found
 
 
-def find_witness(view: View, name: str) -> Contents | None:
-    """Return the witness of a name, from the store or else from its mirror; None if there is none.
+class FoundWitness(NamedTuple):
+    """What is known of a witness before a state is compared with it, or is stored as it.
+
+    Attributes:
+        contents: What has its name in the store, or else in the mirror; None if neither has it.
+        follows: The commit id of the snapshot that it follows, in hex; "" if its run has none yet;
+            None if the snapshot that it was to follow is gone.
+    """
+
+    contents: Contents | None
+    follows: str | None
+
+
+def find_witness(view: View, name: str, after: str | None = None) -> FoundWitness:
+    """Look for a witness in a store, or else in its mirror.
 
     If the mirror cannot be reached, only the store counts, and a warning is logged.
 
     Args:
         view: The store.
-        name: The local name in the table.
+        name: The local name that a user gave the witness.
+        after: The local name of the snapshot that the witness follows; None for the last of its
+            run.
     """
-    try:
-        return Contents(view.readable, view.full_of(name), view.row_of(name))
-    except SnapshotNotFoundError:
-        pass
+    full = view.full_of(name)
+
+    def look(table: Table) -> tuple[Row | None, str | None]:
+        row = table.get(Table.witness_name(full))
+        if row is not None:
+            return row, None
+        if after is None:
+            return None, table.last_commit(folder_of(full))
+        followed = table.get(view.full_of(after))
+        return None, None if followed is None else followed.commit.hex()
+
+    local = Table.witness_name(name)
+    row, follows = view.read(look)
+    if row is not None:
+        return FoundWitness(Contents(view.readable, view.full_of(local), row), follows)
     try:
         mirror = view.at_mirror()
         if mirror is not None:
-            return Contents(mirror.readable, mirror.full_of(name), mirror.row_of(name))
+            contents = Contents(mirror.readable, mirror.full_of(local), mirror.row_of(local))
+            return FoundWitness(contents, follows)
     except SnapshotNotFoundError:
         pass
     except StoreError as e:
         _log.warning("%s is looked for here alone, since the mirror fails: %s", name, e)
-    return None
+    return FoundWitness(None, follows)
 
 
 def _note_returned(view: View, found: FoundRow, seq: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import msgspec
 
@@ -910,13 +910,17 @@ def _take(place: TakePlace, app_state: AppState, options: TakeOptions, pg: Any) 
     return take_from(view, comm, partial(LiveState, app_state), name, options, pg, place.store)
 
 
+FindWitness: TypeAlias = Callable[[View, str, str | None], tuple[Contents | None, str | None]]
+"""Looks for a witness: :func:`casnap.latest.find_witness`."""
+
+
 def witness_state(
     place: TakePlace,
     app_state: AppState,
     options: TakeOptions,
     pg: Any,
     on_mismatch: str,
-    find_in: Callable[[View, str], Contents | None],
+    find_in: FindWitness,
 ) -> casnap.WitnessReport:
     """Store or compare a witness with the other ranks: see :meth:`casnap.Store.witness`.
 
@@ -926,22 +930,59 @@ def witness_state(
         options: As for a take.
         pg: As for :meth:`casnap.Store.witness`.
         on_mismatch: As for :meth:`casnap.Store.witness`.
-        find_in: Returns what a store, or else its mirror, has under a name; None if it is nothing.
+        find_in: Looks for a witness in a store and its mirror.
     """
-    from casnap.comparing.witness import witness
     from casnap.ranks.joining import join
-    from casnap.storage import Table
     from casnap.take.capture import LiveState
 
-    if on_mismatch not in ("raise", "warn"):
-        raise ValueError(f"on_mismatch is 'raise' or 'warn'; got {on_mismatch!r:.80}")
+    check_on_mismatch(on_mismatch)
     comm = join(pg, options.timeout, f"the witness {place.label!r}")
     view, name = place.find(comm)
+    source = partial(LiveState, app_state)
+    return witness_from(view, comm, source, name, options, on_mismatch, find_in)
+
+
+def check_on_mismatch(on_mismatch: object) -> None:
+    """Check the argument that says what to do if a witness differs.
+
+    Raises:
+        ValueError: It has no such value.
+    """
+    if on_mismatch not in ("raise", "warn"):
+        raise ValueError(f"on_mismatch is 'raise' or 'warn'; got {on_mismatch!r:.80}")
+
+
+def witness_from(
+    view: View,
+    comm: Comm,
+    source: Callable[[], StateSource],
+    name: str,
+    options: TakeOptions,
+    on_mismatch: str,
+    find_in: FindWitness,
+    after: str | None = None,
+) -> casnap.WitnessReport:
+    """Store or compare a witness, for :meth:`casnap.Store.witness` and integrations.
+
+    Args:
+        view: The store.
+        comm: The ranks. This function leaves them at its end.
+        source: Returns the state of this rank.
+        name: The local name that the user gave the witness.
+        options: As for a take.
+        on_mismatch: As for :meth:`casnap.Store.witness`.
+        find_in: Looks for a witness in a store and its mirror.
+        after: The local name of the snapshot that it follows; None for the last of its run.
+
+    Raises:
+        WitnessError: The state differs.
+    """
+    from casnap.comparing.witness import witness
+
     with comm:
-        find = partial(find_in, view, Table.witness_name(name))
         full = check_name(view.full_of(name))
-        source = LiveState(app_state)
-        report = witness(view.repository, full, source, _for_view(options, view), comm, find)
+        find = partial(find_in, view, name, after)
+        report = witness(view.repository, full, source(), _for_view(options, view), comm, find)
         is_first = comm.rank == 0
     if report.count and on_mismatch == "raise":
         raise WitnessError(_mismatch_text(report, view), report)

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 
 from casnap.comparing.witness_report import WitnessReport, first_of_each_role
 from casnap.errors import DamagedError, SnapshotExistsError
-from casnap.format.names import folder_of
 from casnap.format.records import REWOUND, WITNESS, decode, encode
 from casnap.ranks.comm import Comm, SingleProcess
 from casnap.restore.read_object import read_object
+from casnap.runtime.threads import python_gc_paused
 from casnap.state.roles import role_of_form
 from casnap.state.run_environment import changes_since
 from casnap.state.stateful import StateDict
 from casnap.storage import Contents, Repository, Table
 from casnap.take.capture import LiveState, StateSource
-from casnap.take.comparison import digests_of
+from casnap.take.comparison import digests_of, manifest_of
 from casnap.take.manifest import PATH_DIGEST_SIZE, PathDigest
 from casnap.take.options import TakeOptions
 from casnap.take.take import take
@@ -35,7 +35,7 @@ def witness(
     source: StateSource,
     options: TakeOptions,
     comm: Comm,
-    find: Callable[[], Contents | None],
+    find: Callable[[], tuple[Contents | None, str | None]],
 ) -> WitnessReport:
     """Store the digests of a state, or compare it with those that are stored. All ranks call this.
 
@@ -45,7 +45,9 @@ def witness(
         source: The state of this rank.
         options: How to take it.
         comm: The ranks.
-        find: Returns what the table has by the name of the witness. Only rank 0 calls it.
+        find: Returns what has the name of the witness; and the commit id, in hex, of the snapshot
+            that a new witness follows, "" for none, None if that snapshot is gone. Only rank 0
+            calls it.
 
     Raises:
         StateError: Something in the state cannot be taken.
@@ -56,16 +58,21 @@ def witness(
     """
     comm.enter_phase("hashing a witness")
     hashing = replace(options, overwrite=True)
-    found = _Table.of(digests_of(store, Table.witness_name(name), source, hashing, comm), comm.size)
+    with python_gc_paused():
+        digests = digests_of(store, Table.witness_name(name), source, hashing, comm)
+        found = _Table.of(digests, comm.size)
+        del digests
     comm.enter_phase("storing or comparing a witness")
     report = None
     if comm.rank == 0:
-        there = find()
-        if there is None:
-            _store(store, name, found, options)
-            report = WitnessReport(name, stored=True)
-        else:
+        there, follows = find()
+        if there is not None:
             report = _compared(name, there, found)
+        elif follows is None:
+            report = WitnessReport(name, not_compared="the snapshot that it follows is gone")
+        else:
+            _store(store, name, found, options, follows)
+            report = WitnessReport(name, stored=True)
     return comm.broadcast_message(report, WitnessReport)
 
 
@@ -85,8 +92,12 @@ class _Table(NamedTuple):
 
     @classmethod
     def of(cls, found: Sequence[PathDigest], ranks: int) -> _Table:
-        paths = encode([(each.path, each.form) for each in found])
-        return cls(paths, b"".join([each.digest for each in found]), ranks)
+        paths = encode([(path, form) for path, form, _ in found])
+        return cls(paths, b"".join([digest for _, _, digest in found]), ranks)
+
+    def source(self) -> StateSource:
+        """Return the state that a witness is stored as."""
+        return LiveState({_KEY: StateDict(self._asdict())})
 
     @classmethod
     def read(cls, there: Contents) -> _Table:
@@ -117,14 +128,21 @@ class _Table(NamedTuple):
         return {path: (form, part) for (path, form), part in zip(paths, parts, strict=True)}
 
 
-def _store(store: Repository, name: str, found: _Table, options: TakeOptions) -> None:
-    """Store a witness."""
-    before = store.read_at_newest(lambda root: _last_commit(store.table(root), folder_of(name)))
+def _store(store: Repository, name: str, found: _Table, options: TakeOptions, follows: str) -> None:
+    """Store a witness.
+
+    Args:
+        store: The store.
+        name: The full name that the user gave.
+        found: What to store.
+        options: How the state was taken.
+        follows: The commit id of the snapshot that it follows, in hex.
+    """
     hooks = options.hooks
 
     def notes(_: str) -> dict[str, Any]:
         # For the mirror, it belongs to the run of the name that was given.
-        return {**hooks.notes(name), REWOUND: True, WITNESS: before}
+        return {**hooks.notes(name), REWOUND: True, WITNESS: follows}
 
     alone = TakeOptions(
         threads=options.threads,
@@ -132,14 +150,7 @@ def _store(store: Repository, name: str, found: _Table, options: TakeOptions) ->
         # What collections have freed is told by the next take of a snapshot.
         hooks=replace(hooks, notes=notes, count_freed=lambda: 0),
     )
-    state = LiveState({_KEY: StateDict(found._asdict())})
-    take(store, Table.witness_name(name), state, alone, SingleProcess())
-
-
-def _last_commit(table: Table, run: str) -> str:
-    """Return the commit id of the last snapshot of a run, in hex; "" if it has none."""
-    rows = [item for item in table.rows_of_run(run).items() if not item[1].is_rewound]
-    return table.in_commit_order(rows)[-1][1].commit.hex() if rows else ""
+    take(store, Table.witness_name(name), found.source(), alone, SingleProcess())
 
 
 def _compared(name: str, there: Contents, found: _Table) -> WitnessReport:
@@ -149,13 +160,14 @@ def _compared(name: str, there: Contents, found: _Table) -> WitnessReport:
             "another name for the witness"
         )
     with there.reading():
+        same = manifest_of(found.source(), there.store.config.chunk_size)
+        if same.shared == there.manifest.shared:
+            return WitnessReport(name)
         stored = _Table.read(there)
         if stored.ranks != found.ranks:
             # Other ranks add up in another order, so nothing would be proven.
             why = f"{stored.ranks} ranks had it, and this is {found.ranks}"
             return WitnessReport(name, not_compared=why)
-        if stored == found:
-            return WitnessReport(name)
         before, now = stored.by_path(there.label), found.by_path(name)
         changes = changes_since(there.environment, found.ranks, found.ranks, with_commit=True)
     differing = sorted(p for p in before.keys() | now.keys() if before.get(p) != now.get(p))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import cache
 from typing import Literal, get_args
 
 from casnap.format.entries import Entry, Payload, TensorEntry, ValueEntry
@@ -80,6 +81,7 @@ def role_of(path: str, entry: Entry) -> Role:
     return "weights" if is_fractions else "values"
 
 
+_ONE = ((), (1,))
 _FORMS: tuple[Entry, ...] = tuple(
     TensorEntry(Payload(0), dtype, shape) for dtype in ("int64", "float32") for shape in ((2,), ())
 )
@@ -88,8 +90,10 @@ _FORMS: tuple[Entry, ...] = tuple(
 
 def form_of(entry: Entry) -> int:
     """Return all that the role of an entry depends on besides its path: a number below 4."""
-    is_fractions = isinstance(entry, TensorEntry) and _is_of_fractions(entry.dtype)
-    return 2 * is_fractions + _is_one_number(entry)
+    if isinstance(entry, TensorEntry):
+        # A state may have a million of them.
+        return 2 * _is_of_fractions(entry.dtype) + (entry.shape in _ONE)
+    return int(_is_one_number(entry))
 
 
 def role_of_form(path: str, form: int) -> Role:
@@ -101,6 +105,7 @@ def _words(names: Iterable[str]) -> set[str]:
     return {word for name in names for word in re.findall("[a-z]+", name)}
 
 
+@cache
 def _is_of_fractions(dtype: str) -> bool:
     # numpy's typestrs have the kind as their second letter.
     return dtype.startswith(("float", "bfloat", "complex")) or dtype[1:2] in ("f", "c")
@@ -108,5 +113,5 @@ def _is_of_fractions(dtype: str) -> bool:
 
 def _is_one_number(entry: Entry) -> bool:
     if isinstance(entry, TensorEntry):
-        return not entry.shape or entry.shape == (1,)
+        return entry.shape in _ONE
     return isinstance(entry, ValueEntry) and entry.kind in ("int", "float")

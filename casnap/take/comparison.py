@@ -94,7 +94,7 @@ def digests_of(
     config = store.config
     with background.turn:
         background.wait_for_room(config.store_id, name, options, is_alone=comm.size == 1)
-        agreed = agree(store, name, source.keys(), options, comm)
+        agreed = agree(store, name, source.keys(), options, comm, is_new=False)
         keys = [key_of(component) for component in agreed.keys]
         hashed = _hashed(source, keys, config.chunk_size, options, comm, agreed.seed)
     with python_gc_paused():
@@ -121,6 +121,8 @@ def _hashed(
     division = divide(comm, state, source.values, options, chunk_size, seed)
     state.assign(division.plans)
     hasher = Hasher(state, lambda _: _Digester(), None)
+    if division.is_single_process and not state.bytes_to_hash():
+        return _Hashed(state, division, hasher.digests)
     made = {device: hasher_of(device) for device in state.devices}
     hashers = {device: each for device, each in made.items() if each is not None}
     asking = Asking(state, hashers, lambda digests: [_ANYWHERE] * len(digests), "")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
 
 import msgspec
 
@@ -153,18 +154,13 @@ class KeptNodes(dict[Digest, bytes]):
         return entry_tree(Digest(top), self.__getitem__)
 
 
-class PathDigest(msgspec.Struct, array_like=True, frozen=True, order=True):
-    """What a path holds, in few bytes.
+PathDigest: TypeAlias = tuple[str, int, bytes]
+"""What a path holds, in few bytes. A tuple, since a state may have a million paths:
 
-    Attributes:
-        path: The path. If the entry belongs to one rank, the rank's number and a ``/`` come first.
-        digest: The first bytes of the digest of its entry.
-        form: The form of its entry, as :func:`casnap.state.roles.form_of` gives it.
-    """
-
-    path: str
-    digest: bytes
-    form: int
+- the path; if the entry belongs to one rank, the rank's number and a ``/`` come first
+- the form of its entry, as :func:`casnap.state.roles.form_of` gives it
+- the first bytes of the digest of its entry
+"""
 
 
 def digests_by_path(
@@ -177,29 +173,29 @@ def digests_by_path(
         state: The state of this rank.
         division: How the ranks divided the work.
         digests: The digests that this rank computed.
+
+    Returns:
+        The paths, sorted.
     """
     nodes = KeptNodes()
     builder = _Builder(comm, state, division, digests, nodes.put)
     if not division.is_single_process:
         builder.settle_scopes()
     contribution = builder.contribution()
-    found = [
-        _digest_of_path(f"{comm.rank}/{key}{path}", entry)
-        for key, top in contribution.subtrees.items()
-        for path, entry in nodes.tree(top).items()
+    own, shared = contribution.subtrees.items(), contribution.shared.items()
+    by_prefix: list[tuple[str, Iterable[tuple[str, Entry]]]] = [
+        *((f"{comm.rank}/{key}", nodes.tree(top).items()) for key, top in own),
+        *((key, entries.items()) for key, entries in shared),
     ]
-    found += [
-        _digest_of_path(key + path, entry)
-        for key, entries in contribution.shared.items()
-        for path, entry in entries.items()
+    size = PATH_DIGEST_SIZE
+    found = [
+        (prefix + path, form_of(entry), digest_of(encode(entry))[:size])
+        for prefix, entries in by_prefix
+        for path, entry in entries
     ]
     told = comm.gather_messages(found, list[PathDigest])
     # A container may be shared by several owners.
-    return sorted({each.path: each for of_rank in told for each in of_rank}.values())
-
-
-def _digest_of_path(path: str, entry: Entry) -> PathDigest:
-    return PathDigest(path, digest_of(encode(entry))[:PATH_DIGEST_SIZE], form_of(entry))
+    return sorted(found if comm.size == 1 else set().union(*told))
 
 
 class _Builder:

@@ -74,6 +74,11 @@ class Table(Tree[Row]):
         """
         return {name: row for name, row in self.items_in(run) if row.run_of(name) == run}
 
+    def last_commit(self, run: str) -> str:
+        """Return the commit id of the last snapshot of a run, in hex; "" if it has none."""
+        rows = [item for item in self.rows_of_run(run).items() if not item[1].is_rewound]
+        return self.in_commit_order(rows)[-1][1].commit.hex() if rows else ""
+
     @staticmethod
     def in_commit_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
         """Return snapshots in the order in which they were committed.

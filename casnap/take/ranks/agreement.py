@@ -50,6 +50,8 @@ def agree(
     keys: list[str],
     options: TakeOptions,
     comm: Comm,
+    *,
+    is_new: bool = True,
 ) -> Agreement:
     """Check that all ranks ask for the same take, and return rank 0's message.
 
@@ -62,13 +64,14 @@ def agree(
         keys: The keys of this rank.
         options: The options of the take.
         comm: The ranks.
+        is_new: Whether the name must be free.
 
     Raises:
         SnapshotExistsError: The store has a snapshot of this name.
         StateError: The ranks were called with different arguments.
     """
     root, codec = None, Codec.RAW
-    if comm.rank == 0:
+    if comm.rank == 0 and is_new:
         root = _check_name_is_free(store, name, options)
         codec = store.settings(root).codec
     mine = Agreement(
