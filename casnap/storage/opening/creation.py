@@ -66,7 +66,7 @@ def create_store(
     is_explicit: bool,
     settings: Mapping[str, Any] | None = None,
 ) -> CreatedStore:
-    """Make a store; or finish making one if that was cut off. If the store is complete, do nothing.
+    """Make a store, or finish one whose making was cut off; do nothing if the store is complete.
 
     Args:
         backend: The backend of the place.

@@ -1,7 +1,7 @@
 """Find checkpoints of other libraries at a path where a snapshot was looked for.
 
-An error then tells of the checkpoint. Otherwise a program that has changed to casnap would find no
-snapshot, and begin its run anew without a word.
+An error then names the checkpoint. Without it, a program that has switched to casnap would find no
+snapshot, and silently begin its run from the start.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class ForeignCheckpoints:
         )
 
     def advice_within(self) -> str:
-        """Return a message about other libraries' checkpoints in the folder; "" without any."""
+        """Return a message about other libraries' checkpoints in the folder; "" if it has none."""
         folder = self._path
         try:
             entries = sorted(
@@ -158,7 +158,7 @@ class ForeignCheckpoints:
 
         Args:
             saver: The name of the form of the library that takes the snapshot. A checkpoint of this
-                form counts even if other files may match its names.
+                form counts even if its telltales may match other files.
 
         Raises:
             SnapshotExistsError: The folder contains a checkpoint. A library that is given the

@@ -219,8 +219,8 @@ class Location(NamedTuple):
         """Return the row of the snapshot from a table.
 
         Raises:
-            SnapshotNotFoundError: The table has no such snapshot. The message says what may be
-                meant.
+            SnapshotNotFoundError: The table has no such snapshot. The message says which one the
+                caller may have meant.
         """
         backend, name = self.backend, self.name
         row = table.get(name)
@@ -510,7 +510,7 @@ def _is_usable(place: Path, way: Path, use: _Use) -> bool:
 def _is_passed_over(place: Path) -> bool:
     """Whether to ignore a store that cannot be used.
 
-    This is so if every user may write to its folder, and the store does not belong to this user.
+    It is ignored if every user may write to its folder, and the store does not belong to this user.
     """
     if not _is_open_to_all(place):
         return False
@@ -616,7 +616,7 @@ def _led_to(folder: Path, way: Path, check: Callable[[], None] | None = None) ->
     Args:
         folder: The real path of the place.
         way: The path as the user wrote it.
-        check: Another check to make before the first change there.
+        check: Another check to make before the first change to the place.
     """
     backend = LocalBackend(folder)
     link = _link_of_a_stranger(way)
@@ -686,7 +686,7 @@ def _check_ours(store: Path, *, is_parent: bool) -> None:
 
 
 def _why_not_ours(store: Path, *, is_parent: bool) -> str | None:
-    """Return why no snapshots must be put into a store to which a path leads; None if they may.
+    """Return why no snapshots may be put into a store to which a path leads; None if they may.
 
     Unlike :func:`_why_distrusted`, this is also right on volumes where a new file does not get the
     owner or mode of its maker. To find out, it creates a file in the store's folder, and deletes
@@ -700,7 +700,7 @@ def _why_not_ours(store: Path, *, is_parent: bool) -> str | None:
 
 
 def _why_distrusted(store: Path, *, is_parent: bool, owners: Owners | None = None) -> str | None:
-    """Return why no snapshots must be put into a store to which a path leads; None if they may.
+    """Return why no snapshots may be put into a store to which a path leads; None if they may.
 
     The store must belong to this user or to root, and other users must not be able to write to it.
     Otherwise a stranger could put a store above a path, and would get the snapshots of all users

@@ -19,7 +19,7 @@ _SHOWN = 8
 def no_store_error(folder: Path) -> NotAStoreError:
     """Return the error to raise for a folder that is in no store.
 
-    It tells what is there instead.
+    The error tells what the folder is instead.
     """
     if narrow := not_served_text(folder):
         return NotAStoreError(f"{folder} is not a casnap store, nor in one{narrow}")

@@ -46,8 +46,8 @@ def open_at(
         settings: The settings of a new store.
         exclusive: Whether the user vouches that no other process writes to the store.
         config: The store's ``casnap.json``, if it was read before.
-        look_ahead: Whether the store is used at once. If it is remote, its newest root is then read
-            now.
+        look_ahead: Whether the caller uses the store right away. If it does, the newest root of a
+            remote store is read now.
         cache_bytes: The most bytes of chunks of remote stores that this host caches; 0 for no
             cache. With None, ``CASNAP_CACHE_BYTES`` has the limit.
         markers: Whether to put a marker, a file for people, for each snapshot.
@@ -95,7 +95,7 @@ def _made(
     *,
     is_explicit: bool,
 ) -> tuple[Repository, bool]:
-    """Make a store, or finish making one if that was cut off; open it.
+    """Make a store, or finish one whose making was cut off; then open the store.
 
     Args:
         backend: The backend of the place.

@@ -222,7 +222,7 @@ class PackWriter:
     def times(self) -> int:
         """How many copies of each chunk or node a pack has.
 
-        Small chunks have a second copy besides.
+        Small chunks have one copy more.
         """
         return 2 if self._kind == NODES else 1
 
@@ -294,7 +294,7 @@ class PackWriter:
         return new_ids
 
     def delete_packs(self) -> None:
-        """Delete all packs that this writer has begun to write."""
+        """Delete all packs that this writer has begun to write. No root may name any of them."""
         for refused in self._backend.delete_all(map(pack_key, self.packs)).values():
             raise refused
         self.packs = []
@@ -324,7 +324,7 @@ class PackFiller:
             select_new: Returns which of some chunks are new.
 
         Returns:
-            The digest of each chunk, also of those that were not kept.
+            The digest of each chunk, whether it was kept or not.
         """
         digests: list[Digest] = []
         for group in self._groups(raws):
@@ -399,7 +399,7 @@ class PackFiller:
 
         Args:
             nbytes: The bytes of the memory.
-            count: The most chunks that the caller puts there.
+            count: The most chunks that the caller puts into the memory.
 
         Returns:
             The room; None if chunks are to be compressed, or the memory does not fit into a pack.

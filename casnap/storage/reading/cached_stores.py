@@ -20,7 +20,7 @@ class CachedStore:
     """This host's caches of one store.
 
     Attributes:
-        store_id: The id of the store; "" for notes about places, whichever stores are there.
+        store_id: The id of the store; "" for notes about places that name no store.
         uri: The URI by which the store was last used; "" if it is not known.
         last_use: When the caches were last used, in seconds since the epoch.
         index_bytes: How many bytes the cached indexes take up on the disk.

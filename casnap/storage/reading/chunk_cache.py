@@ -81,7 +81,7 @@ class CachedPack(NamedTuple):
 class _Files(LocalBackend):
     """The files of the read cache, as a backend.
 
-    All its failures say that a chunk is not cached.
+    Any failure of this backend says that a chunk is not cached.
     """
 
     inner = ""
@@ -240,7 +240,7 @@ class ChunkCache:
         return room
 
     def _make_room(self, nbytes: int) -> int:
-        """Make room for bytes by deleting the files that were not used for longest.
+        """Make room for bytes by deleting the files that have been unused for longest.
 
         If files are deleted, at least a sixteenth of the size limit becomes free, so that the files
         need not be counted for each run.

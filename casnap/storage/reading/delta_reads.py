@@ -57,7 +57,7 @@ class _Chain:
         deltas: The deltas that were read, in the order of the chain.
         raw: The whole chunk at the end of the chain; after :meth:`apply`, the wanted chunk.
         fill: If the caller has a chunk of the chain, a function that copies this chunk into memory.
-            The chain then ends there.
+            The chain then ends with this chunk.
         failure: Why the wanted chunk cannot be read; None if nothing has failed.
     """
 
@@ -95,7 +95,8 @@ class _Chain:
         If that fails, ``failure`` is set.
 
         Args:
-            memory: Memory for the wanted chunk. It is used if the caller has the chunk at the end.
+            memory: Memory for the wanted chunk. It is used if the caller has the chunk at the end
+                of the chain.
         """
         if self.fill is not None:
             self.raw = memory[: self.place.raw_size]
@@ -169,7 +170,7 @@ class DeltaReader:
     def _hand_over(self, chains: list[_Chain]) -> list[FailedRead]:
         """Make the wanted chunks of chains, and pass them to their sinks; return failed reads.
 
-        All deltas of the chains were read before.
+        All deltas of the chains must have been read.
         """
         self._read_links([c for c in chains if c.failure is None and c.fill is None])
         failures = []

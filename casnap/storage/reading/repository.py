@@ -100,7 +100,7 @@ class Repository:
 
     @classmethod
     def at(cls, backend: Backend, *, look_ahead: bool = False, marks: bool = True) -> Repository:
-        """Open a remote store. If this host has seen the store before, this is one request.
+        """Open a remote store. If this host has seen the store before, this takes one round trip.
 
         Args:
             backend: The backend of the place.
@@ -159,7 +159,7 @@ class Repository:
         """Return the newest root, which says what the store holds.
 
         Raises:
-            StoreError: Another store has come to this place, or the store is gone.
+            StoreError: Another store has taken this place, or the store is gone.
         """
         return self.lookup.newest.look()
 
@@ -269,7 +269,7 @@ class Repository:
 
         A root is whole if all files that it names exist. The older root is the newest whole one
         with snapshots. A root without snapshots does not count: a run that sees an empty store
-        would begin anew. The result is only for reading.
+        would begin from the start. The result is only for reading.
 
         Returns:
             The store; None if the newest root is whole, or if no older root with snapshots is
@@ -321,11 +321,11 @@ class Repository:
         return SealedSegment(*self.index.sealed_or_kept(ref))
 
     def has_to_list_packs(self) -> bool:
-        """Whether this process knows no lengths of packs, so that one of many ranks lists all."""
+        """Whether this process knows no lengths of packs yet: one of many ranks then lists all."""
         return self.index.pack_lengths.has_to_list()
 
     def list_packs_for(self, ranks: int, total: int) -> dict[PackId, int]:
-        """List the packs for many ranks, if the ranks would need more requests one by one.
+        """List the packs for many ranks, unless looking one by one takes them fewer requests.
 
         Args:
             ranks: How many ranks will look at packs.

@@ -16,8 +16,8 @@ _WITNESSES = "witness"
 class Table(Tree[Row]):
     """The snapshots of a store as of one root: full name → row.
 
-    It also has witnesses, which are no snapshots. Those who list or count snapshots do not see
-    them; ``get`` finds them.
+    It also holds witnesses: not snapshots, but tables of the digests of a state. ``items`` leaves
+    the witnesses out; ``get`` finds them.
     """
 
     @override
@@ -48,7 +48,8 @@ class Table(Tree[Row]):
     def edit(self, changes: Mapping[str, Row | None], put_node: Put) -> Digest | None:
         """Store a changed copy of this table: see :meth:`casnap.format.tree.Tree.edit`.
 
-        If a snapshot of a run goes, the witnesses go with it whose last snapshot is gone.
+        If a snapshot is removed or replaced, the witnesses of its run are removed too, unless the
+        snapshot that they name is still in the run.
         """
         return super().edit({**dict.fromkeys(self._needless(changes)), **changes}, put_node)
 
@@ -84,9 +85,9 @@ class Table(Tree[Row]):
         """Return snapshots in the order in which they were committed.
 
         A copy of a snapshot from another store may be committed late: for example, only after a
-        repair, or once its name is free. So the copies from one store change places with each
-        other, until they are in the order of their commits in that store, if their rows name these
-        commits. All other snapshots keep their places.
+        repair, or once its name is free. So the copies whose rows name their commits in one other
+        store are put into the order of these commits, within the places that they have together.
+        All other snapshots keep their places.
         """
         ordered = sorted(rows, key=lambda item: (item[1].seq, item[0]))
         places: dict[str, list[int]] = {}
