@@ -40,12 +40,12 @@ def snapshot_before(
     is_there: Callable[[str, Row], bool] = lambda name, row: True,
     last_there: Callable[[], Contents | None] = lambda: None,
 ) -> Contents | None:
-    """Return the earlier snapshot whose chunks are to be the bases for another snapshot's chunks.
+    """Return the earlier snapshot whose chunks are to be the bases for a snapshot's chunks.
 
-    The earlier snapshot is the last one before the other in the same folder. But the first snapshot
-    of a folder may be a fine-tune of a snapshot in another folder. So a first snapshot is compared
-    with the newest snapshots of other folders. The one that shares most bytes with it, by path,
-    dtype and shape, is returned.
+    It is the last snapshot before this one in the same folder. But the first snapshot of a folder
+    may be a fine-tune of a snapshot in another folder. So a first snapshot is compared with the
+    newest snapshots of other folders, and the one that shares most bytes with it, by path, dtype
+    and shape, is returned.
 
     Args:
         contents: The snapshot to find bases for.
@@ -162,7 +162,7 @@ def cell_pairs(contents: Contents, before: Contents | None) -> Iterator[CellPair
 def _subtrees(
     contents: Contents, before: Contents | None
 ) -> Iterator[tuple[str, bytes, bytes | None]]:
-    """Yield each key of a snapshot with the digest of its tree, and of its earlier tree or None."""
+    """Yield each key of a snapshot, its tree's digest, and its earlier tree's digest or None."""
     manifest = contents.manifest
     manifest_before = None if before is None else before.manifest
     for rank, trees in ((None, manifest.shared), *manifest.ranks.items()):

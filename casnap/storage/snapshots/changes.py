@@ -35,13 +35,13 @@ class Changes:
     def commit(
         self, change: Change, update_root: Callable[[Root], Root] = lambda root: root
     ) -> bool:
-        """Commit a change of the table. If it changes nothing, put no root, and return False.
+        """Commit a change to the table. If it changes nothing, put no root, and return False.
 
         Args:
             change: Called with the table and the number of the next root. Returns the rows to set,
                 by name, with None for each row to remove.
-            update_root: Returns the newest root with fields other than the table changed, as the
-                next root must have them.
+            update_root: Changes fields of the next root other than its table. It gets the newest
+                root, and returns the changed copy.
         """
         return self.commit_with(lambda _: change, update_root)
 

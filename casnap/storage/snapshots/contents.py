@@ -102,7 +102,7 @@ class Entries:
     def tops(self) -> tuple[bytes, ...]:
         """The digests of the top nodes of the trees.
 
-        If two trees have the same path, the first counts.
+        If two trees have an entry of the same path, that of the first tree counts.
         """
         return tuple(self._digests)
 
@@ -270,7 +270,7 @@ class Contents:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Replace a ``DamagedError`` in a block if its cause is that the snapshot is gone.
+        """In a block, replace a ``DamagedError`` whose cause is that the snapshot is gone.
 
         Raises:
             SnapshotNotFoundError: The snapshot was deleted, replaced or thinned, and its chunks
@@ -406,7 +406,7 @@ class Contents:
 
         Args:
             path: The path.
-            only_leaves: Whether several ranks may have containers of their own there.
+            only_leaves: Whether several ranks may have containers of their own at the path.
 
         Raises:
             EntryNotFoundError: There is no entry of this path. Or the path has no rank, and several
@@ -426,7 +426,7 @@ class Contents:
         return match is not None and len(self._rivals(path, match)) < 2
 
     def _rivals(self, path: str, match: tuple[str, Entry, Entries]) -> list[int]:
-        """Return the ranks that a path without a rank may mean, as each has its own entries there.
+        """Return the ranks whose own entries a path without a rank may mean.
 
         Args:
             path: The path that the user gave.
@@ -443,11 +443,11 @@ class Contents:
 
         Args:
             path: The path.
-            keepers: The ranks that have an entry of their own there.
+            keepers: The ranks that have an entry of their own at the path.
             asked: The path that the user gave, if it is only a prefix of ``path``.
 
         Raises:
-            EntryNotFoundError: Several ranks have an entry there.
+            EntryNotFoundError: Several ranks have an entry at the path.
         """
         if len(keepers) > 1:
             names = ", ".join(f"'{rank}/{asked or path}'" for rank in keepers[:4])
@@ -626,7 +626,7 @@ class Contents:
 
         Args:
             digests: The concatenated digests of the lists.
-            most: The number of digests that is expected at most.
+            most: The most digests to expect.
             path: The path of the entry, for messages.
         """
         joined = bytearray()

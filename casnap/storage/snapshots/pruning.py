@@ -39,7 +39,7 @@ Judge = Callable[[Table], Iterable[Verdict]]
 
 
 class PruneChange(ABC):
-    """A change of the table that removes snapshots. Each try to commit judges the table anew.
+    """A change to the table that removes snapshots. Each try to commit judges the table again.
 
     Snapshots may have been tagged or replaced since a try that failed.
 
@@ -61,7 +61,7 @@ class PruneChange(ABC):
 
 
 class RetentionChange(PruneChange):
-    """A change of the table that removes the snapshots that a retention does not keep.
+    """A change to the table that removes the snapshots that a retention does not keep.
 
     Args:
         store: The store.
@@ -147,7 +147,7 @@ def prune(store: Repository, change: PruneChange, *, dry_run: bool = False) -> P
 
 
 class JudgedChange(PruneChange):
-    """A change of the table that removes the snapshots that a function does not keep.
+    """A change to the table that removes the snapshots that a function does not keep.
 
     Args:
         judge: Returns verdicts on the snapshots of a table.

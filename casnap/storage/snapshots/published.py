@@ -220,9 +220,9 @@ class Tags:
             commit_id: The commit id that the snapshot must have.
             check: Called in each try to commit, with the table and the number of the next root. It
                 raises an error if the tag must not be moved.
-            again: Called if the tag was already moved to this snapshot, with the newest root and
-                this last move. It returns the root, with the changes that the caller wants to
-                commit all the same.
+            again: Called, if the tag is already on this snapshot alone, with the newest root and
+                the last move. It returns the root with the changes that the caller wants to commit
+                even then.
 
         Returns:
             The move.

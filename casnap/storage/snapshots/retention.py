@@ -41,8 +41,9 @@ class Retention:
             ``metadata["step"]`` if that is an int. Else it is the only number in the last component
             of the name; if there are several, the one after ``step=`` or ``step_``. A snapshot
             without a step is kept, and a warning says so once.
-        keep_within: Keep snapshots that were taken within a time, by the clocks of the writers:
-            ``"7d"``, a ``timedelta``, or seconds. A time in the future counts as within.
+        keep_within: Keep snapshots that were taken at most this long ago, by the clocks of the
+            writers: ``"7d"``, a ``timedelta``, or seconds. A snapshot with a time in the future is
+            kept.
         keep_best: ``(metric, count)`` keeps the snapshots with the lowest ``metadata[metric]``;
             ``(metric, count, "max")`` keeps the snapshots with the highest. If values are equal,
             the newer snapshot counts as better. A list of such rules is possible. While no snapshot

@@ -45,17 +45,18 @@ def rewind(
 ) -> Rewound:
     """Rewind a run to one of its snapshots: move all later snapshots aside, in one commit.
 
-    If an earlier rewind had moved the snapshot itself aside, it gets its name in the run again.
+    If an earlier rewind had moved the snapshot itself aside, it gets its name in the run back. The
+    run's later witnesses (tables of digests, not snapshots) are removed.
 
     Args:
         store: The store.
         name: The full name of the snapshot to go back to.
-        notes_of_renamed: Called with the newest root; returns changes of the notes of each snapshot
-            that is renamed.
+        notes_of_renamed: Called with the newest root. It returns changes to notes, which each
+            renamed snapshot gets; the value None removes a note.
 
     Raises:
         SnapshotNotFoundError: There is no such snapshot.
-        SnapshotExistsError: A name that is needed is taken.
+        SnapshotExistsError: A name that a snapshot is to get is taken.
         SnapshotError: The snapshot is thinned, so that no run can resume from it.
     """
     backend = store.backend
@@ -138,6 +139,6 @@ def _turned(row: Row, notes: Mapping[str, Any]) -> Row:
 
     Args:
         row: The row before.
-        notes: Changes of other notes; None removes a note.
+        notes: Changes to other notes; the value None removes a note.
     """
     return row.with_notes({REWOUND: None if row.is_rewound else True, **notes})

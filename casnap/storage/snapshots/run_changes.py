@@ -96,7 +96,7 @@ class Runs:
         *,
         dry_run: bool = False,
     ) -> dict[str, tuple[str, ...]]:
-        """Thin these runs.
+        """Thin these runs: take keys away from older snapshots, in one commit.
 
         Args:
             rules: The rules.
@@ -150,12 +150,12 @@ class Runs:
 
         Args:
             name: The full name of the snapshot to go back to.
-            notes_of_renamed: Called with the newest root; returns changes of the notes of each
-                snapshot that is renamed.
+            notes_of_renamed: Called with the newest root. It returns changes to notes, which each
+                renamed snapshot gets; the value None removes a note.
 
         Raises:
             SnapshotNotFoundError: There is no such snapshot.
-            SnapshotExistsError: A name that is needed is taken.
+            SnapshotExistsError: A name that a snapshot is to get is taken.
             SnapshotError: The snapshot is thinned, so that no run can resume from it.
         """
         return rewind(self._store, name, notes_of_renamed)

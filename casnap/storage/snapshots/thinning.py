@@ -83,7 +83,7 @@ def thin_table(
     put: Callable[[bytes], NodeRef],
     added: str = "",
 ) -> tuple[dict[str, Row], dict[str, Thinned]]:
-    """Thin the snapshots for which rules are due. The caller commits the new rows.
+    """Thin the snapshots to which rules must still be applied. The caller commits the new rows.
 
     A snapshot with a hold, such as a tag, stays whole.
 

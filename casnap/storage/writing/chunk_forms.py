@@ -120,7 +120,7 @@ class ChunkForms:
         new_packs.copy_stored(digest, form.content, nbytes, form.codec)
 
     def _find(self, view: IndexView, digests: list[Digest]) -> list[Place | None]:
-        """Return a place for each chunk: of the form that was written, or the newest live one."""
+        """Return a place for each chunk: of its newly written form, or else the newest live one."""
         others = [digest for digest in digests if digest not in self._written]
         places = dict(zip(others, self._index.find_newest(view, others), strict=True))
         return [self._written.get(digest) or places[digest] for digest in digests]

@@ -91,7 +91,7 @@ def copy_verified(
 class ChunkBuffer:
     """A buffer into which groups of chunks are read, one group after the other.
 
-    To allocate memory for each group would take longer than to hash the chunks. A chunk that does
+    Allocating memory for each group would take longer than hashing the chunks. A chunk that does
     not fit into the buffer gets memory of its own. The caller must be in a block of
     :func:`one_at_a_time`.
 

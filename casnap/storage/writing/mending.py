@@ -76,8 +76,8 @@ class Mending:
 
         Args:
             root: The root that was surveyed.
-            places: The places in damaged packs. The new packs use that one of the places' codecs
-                that makes chunks smallest.
+            places: The places in damaged packs. The new packs use the codec, among theirs, that
+                makes chunks smallest.
         """
         codec = codec_among(place.codec for place in places)
         self._saved = NewPacks(self._store, root.seq, self._crew, codec)
@@ -98,7 +98,7 @@ class Mending:
     def adopt(
         self, packs: Mapping[PackId, list[Record]], unreadable: Collection[SegmentRef]
     ) -> None:
-        """Put a root that lists packs which no segment lists any more.
+        """Put a root that lists copies of packs which no segment lists any more.
 
         Args:
             packs: The packs, each with the records of its whole chunks and nodes.
@@ -174,9 +174,7 @@ class Mending:
     def _mended(
         self, root: Root, damaged: frozenset[PackId], unreadable: Collection[SegmentRef]
     ) -> tuple[SegmentRef, ...]:
-        """Return the segments of a root, without damaged packs and with the new packs.
-
-        The segments are written.
+        """Write and return the next root's segments: without damaged packs, with the new packs.
 
         Raises:
             FileNotFoundError: A collector has deleted a new pack.
@@ -224,7 +222,7 @@ class Mending:
     ) -> bool:
         """Put a root that has the snapshots of an older root, and lists the packs of both roots.
 
-        Because all packs stay listed, no chunk is lost at once: a collection condemns the packs
+        Because all packs stay listed, no chunk is lost right away: a collection condemns the packs
         that no snapshot needs, and deletes them once their grace is over.
 
         Args:

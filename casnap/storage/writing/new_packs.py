@@ -137,7 +137,7 @@ class NewPacks:
 
         Args:
             nbytes: The bytes of the memory.
-            count: The most chunks that the caller puts there.
+            count: The most chunks that the caller puts into the memory.
 
         Returns:
             The room; None if the chunks must be copied one by one.
@@ -229,6 +229,6 @@ class NewPacks:
             writer.close()
 
     def delete(self) -> None:
-        """Delete the packs from the store."""
+        """Delete the packs from the store. No root may name any of them."""
         for writer in (self._chunks, self._nodes):
             writer.delete_packs()

@@ -3,7 +3,7 @@
 A change announces itself to collectors before it first looks at the index. The index says what was
 written, not what still exists: somebody may have deleted a pack, or a backup that was restored in
 part may have left it too short. So the change looks at each pack when it first relies on it, while
-it can still store missing chunks anew.
+it can still store missing chunks again.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Reliance:
 
     Collectors see a note of the change until the reliance ends.
 
-    Each session has a reliance. If a caller asks which chunks the store has before its session
-    begins, the caller makes a reliance for this, which the session later takes over.
+    Each session has a reliance. A caller that must know which chunks the store has before its
+    session begins makes a reliance for this, and the session later takes it over.
 
     Args:
         store: The store.
@@ -162,9 +162,9 @@ class Reliance:
     def confirm(self, latest: IndexView) -> None:
         """Check that a newer root still has the packs that the change relies on.
 
-        If live packs hold all that a condemned or missing pack is needed for, the change relies on
-        these packs instead. Otherwise a condemned pack stays relied on, so that the commit rescues
-        it.
+        If live packs hold everything for which the change needs a condemned or missing pack, the
+        change relies on the live packs instead. Otherwise it goes on relying on a condemned pack,
+        and the commit rescues this pack.
 
         Args:
             latest: The index as the newer root sees it.

@@ -123,7 +123,7 @@ def rewrite_segments(
 ) -> Rewriting:
     """Merge each group of segments into a new segment, without some packs.
 
-    A new segment keeps every place in every other pack, also if a chunk has several places: a take
+    A new segment keeps every place in every other pack, even if a chunk has several places: a take
     that is under way may rely on any of them.
 
     Args:
@@ -232,7 +232,7 @@ def _weight(records: list[Record]) -> int:
 
 
 def _put_segment(store: Repository, content: bytes, base: int) -> SegmentId:
-    """Write a segment. Make it and all packs durable.
+    """Write a segment. Make it and all new packs durable.
 
     If this fails, delete the segment.
     """

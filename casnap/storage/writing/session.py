@@ -86,8 +86,8 @@ class Session:
             or hands over; then the session takes it over.
         puts_root: Whether this process puts the root. If so, it checks that the place keeps writers
             apart.
-        copies: Whether the session copies chunks out of packs. Such sessions of one process wait
-            for each other.
+        copies: Whether the session copies chunks out of packs. In one process, sessions that do so
+            wait for each other.
         dry_run: Whether the session only tells what it could rely on. If so, it writes nothing.
 
     Attributes:
@@ -185,7 +185,7 @@ class Session:
             reliance.renew()
 
     def _adopt(self) -> None:
-        """Take over the earlier reliance. The caller must then check that its packs exist."""
+        """Take over the earlier reliance. The caller must then confirm the reliance."""
         earlier, self._earlier = self._earlier, None
         if earlier is not None:
             self._reliance.adopt(earlier)
@@ -194,7 +194,7 @@ class Session:
         """Return, for each digest, whether the calling thread must write its chunk or node.
 
         It must if no live pack holds the chunk or node, and no other thread has claimed it. The
-        session relies on those that live packs hold.
+        session relies on the chunks and nodes that live packs hold.
         """
         is_new = [place is None for place in self.rely_on(digests)]
         return self.new_packs.claim(digests, is_new)
@@ -267,7 +267,7 @@ class Session:
 
         Args:
             digests: The digests of the chunks.
-            raws: The verified bytes of the chunks, and of those of their bases that could be read.
+            raws: The verified bytes of the chunks, and of the bases that could be read.
             bases: The digest of a chunk → the digest of a possible base, on which the session must
                 rely.
         """
@@ -305,7 +305,8 @@ class Session:
 
         Args:
             gather: Returns the handovers of the other ranks. If its argument is a root number other
-                than 0, the ranks first give packs with an older base new ids under this root.
+                than 0, packs that were written under an older root first get new ids under this
+                one.
             check: Raises if the other ranks have given up, and would not learn of a commit.
 
         Raises:
@@ -327,8 +328,8 @@ class Session:
 
         Args:
             change: The change of the table.
-            update_root: Returns the newest root with fields other than the table changed, as the
-                next root must have them.
+            update_root: Changes fields of the next root other than its table. It gets the newest
+                root, and returns the changed copy.
 
         Returns:
             The root; None if the change returned None.
@@ -488,11 +489,13 @@ class Session:
 
         Args:
             world: How many ranks hand over.
-            seq: A root number, or 0. Packs with an older base first get new ids under this root.
+            seq: A root number, or 0. Packs that were written under an older root first get new ids
+                under this one.
 
         Returns:
-            The handover. It has the reason if a pack that this rank wrote or relies on is gone, or
-            the disk is full. No root then names the packs of any rank, and all ranks delete theirs.
+            The handover. If a pack that this rank wrote or relies on is gone, or the disk is full,
+            the handover says so. No root then names the packs of any rank, and all ranks delete
+            theirs.
         """
         self._adopt()
         try:
