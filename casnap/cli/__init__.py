@@ -97,7 +97,7 @@ store at or above the current folder. `casnap COMMAND --help` says more.
 
 
 class PathOrName(click.types.StringParamType):
-    """An argument's type for a store, a snapshot or a file, which shells complete as a path."""
+    """The type of an argument that names a store, a snapshot or a file. Shells complete a path."""
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str

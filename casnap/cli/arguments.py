@@ -80,9 +80,9 @@ def options_for(uri: str) -> dict[str, Any] | None:
 
 
 def options_of(uri: str) -> dict[str, Any] | None:
-    """Return the storage options for a URI; None for a local path, whatever the flags.
+    """Return the storage options for a URI; None for a local path, even with flags.
 
-    ``cp`` may have a URI and a local path.
+    ``cp`` uses this: one of its two places may be a local path.
     """
     return None if store_uri(uri) is None else options_for(uri)
 
@@ -93,11 +93,11 @@ def is_exclusive() -> bool:
 
 
 def open_store(store: str | None, **options: Any) -> Store:
-    """Return the store at a folder or URI, or the store above; by default of the current folder.
+    """Return the store at a folder or URI, or above it; by default that of the current folder.
 
     Args:
         store: The folder or URI.
-        options: Further arguments of :class:`casnap.Store`, by which it may make the store.
+        options: Further arguments of :class:`casnap.Store`. With any, the call may make the store.
 
     Raises:
         StoreError: There is no store, or it cannot be used.
@@ -113,7 +113,7 @@ def open_store(store: str | None, **options: Any) -> Store:
 def _open_place(
     uri: str, backends: list[Backend], *, is_destination: bool
 ) -> tuple[Store, str | None]:
-    """Return the store that a URI lies in, and the name or folder in the store; None for none.
+    """Return the store that a URI lies in, and the name or folder in the store, or None.
 
     Args:
         uri: The URI.
@@ -131,7 +131,10 @@ def _open_place(
 def open_or_above(
     uri: str, backends: list[Backend], *, is_destination: bool = False
 ) -> tuple[Store, str | None]:
-    """Do as :func:`_open_place`. If nothing is at a remote URI, take its last part for a name.
+    """Open the store at a URI as :func:`_open_place` does.
+
+    If nothing is at a remote URI, open the store at its parent; the last part of the URI is then
+    the name of a snapshot.
 
     Args:
         uri: The URI.
@@ -232,7 +235,7 @@ def open_whole_store(store: str | None) -> Store:
 
 
 def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
-    """Return the snapshots below a prefix, or the one of that name, in the order of commits.
+    """Return the snapshots below a prefix, or the snapshot with that name, in the order of commits.
 
     Raises:
         CommandError: The store has snapshots, but none below the prefix.
@@ -257,7 +260,8 @@ def second_snapshot(path: str, neighbour: Snapshot) -> Snapshot:
     """Return a command's second snapshot, which may be named by its bare name.
 
     Args:
-        path: A path or URI; or the name of a snapshot in the folder, or in the store, of the first.
+        path: A path or URI. Or only a name, of a snapshot in the folder or the store of the first
+            one.
         neighbour: The first snapshot.
 
     Raises:

@@ -113,7 +113,7 @@ def _chosen(store: Store, names: tuple[str, ...], into: str) -> list[str]:
     Args:
         store: The store.
         names: Names and patterns.
-        into: The name of the new snapshot. No pattern matches it, and none matches an average.
+        into: The name of the new snapshot. Patterns match neither this name nor averages.
 
     Raises:
         CommandError: A pattern matches no snapshot.

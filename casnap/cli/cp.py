@@ -81,8 +81,8 @@ def cp(
     the snapshot or folder in one. Snapshots keep their metadata, tags and commit ids. A snapshot
     that DST has already is not copied again. Repeat an interrupted copy to resume it.
 
-    If there is no store, DST becomes one. The exception is one snapshot whose name DST ends in:
-    then the folder above it becomes the store, as in a take.
+    If there is no store, DST becomes one. But if SRC is one snapshot, and DST ends in its name, the
+    folder above DST becomes the store, as in a take.
 
     With --follow, the command copies the snapshots of SRC, and then each new one, until SIGINT,
     SIGTERM or SIGHUP. It logs and retries failures of either side. A copy that is deleted at DST is
@@ -178,7 +178,7 @@ def _requests(backends: list[Backend]) -> dict[str, int]:
 def _destination(
     uri: str, backends: list[Backend], name: str | None, chunk_size: int
 ) -> tuple[Store, str | None, bool]:
-    """Return the store to copy to, the new name if there is one, and whether the store is new.
+    """Return the store to copy to, the new name or None, and whether the store is new.
 
     Args:
         uri: The destination.
@@ -192,13 +192,13 @@ def _destination(
         place, rename = _new_destination(uri, name)
     backend = Location.of_store(place, options_of(place)).backend
     backends.append(backend)
-    # Made by its backend, so that the requests for that are counted.
+    # The store gets the backend, so that the requests that make it are counted.
     to = place if backend.folder is not None else backend
     return Store(to, create=NewStore(chunk_size=chunk_size), exclusive=is_exclusive()), rename, True
 
 
 def _new_destination(uri: str, name: str | None) -> tuple[str, str | None]:
-    """Return where to make a store to copy to, and the new name if there is one.
+    """Return where to make the store to copy to, and the name that DST gives the snapshot, or None.
 
     Args:
         uri: The destination, at which there is no store.
@@ -216,7 +216,7 @@ def _new_destination(uri: str, name: str | None) -> tuple[str, str | None]:
 
 
 def _show_new(uri: str, name: str | None, *, dry_run: bool) -> None:
-    """Print that a store is made; for one snapshot also how to give it another name instead.
+    """Print that a store is made. For a single snapshot, also print how to copy it by another name.
 
     Args:
         uri: The store.

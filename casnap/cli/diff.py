@@ -31,13 +31,13 @@ from casnap.snapshot import Snapshot
 def diff(a: str, b: str, limit: int | None, elements: bool, stats: bool, as_json: bool) -> None:
     """Show the differences between two snapshots: added, removed and changed entries.
 
-    B may be the bare name of a snapshot beside A or in its store. The entries with the most
-    changed bytes come first. ROLE says what the entry is to a training, told by its path. CHANGED
+    B may be the bare name of a snapshot beside A or in its store. The entries with the most changed
+    bytes come first. ROLE says what the entry is for in a training, judging by its path. CHANGED
     counts the bytes in those chunks of an entry that differ from the chunks at the same position in
     A. DIFFERENCE has short values; with --elements also how the elements of tensors differ, with
     the largest absolute and relative difference.
 
-    With --stats there is one line for each group of tensors, whose paths differ in numbers alone:
+    With --stats, there is one line for each group of tensors whose paths differ only in numbers:
     how many of the tensors differ, the share of all elements that differ, the largest and the mean
     difference, and the cosine between the two versions of the tensors that differ.
     """

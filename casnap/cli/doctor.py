@@ -30,7 +30,7 @@ def doctor(place: str, wait: float | None, as_json: bool) -> None:
     """Find out whether a folder or a bucket can hold a store, and how fast it is.
 
     The exit status is 1 if no store is safe there. "fair" means that something works at a cost; the
-    advice says which.
+    advice says at which.
 
     Run it on two hosts at once, with the same folder: they find each other there, and try together
     what one host alone cannot.

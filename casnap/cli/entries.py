@@ -99,7 +99,7 @@ class _DictKeys(Struct, array_like=True):
 
 
 def keys_in_words(contents: Contents, path: str, entry: ContainerEntry) -> dict[str, str]:
-    """Return those keys of a dict that its paths do not show, since their components are hashes.
+    """Return the keys of a dict that paths show only as hashes.
 
     Returns:
         Path component → key, as Python prints it.

@@ -65,7 +65,8 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
             f"{place.uri} is a store already, whose codec is {stored_codec!s:.80}; `casnap config "
             f"{place.uri} codec={codec}` changes it"
         )
-    # Making a store has probed its place. An older store's bucket may have begun to keep versions.
+    # To make a store probes its place. If the store was there before, its bucket may have begun to
+    # keep versions since.
     repository_of(place).check_put_if_absent()
     if as_json:
         document = {

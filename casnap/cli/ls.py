@@ -20,7 +20,7 @@ from casnap.snapshot import Snapshot
 from casnap.view import repository_of, view_of
 
 _MOST = 56
-"""To how many characters metadata are shown at most while last columns are left out for them."""
+"""To show up to this many characters of metadata, a narrow terminal leaves out last columns."""
 
 
 @click.command()

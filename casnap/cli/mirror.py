@@ -95,7 +95,8 @@ def mirror(store: str | None, as_json: bool) -> None:
 def commits_lacking(store: Store, snapshots: Sequence[Snapshot]) -> set[str]:
     """Return the commit ids of the snapshots that the mirror lacks.
 
-    For a mirror that follows a tag, this is the snapshot whose last publish it lacks.
+    If the mirror follows a tag, they include the snapshot that has the tag here, but not at the
+    mirror.
 
     Args:
         store: The store.

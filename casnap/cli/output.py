@@ -152,8 +152,8 @@ def table(
         numbers: The titles of the columns to align right.
         cut: The title of the column whose texts are cut first. If that is not enough, the last
             columns are left out.
-        least: Returns how many characters of a text in that column must be shown, if it has as
-            many.
+        least: Returns how many characters of the texts in the ``cut`` column must be shown, even if
+            last columns are left out for them.
         wide: Whether to cut nothing.
     """
     rows = [tuple(map(safe, row)) for row in rows]
@@ -243,8 +243,8 @@ def emit(document: dict[str, Any], *stores: Store) -> None:
 
     Args:
         document: The document.
-        stores: The stores that the document is about. For remote ones it gets the number of
-            requests.
+        stores: The stores that the document is about. If any is remote, the document gets the
+            number of requests.
     """
     import json
 

@@ -92,13 +92,13 @@ def _ask(uri: str) -> None:
 
 
 def _with_config(store: str | None, error: DamagedError, *, yes: bool, dry_run: bool) -> Store:
-    """Write the damaged record of a store anew, then open the store and return it.
+    """Rewrite the damaged ``casnap.json`` of a store, then open the store and return it.
 
     Args:
         store: The folder or URI; None for the current folder.
         error: The error of opening the store.
         yes: Whether not to ask the user.
-        dry_run: Whether to change nothing; this ends the command.
+        dry_run: Whether to change nothing. If so, an error ends the command here.
     """
     uri = store or "."
     remote = store_uri(uri)

@@ -18,7 +18,8 @@ def rewind(path: str, as_json: bool) -> None:
 
     Snapshots in the same folder that were committed after it are moved aside, to names below
     rewound-NUMBER there. They stay until a retention deletes them, as the oldest of the run. To go
-    on from one of them after all, rewind to its new name. Before, end what writes the run.
+    on from one of them after all, rewind to its new name. First end the processes that write to the
+    run.
     """
     snapshot = open_snapshot(path)
     store = snapshot.store

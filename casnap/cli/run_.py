@@ -20,7 +20,7 @@ else:
 
 _AT_START = Path(__file__).parent / "at_start"
 _SETTINGS = ("weights",)
-"""The options that a file may set too: what the installation into the Trainer takes."""
+"""The options that a file may set too; ``casnap.integrations.transformers.install`` takes them."""
 
 
 def _read_settings(ctx: click.Context, _param: click.Parameter, file: IO[bytes] | None) -> None:

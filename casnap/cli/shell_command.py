@@ -1,4 +1,4 @@
-"""End a command with ``--follow`` by signals, and with it the shell command of ``--exec``."""
+"""Signals that end a command with ``--follow``, and with it the shell command of ``--exec``."""
 
 from __future__ import annotations
 
@@ -36,10 +36,7 @@ class EndingSignals:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within this ``with`` block, hold signals back; raise KeyboardInterrupt at its end.
-
-        If no signal came, nothing is raised.
-        """
+        """Hold signals back for a ``with`` block. If one came, raise KeyboardInterrupt after it."""
         self._is_held, self._came = True, False
         try:
             yield
@@ -70,7 +67,8 @@ def run_command(
     """
     process: subprocess.Popen[bytes] | None = None
     try:
-        # A file, no pipe: a child that lives on may keep a pipe open and read nothing from it.
+        # Use a file, not a pipe: a child that lives on could keep a pipe open and read nothing from
+        # it.
         with tempfile.TemporaryFile() as file, signals.held():
             file.write(text.encode())
             file.seek(0)

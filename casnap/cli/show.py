@@ -58,8 +58,8 @@ def show(
     """Show the contents of a snapshot, or one entry of it: a tensor, value or container.
 
     PATH is the path of the entry, with or without the rank. ENTRIES counts the entries at and below
-    a path, containers included. KEY is the key of an element, if
-    its path does not show it. SHARED is how much of a tensor an earlier snapshot had stored.
+    a path, containers included. KEY is the key of an element, if its path does not show it. SHARED
+    is how much of a tensor an earlier snapshot had stored.
     """
     if environment and path is not None:
         raise click.UsageError("--environment is about the whole snapshot; give no PATH")
@@ -134,7 +134,7 @@ def _children(entries: Entries, inner: str, path: str) -> list[Facts]:
     Args:
         entries: The entries of the key.
         inner: The path of the container below the key.
-        path: Its path.
+        path: The path of the container, as the command shows it.
     """
     children: dict[str, Facts] = {}
     for inside, entry in entries.items_below(f"{inner}/"):
@@ -152,7 +152,7 @@ def _children(entries: Entries, inner: str, path: str) -> list[Facts]:
 
 
 def _add_keys(children: list[Facts], contents: Contents, bare: str, entry: ContainerEntry) -> None:
-    """Add to the rows of elements the keys of which their paths have only a hash.
+    """Add the key to the row of each element whose path has only a hash of the key.
 
     Args:
         children: The rows.

@@ -1,4 +1,4 @@
-"""What each Python below ``casnap run`` does at its start: ``PYTHONPATH`` has this folder.
+"""Each Python below ``casnap run`` runs this at its start, since ``PYTHONPATH`` has this folder.
 
 Once a program imports the Trainer of Transformers, casnap is installed into the Trainer. Until then
 nothing of casnap is imported. If this file hides another ``sitecustomize``, that one is run too.
@@ -19,8 +19,8 @@ from typing import Any
 
 _TRAINER = "transformers.trainer"
 _VARIABLE = "CASNAP_RUN"
-"""The variable has the process id of the command until that starts. From then on it has the path of
-a file that exists until a Trainer trains."""
+"""This variable holds the process id of the command. If the command is a Python, it then puts the
+path of a file there, which exists until a Trainer trains."""
 _SETTINGS = "CASNAP_RUN_SETTINGS"
 """This variable has the settings of the command, if there are any, as JSON."""
 _HERE = str(Path(__file__).parent)
@@ -59,13 +59,13 @@ def _install() -> None:
 def _tell(text: str) -> None:
     sys.stderr.write(f"casnap run: {text}\n")
     file = Path(os.environ.get(_VARIABLE, ""))
-    # The process id is no file: the command may be a shell, which does not run this.
+    # If the command is no Python, such as a shell, the variable still holds the process id.
     if file.is_absolute():
         file.unlink(missing_ok=True)
 
 
 def _watch() -> None:
-    """Arrange that the end of the command says so if no Trainer has trained."""
+    """Have the command say so at its end if no Trainer has trained."""
     descriptor, file = tempfile.mkstemp(prefix="casnap-run-")
     os.close(descriptor)
     process, os.environ[_VARIABLE] = os.environ[_VARIABLE], file
