@@ -150,7 +150,8 @@ def _check_paths(paths: Sequence[ObjectPath]) -> None:
     """Check that each value has a place of its own, and that lists have few gaps.
 
     Raises:
-        StateError: They do not.
+        StateError: Two values have one path, a value lies below another one, or lists have more
+            gaps than values.
     """
     distinct, parents = set(paths), set[ObjectPath]()
     lengths: dict[ObjectPath, int] = {}
@@ -269,7 +270,7 @@ def described(
 
 
 def _stand_in(path: str, entries: Mapping[str, Entry], specs: Mapping[str, Leaf]) -> Any:
-    """Return a value without contents that DCP flattens just as it would the entry's value.
+    """Return a value without contents, which DCP flattens just as it would the entry's value.
 
     Args:
         path: The path of the entry.

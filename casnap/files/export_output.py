@@ -27,7 +27,7 @@ class ExportOutput:
         out: Its final path.
         is_folder: Whether it is a folder.
         nbytes: About how many bytes it will have.
-        mode: The mode of its files, from which the umask takes rights.
+        mode: The mode of its files; the umask takes rights away.
 
     Raises:
         FileFormatError: Something lies at ``out``.
@@ -109,7 +109,7 @@ class ExportOutput:
         try:
             _sync_folder(self._out.parent)
         except OSError:
-            # The rename may not be durable, so it is undone: the output is there whole, or not.
+            # The rename may not be durable, so undo it: the output is there whole, or not at all.
             if self._is_folder:
                 self._out.rename(self._partial)
             else:

@@ -143,7 +143,7 @@ def equal_tensors(tensors: Mapping[str, StoredTensor], without: Collection[str])
 def without_tied(
     tensors: Mapping[str, StoredTensor], tied: Sequence[str], snapshot: str
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Leave out tied tensors: their bytes are written under another name too.
+    """Leave out tied tensors, since their bytes are written under another name.
 
     Args:
         tensors: The tensors by name.

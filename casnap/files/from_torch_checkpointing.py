@@ -28,7 +28,7 @@ from casnap.state.sharded import Shards, on_behalf_of
 from casnap.state.tensors import Leaf
 
 METADATA = "metadata.pkl"
-# The prefix of a folder; it is renamed when all ranks have written their files.
+# The prefix of a folder's name until all ranks have written their files.
 _UNFINISHED = "tmp_"
 _FILE = re.compile(r"(.+)_(0|[1-9][0-9]{0,8})\.pt", re.DOTALL)
 

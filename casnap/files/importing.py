@@ -104,11 +104,11 @@ def has_weights_of(path: Path, contents: Contents, keys: Collection[str]) -> boo
 
     A tensor of the files is compared with the snapshot's tensor of the same name: dtype, shape and
     bytes must be equal. If the snapshot has no tensor of that name, as with an adapter, any tensor
-    of it may be the equal one. If the snapshot has all names of the files, the files must have each
-    of its tensors; a tensor that equals another one may be missing.
+    of it may be the equal one. If the snapshot has a tensor for each name of the files, each tensor
+    of the snapshot must equal one in the files. So tied tensors may be missing there.
 
     Args:
-        path: As for :func:`import_files`; of several shards, one of them or the index.
+        path: As for :func:`import_files`. If there are several shards, one of them or their index.
         contents: The snapshot.
         keys: The keys of the snapshot that hold weights.
 

@@ -166,7 +166,8 @@ class FileLayout(NamedTuple):
             rename: Returns the name that a tensor gets, from its keys joined by dots.
             dtype_of: Returns the dtype that a tensor gets, from its own.
             tied: The new names of tensors to leave out, since another tensor has their bytes.
-            max_shard_size: The most bytes of tensors in a file, if a tensor fits; None: any number.
+            max_shard_size: The most bytes of tensors in a file, unless a single tensor has more;
+                None: any number.
 
         Raises:
             EntryNotFoundError: There is nothing at the path, or several ranks have entries of their
