@@ -28,7 +28,7 @@ from casnap.transfer.tally import Tally
 _log = logging.getLogger("casnap")
 # The most nodes that a copy remembers of the snapshots that it has copied before.
 _MOST_VISITED = 1 << 19
-# A copy gives up once a fence or a full disk has stopped it so many times.
+# A copy gives up once a fence or a full disk has stopped it this many times.
 _TRIES = 5
 
 
@@ -54,7 +54,8 @@ def copy_snapshots(
     Raises:
         SnapshotExistsError: The destination has another snapshot of some name. Nothing was sent.
         SnapshotNotFoundError: A snapshot was deleted from the source meanwhile.
-        DamagedError: A chunk or node of the source cannot be read. Earlier copies stay.
+        DamagedError: A chunk or node of the source cannot be read. Snapshots that were copied
+            before it stay.
         UnsupportedFormatError: Only a newer casnap can copy some snapshots. All others were copied.
         FencedError: A collector was faster than the copy, again and again.
         StoreError: A store failed.
@@ -99,7 +100,8 @@ class _Copier:
             with self._tally.dealing_with(job.row.stats.logical_bytes):
                 self._copy(job)
         for job in absent:
-            # Whatever could be copied is copied.
+            # Now that all others are copied, raise for a snapshot that only a newer casnap can
+            # copy.
             Contents(self._source, job.name, job.row).check_features()
 
     def _absent(self, snapshots: Sequence[CopyJob]) -> list[CopyJob]:

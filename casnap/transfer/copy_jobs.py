@@ -43,7 +43,7 @@ class CopyJob(NamedTuple):
         place: Given the destination's table and the number of its next root, returns the placement.
             It may raise :class:`PlacementError`. None: the copy replaces a snapshot of its new
             name, if ``replaces`` allows that.
-        moved_tag: A tag that this copy will get. A snapshot with no tag but this one can be
+        moved_tag: A tag that is moved to this copy. So it does not keep another snapshot from being
             replaced.
         upkeep: Given the table, the replaced snapshots, the new row, and the session, returns which
             other snapshots of the run the same commit deletes or thins at the destination.
@@ -71,7 +71,8 @@ class CopyJob(NamedTuple):
     def also_replacing_itself(self, table: Table, placement: Placement) -> Placement:
         """Return a placement that also replaces this snapshot's copy under an earlier name.
 
-        A snapshot is renamed when its run is rewound to before it, and when it is brought back.
+        A snapshot is renamed when its run is rewound to an earlier one, and when it is brought
+        back.
         """
         base_name = self.new_name.rpartition("/")[2]
         same = {
@@ -95,7 +96,7 @@ class CopyOptions:
         part_bytes: About how many bytes to send before they are committed, so that a repeated copy
             goes on from there.
         part_seconds: About how many seconds to send before the chunks are committed, if
-            ``part_bytes`` are not reached earlier: a link may be slow.
+            ``part_bytes`` are not reached earlier, as on a slow link.
         hooks: The hooks of commits to the destination.
         gets_all: Whether the destination gets each snapshot. If so, it gets deltas even on a disk.
     """

@@ -260,12 +260,12 @@ class SnapshotCopy:
     def _compresses(self, session: Session) -> bool:
         """Whether chunks are sent as deltas or in planes, not in the form that the source has."""
         settings = session.store.settings(session.base.root)
-        # Small at once, if no later `gc` there makes the chunks smaller.
+        # Send small chunks, unless a later `gc` at the destination makes them smaller.
         is_small = settings.is_auto and (self._options.gets_all or not settings.recodes)
         return settings.codec is not Codec.RAW or is_small
 
     def _candidates_for(self, session: Session) -> dict[Digest, Digest]:
-        """Return, by chunk, a chunk of the same cell, in the snapshot before at the destination."""
+        """Return, by chunk, the chunk of its cell in an earlier snapshot of the destination."""
         if self._candidates is None:
             contents = Contents(self._source, self._job.name, self._job.row)
             there = _Presence(session, self._job)
@@ -401,7 +401,8 @@ class SnapshotCopy:
 class _Presence:
     """Finds snapshots of the destination whose chunks can be bases of deltas in a copy.
 
-    They are those that the source has too, and the one taken last before the copied snapshot.
+    These are the snapshots that the source has too, and the last one taken before the copied
+    snapshot.
 
     Args:
         session: The session of the destination.

@@ -30,7 +30,7 @@ class Tally:
 
     @contextmanager
     def dealing_with(self, nbytes: int) -> Iterator[None]:
-        """Within this ``with`` block, copy one snapshot; at its end all ``nbytes`` count as done.
+        """Count all ``nbytes`` of a snapshot as done once the ``with`` block has copied it.
 
         The block itself counts only the chunks that it looks at. It may skip whole subtrees.
         """
