@@ -37,7 +37,7 @@ class Succession:
         new_name: The full name of the snapshot at the mirror.
         row: Its row in the mirrored store.
         retention: Which copies to keep at the mirror; None for all.
-        tag: The tag that the mirror follows, which keeps no copy from being replaced; "" for none.
+        tag: The tag that the mirror follows; "" for none. It keeps no copy from being replaced.
         predecessor: The id of the store whose run the last placement took over; "" for none.
         replaced: The names of the copies of earlier lives that the last placement replaces.
     """

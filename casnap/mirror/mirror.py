@@ -8,10 +8,10 @@ or for snapshots that other processes have committed. On each host one process a
 
 A mirror may follow a tag. The pass then copies only the snapshot that the tag is published on, and
 moves the tag at the mirror. No take waits for the mirror or gets its errors. Three places decide
-when to copy: :meth:`Mirror.wake` begins each pass, :meth:`Mirror._copy_all` copies in it or returns
-early, and :meth:`Mirror._pause` holds it up during a take. To copy later, have ``_copy_all`` raise,
-after ``destination()``, an error that :meth:`Mirror._run` passes over, as it does ``BusyError``. A
-plain return would count as a success, and end the pauses after failures. Do not keep ``wake`` from
+when to copy: :meth:`Mirror.wake` begins each pass, :meth:`Mirror._copy_all` copies in it, and
+:meth:`Mirror._pause` holds it up during a take. To copy later, have ``_copy_all`` raise, after
+``destination()``, an error that :meth:`Mirror._run` passes over, as it does ``BusyError``. A plain
+return would count as a success, and end the pauses after failures. Do not keep ``wake`` from
 beginning a pass: :meth:`Mirror.start` waits for the first one. :meth:`Mirror.wait` returns only
 once all snapshots are copied.
 """
@@ -131,7 +131,7 @@ class Mirror:
         self._hooks_of = hooks_of
         self._is_taking = is_taking
         self._patient_for = 0.0
-        # Of many ranks, rank 0 alone commits and copies; others are passive.
+        # Among many ranks, rank 0 alone commits and copies; others are passive.
         self._passive = is_other_rank()
         # The mirror of the store, as a passive rank saw it first.
         self._place_seen: MirrorPlace | None = None
@@ -200,7 +200,7 @@ class Mirror:
         self._event.set()
 
     def wake(self) -> None:
-        """Begin a pass, or have the running one look again; called when something was committed."""
+        """Begin a pass, or have the running one look again. Commits and the watcher call this."""
         if self._stopped or self._passive:
             return
         try:
@@ -224,9 +224,9 @@ class Mirror:
     def notes(self, name: str) -> dict[str, Any]:
         """Return the notes for the row of a new snapshot of the mirrored store.
 
-        They say that the mirror lacks the snapshot, if it gets all; and which root of the mirror
-        the run of the snapshot continues. The first call for a run chooses that root, for all later
-        calls of this process.
+        If the mirror gets all snapshots, they say that it lacks this one. They also say which root
+        of the mirror the run of the snapshot continues. The first call for a run chooses that root,
+        for all later calls of this process.
 
         Args:
             name: The full name of the snapshot.
@@ -339,7 +339,7 @@ class Mirror:
         return any_copied
 
     def _publish(self, destination: Destination, job: CopyJob) -> None:
-        """Move the followed tag, at the mirror, to the copy of the snapshot that has it here.
+        """Move the followed tag, at the mirror, to the copy of the snapshot that has the tag here.
 
         Args:
             destination: The mirror.
@@ -450,7 +450,7 @@ class Mirror:
         mark_mirrored(self._source, *notes, check=self._check_attached)
         self._dealt_with.clear()
         self._given_up.clear()
-        # Cleared after the commit: the publish may have to be repeated by now.
+        # Note it only once: by the next commit, the publish may have to be repeated.
         self._moved = 0
         self._host.write(self._host_status())
         self._tell_waiting()
@@ -461,7 +461,7 @@ class Mirror:
             raise _StoppedError
 
     def _pause(self) -> None:
-        """Wait while a take goes on, so that the take has the cores, the disk and the line."""
+        """Wait while a take goes on, so that the take has the cores, the disk and the network."""
         is_needed = threading.main_thread().is_alive
         while self._patient_for > 0 and self._is_taking() and is_needed() and not self._stopped:
             time.sleep(_GIVE_WAY_LOOK)
@@ -628,7 +628,7 @@ class Mirror:
                 raise MirrorError(
                     _lag(status, lacking, None if hopeless else seconds_asked, stopped)
                 )
-        # The notes may be those of another mirror by now; then they say nothing about this one.
+        # If the store has another mirror now, the notes say nothing about this one.
         self._check_attached(self._source.newest())
         given_up = self.succeeded()
         if given_up:
