@@ -5,8 +5,8 @@ memory that is bounded, and a chunk that all snapshots share is neither read nor
 
 The mean of an element is summed in the order in which the snapshots are named: ``(x0 + x1 + …) /
 n``, or with weights ``x0 * w0 + x1 * w1 + …``, each step rounded to the dtype of the sum. Then it
-is cast to the dtype of the tensor. An element that is equal in all snapshots, to the bit, stays as
-it is, if the weights sum to one.
+is cast to the dtype of the tensor. If the weights sum to one, an element with the same bits in all
+snapshots stays as it is.
 
 Means of checkpoints: "Averaging Weights Leads to Wider Optima and Better Generalization", Izmailov
 et al., 2018. Sums of differences: "Editing Models with Task Arithmetic", Ilharco et al., 2022.
@@ -47,8 +47,8 @@ from casnap.take.ranks.agreement import agree
 _WINDOW_BYTES = 12 << 20
 # The most digests that are looked up at a time.
 _BATCH = 1024
-# Elements that are worked on at a time. torch does more in several threads of its own, which wait
-# for each other; casnap has threads.
+# How many elements torch gets at a time. With more, it would use threads of its own, which wait for
+# each other; casnap already uses threads.
 _BLOCK = 1 << 15
 _EXACT = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -64,7 +64,7 @@ class AverageReport:
         weights: The weight of each.
         averaged: How many tensors are means.
         equal: How many tensors are equal in all snapshots, and were not read.
-        kept: The path of each tensor that is the one of the last snapshot → why it is no mean.
+        kept: The path of each tensor that was taken from the last snapshot → why it is no mean.
         new_bytes: The stored bytes that were new to the store.
         seconds: How long it took.
     """
@@ -129,7 +129,7 @@ def average(
 
     Args:
         store: The store of all snapshots.
-        sources: The snapshots. A tensor without a mean is the one of the last.
+        sources: The snapshots. A tensor without a mean is taken from the last one.
         weights: The weight of each snapshot, as :func:`checked_weights` returns them.
         name: The full name of the new snapshot.
         options: Its metadata, and whether it replaces another one.
@@ -217,8 +217,8 @@ class _Mean:
         compared = (_bits(values), _bits(self._first))
         blocks = _blocks(values, self._first, self._sum, self._same, *compared)
         for number, (summand, first, total, same, bits, first_bits) in enumerate(blocks):
-            # Rounded before it is added: whether a sum with a product is rounded once or twice
-            # would depend on where the element lies.
+            # Round the product before it is added. If torch did both in one step, it would depend
+            # on the place of the element whether the result is rounded once or twice.
             product = summand if weight is None else summand.to(self._dtype) * weight
             if self._count == 1:
                 first.copy_(summand)
@@ -250,7 +250,7 @@ class _Mean:
 
 
 def _blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Cut tensors of as many rows into blocks; yield the first block of each, and so on."""
+    """Cut tensors of equal length into blocks; yield the first block of each, then the second."""
     return zip(*(torch.split(tensor, _BLOCK) for tensor in tensors), strict=True)
 
 
@@ -363,12 +363,12 @@ class _Averaging:
         return bytes_at(result.data_ptr(), result.nbytes)
 
     def _cells(self, tensor: TensorToAverage, into: list[Digest]) -> Iterator[_CellToAverage]:
-        """Yield the cells of a tensor that differ between the snapshots.
+        """Yield the cells of a tensor whose means must be computed.
 
         Args:
             tensor: The tensor.
-            into: Gets the digests of its chunks in the last snapshot. The digest of each yielded
-                cell is to be replaced by that of its mean.
+            into: Gets the digests of its chunks in the last snapshot. The caller replaces the
+                digest of each yielded cell by that of its mean.
         """
         if tensor.entry.payload.nbytes <= INLINE_BYTES:
             return

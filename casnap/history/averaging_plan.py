@@ -26,8 +26,8 @@ SUM_DTYPES = {
 }
 """The dtype of a tensor that can be averaged → the dtype of the sum."""
 
-# The statistics of BatchNorm. Their mean fits no model: `torch.optim.swa_utils.update_bn` makes
-# those of an average. A plain state dict does not say that they are buffers.
+# The statistics of BatchNorm. Their mean fits no model: `torch.optim.swa_utils.update_bn` computes
+# them for an averaged model. A plain state dict does not say that they are buffers.
 _OF_BATCHES = frozenset({"running_mean", "running_var"})
 
 
@@ -65,7 +65,7 @@ class AveragingPlan:
     Attributes:
         tensors: The tensors to average.
         equal: How many tensors are equal in all snapshots, so that nothing is computed.
-        kept: The path of each other tensor → why the one of the last snapshot is kept.
+        kept: The path of each other tensor → why the last snapshot's tensor is kept.
     """
 
     tensors: list[TensorToAverage]
@@ -164,7 +164,7 @@ def _path(owner: int | None, component: str, inner: str) -> str:
 
 
 def _why_no_mean(found: _Found) -> str:
-    """Return why a tensor is not averaged, whatever the other snapshots hold; "" if it is."""
+    """Return why the last snapshot's tensor cannot be averaged with any other; "" if it can."""
     path, entry = found.component + found.inner, found.entry
     role = role_of(path, entry)
     if role != "weights":

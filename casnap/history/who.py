@@ -1,4 +1,4 @@
-"""Whose weights are these: which snapshots hold tensors, told by digests alone.
+"""Find the snapshots that hold given weights, by digests alone.
 
 Tensors that were cast to a wider dtype are found by their narrower form, if the cast lost nothing.
 """
@@ -59,7 +59,8 @@ class WhoReport:
 
     Attributes:
         tensors: How many tensors there are. Those without elements do not count.
-        holders: The snapshots that hold some: most of them first, then the newest.
+        holders: The snapshots that hold some of them. The one that holds most comes first; among
+            equals, the newest.
         elsewhere: For each tensor that the first holder lacks, the names of other holders, the
             newest first; empty if no snapshot has it.
         cast: For each tensor that is held in another dtype, that dtype. Both have the same values.
@@ -148,8 +149,8 @@ def who(snapshots: Mapping[str, Contents], asked: Asked, chunk_size: int) -> Who
         chunk_size: The most bytes of a chunk of the snapshots.
 
     Raises:
-        StateError: There is no tensor with elements; or they were cut into chunks of another size,
-            and have other digests.
+        StateError: There is no tensor with elements; or the tensors were cut into chunks of another
+            size, and so have other digests.
         DamagedError: A node of a snapshot is missing or damaged.
     """
     forms = {path: [i] for path, entry in asked.entries.items() if (i := _identity(entry))}
@@ -258,7 +259,8 @@ def _held(
         forms: The path of each tensor → its identity, then its identities in narrower dtypes.
 
     Returns:
-        Name → path of each tensor that the snapshot holds → the first of its identities there.
+        Name → path of each tensor that the snapshot holds → the first of its identities that it
+        has.
     """
     wanted = {identity for identities in forms.values() for identity in identities}
 
