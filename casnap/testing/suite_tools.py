@@ -23,7 +23,7 @@ def pattern(nbytes: int, seed: int = 1) -> bytes:
 
 
 def only(byte: int, nbytes: int) -> bytes:
-    """Return ``nbytes`` equal bytes. A mix of two such objects can be told."""
+    """Return ``nbytes`` equal bytes. A mix of two such objects is recognised."""
     return bytes([byte]) * nbytes
 
 
