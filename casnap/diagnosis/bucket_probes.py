@@ -22,7 +22,7 @@ _SOME = 4.0
 def put_if_absent(site: Site) -> DoctorRow:
     """Race several writers for one key: exactly one may put it."""
     name, backend = "put-if-absent", site.backend
-    # Race only if the server refuses a second put without one.
+    # Race only if the server refuses the second of two puts without a race.
     puts = PutIfAbsent(backend)
     refuses = backend.can_put_if_absent and puts.has_one_winner(2, threads=1)
     if refuses and all(puts.has_one_winner(8, threads=4) for _ in site.tries(4, _SOME)):

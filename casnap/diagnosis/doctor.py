@@ -28,7 +28,7 @@ from casnap.runtime.units import Duration, seconds_of
 WORK_FOLDER = ".casnap-doctor"
 """The folder, at the place that is tried, into which the doctor writes."""
 WAIT = 20.0
-"""How many seconds to look for the other half at a place that other hosts can reach."""
+"""How many seconds to look for a process of another host, at a place that other hosts can reach."""
 # How many seconds all probes may take together, if the wait is no longer than WAIT.
 _ALL = 55.0
 # How many seconds to try to delete the files of the probes. A client of FUSE or NFS renames a
@@ -101,10 +101,10 @@ def _tell(progress: Callable[[str], None] | None, name: str) -> None:
 
 
 def _tried(site: Site, name: str, probe: Callable[[], Iterable[DoctorRow]]) -> list[DoctorRow]:
-    """Run a probe; return its rows. If it fails, a row with the error comes last.
+    """Run a probe if time is left; return its rows. If it fails, the last row has the error.
 
     Args:
-        site: The site. If no time is left there, the probe is skipped.
+        site: The site, which knows how much time is left.
         name: The name of the probe.
         probe: Yields the rows.
     """
@@ -156,7 +156,10 @@ def _site_at(
 
 
 def _tidy(site: Site, folder: Path | None) -> None:
-    """Delete this process's files, and the work folder unless another process works there.
+    """Delete what this process has put at the place.
+
+    In a folder of this host, also delete the work folder, unless another process works there. Some
+    file systems delete files late, so this is tried again for up to 3 seconds.
 
     Args:
         site: The site.
@@ -195,7 +198,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _clear(site: Site) -> None:
-    """Delete files of killed processes: files that are old by the file system's clock."""
+    """Delete what killed processes have left: all that is an hour old by the folder's clock."""
     now = site.folder.stat().st_mtime
     for path in site.folder.parent.iterdir():
         with suppress(OSError):

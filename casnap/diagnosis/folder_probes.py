@@ -35,7 +35,7 @@ def _has(*options: str) -> Callable[[_Options], bool]:
     return lambda given: bool(set(options) & set(given))
 
 
-# For file systems: options of a mount that cost something there, and the advice.
+# The type of a file system, whether the options of a mount cost something there, and the advice.
 _ADVICE: list[tuple[str, Callable[[_Options], bool], str]] = [
     (
         "lustre",

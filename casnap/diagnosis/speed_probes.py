@@ -15,8 +15,8 @@ from casnap.runtime.threads import mapped
 # How many packs are written at once, as a take does.
 _WRITERS = 3
 _LEAST, _MOST, _RUN = 1 << 18, 48 << 20, 1 << 20
-# At most this fraction of the free space is written. The amount grows until one measurement takes
-# so many seconds.
+# At most this fraction of the free space is written: one part in 16. The amount grows until a
+# measurement takes enough seconds.
 _SHARE = 16
 _ENOUGH_SECONDS = 0.7
 _SLOW = 100e6
@@ -30,7 +30,7 @@ def speed_rows(site: Site) -> list[DoctorRow]:
     slots = [Slot(most) for _ in range(_WRITERS)]
     written, read, nbytes = _grown(site, [slot.view for slot in slots], most)
     plain: tuple[float | None, float | None] = (None, None)
-    # Measure a plain file if the time is enough, even at the speed of packs.
+    # Also measure a plain file, if the time left is enough at the speed of packs.
     if site.backend.folder is not None and site.left > nbytes / written + nbytes / read:
         plain = _plain_file(site, slots[0].view, nbytes)
     return [_row("write speed", written, plain[0]), _row("read speed", read, plain[1])]
