@@ -305,7 +305,7 @@ class Asking:
         self._streaks.note(self._all_new)
 
     def settle(self, hasher: Hasher) -> None:
-        """Give the digests of known chunks to the hasher; check those of the other chunks.
+        """Give the hasher the digests of the chunks that the store has; check all other digests.
 
         The other chunks were copied to the host and hashed there too: the digests must be equal.
 

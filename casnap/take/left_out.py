@@ -4,7 +4,7 @@ The first takes of a process look, if a value of the app state is an ``Optimizer
 report only what is certainly missing, each thing once, by the logger ``casnap.hints``.
 
 Some things may be missing from the app state of a correct training, so nothing is said of them: a
-learning rate scheduler, which a resumed run may make anew with ``last_epoch=``; parameters that
+learning rate scheduler, which a resumed run may make again with ``last_epoch=``; parameters that
 require grad and that no optimizer has; the random states of Python and numpy; a ``GradScaler`` or a
 loader, which nothing in an app state refers to.
 """

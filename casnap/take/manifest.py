@@ -166,7 +166,7 @@ PathDigest: TypeAlias = tuple[str, int, bytes]
 def digests_by_path(
     comm: Comm, state: CapturedState, division: Division, digests: Digests
 ) -> list[PathDigest]:
-    """Return, on rank 0, a short digest of each path of the state, of all ranks; elsewhere nothing.
+    """Return short digests of the paths of all ranks' states, on rank 0; nothing on other ranks.
 
     Args:
         comm: The ranks.

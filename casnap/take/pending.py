@@ -62,7 +62,7 @@ def wait_for_room(store_id: str, name: str, options: TakeOptions, *, is_alone: b
         store_id: The id of the store. Errors of its takes are raised.
         name: The name of the take that is about to begin.
         options: The options of that take.
-        is_alone: Whether no other rank takes with this process.
+        is_alone: Whether this process takes alone, without other ranks.
 
     Raises:
         CasnapError: An earlier take failed.
@@ -191,7 +191,7 @@ class PendingTake:
                 raise
 
     def _run(self) -> None:
-        """In the thread: wait for the take before, store this one, keep its result or error."""
+        """In the thread: wait for the previous take, store this one, keep its result or error."""
         try:
             assert self._finish is not None
             if self._before is not None:

@@ -237,7 +237,7 @@ _pinned_pool, _large_pinned_pool = Pool(PIECE_BYTES, 4), Pool(MAX_CHUNK_SIZE, 4)
 
 
 def _from_device(piece: Piece) -> Piece:
-    """Return a copy of a piece in pinned memory, which may still be under way.
+    """Return a copy of a piece in pinned memory; the copying may still be under way.
 
     A piece that is not on a device is returned as it is.
     """

@@ -178,7 +178,7 @@ def answers_of(
 
 
 def compare_replicas(holdings: list[Holdings]) -> dict[bytes, Replica]:
-    """Compare the replicas of all ranks that are declared equal.
+    """Compare all ranks' replicas of the leaves that are declared equal.
 
     Args:
         holdings: The holdings of each rank.
