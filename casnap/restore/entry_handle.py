@@ -20,8 +20,8 @@ from casnap.storage import Contents
 class Handle:
     """A tensor, value or container of a snapshot, which is read only on demand.
 
-    ``handle[index]`` reads a part of a tensor, as ``tensor[index]`` would be: with ints, slices and
-    ``...``. Only the chunks that hold selected elements are read.
+    ``handle[index]`` reads a part of a tensor. The index is as in ``tensor[index]``: ints, slices
+    and ``...``. Only the chunks that hold selected elements are read.
 
     Args:
         contents: The snapshot.

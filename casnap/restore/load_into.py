@@ -65,7 +65,7 @@ def load_into(
         contents: The snapshot.
         module: The module.
         prefix: The path below which the snapshot has the module's entries.
-        rename: The names here for names in the snapshot; None if they are the same.
+        rename: Maps names in the snapshot to names here; None if they are the same.
         device: The device on which tensors on the meta device get memory; None if there are none.
         strict: Whether a difference between module and snapshot is an error.
         progress: Called with the phase, the bytes done, and the total.
@@ -156,7 +156,7 @@ def match(
         contents: The snapshot.
         tensors: The live tensors, by name.
         prefix: The path below which the snapshot has the entries.
-        rename: The names here for names in the snapshot; None if they are the same.
+        rename: Maps names in the snapshot to names here; None if they are the same.
         device: The device on which tensors on the meta device get memory; None if there are none.
         report: Gets everything that does not fit.
 
@@ -226,7 +226,7 @@ _CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."
 
 
 def _extra_states_of(module: torch.nn.Module) -> set[str]:
-    """Return the names in ``state_dict()`` of extra state that submodules load."""
+    """Return the names, in ``state_dict()``, of the extra states that submodules load."""
     return {
         f"{path}.{_EXTRA_STATE}".replace(_CHECKPOINT_WRAPPER, "").removeprefix(".")
         for path, part in module.named_modules(remove_duplicate=False)
@@ -239,7 +239,7 @@ def tensors_of(
 ) -> Iterator[tuple[str, LiveTensor]]:
     """Yield the parameters and persistent buffers by name, or only the buffers that do not persist.
 
-    A parameter that FSDP2 has gathered for a forward is yielded gathered.
+    A parameter that FSDP2 has gathered for a forward is yielded whole.
     """
     for path, part in module.named_modules(remove_duplicate=False):
         lead = f"{path}.".replace(_CHECKPOINT_WRAPPER, "") if path else ""

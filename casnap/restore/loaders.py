@@ -15,7 +15,7 @@ def known_loader(stateful: object) -> type | None:
     """Return the class of torch or casnap whose loader a value has; None for any other loader.
 
     The answer is also None if a subclass overrides ``load_state_dict``, if the object has one of
-    its own, and if an optimizer has a hook that may change the state before it is loaded.
+    its own, or if an optimizer has a hook that may change the state before it is loaded.
     """
     loader = getattr(getattr(stateful, "load_state_dict", None), "__func__", None)
     if getattr(stateful, "_optimizer_load_state_dict_pre_hooks", None):

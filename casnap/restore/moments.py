@@ -1,6 +1,7 @@
 """Find moments of an optimizer whose shapes do not fit their parameters.
 
-torch loads moments of any shape. The next step then fails, or a fused kernel writes beyond them.
+torch loads moments of any shape. The next step then fails, or a fused kernel writes beyond their
+memory.
 
 Some moments correctly differ in shape from their parameter: counters, factors, projections, blocks
 of quantized moments. So a moment is refused only if its parameter has another shape in the
@@ -193,7 +194,7 @@ def _shape_by_torch(
 ) -> tuple[int, ...] | None:
     """Return the shape that an optimizer of torch gives a moment; None if that is not known.
 
-    It is known only of torch's own optimizers, and of their moments.
+    It is known only for the moments of torch's own optimizers.
 
     Args:
         optimizer: The optimizer.
@@ -220,7 +221,7 @@ def _shape_by_torch(
 def without_named_misfits(
     state: KeyState, modules: Iterable[torch.nn.Module], report: RestoreReport
 ) -> KeyState:
-    """Report moments that do not fit a state made by ``get_optimizer_state_dict()``.
+    """Report the moments that do not fit, in a state made by ``get_optimizer_state_dict()``.
 
     In their place the live moments are kept: the loader refuses a state that lacks a moment. A
     moment does not fit if it has another shape in the snapshot, and the live one has the shape of

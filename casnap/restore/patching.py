@@ -124,7 +124,7 @@ class LiveWeights:
     Args:
         target: A module, for its parameters and persistent buffers; or a state dict of tensors.
         prefix: Where the tensors are in a snapshot, as for :meth:`casnap.Snapshot.load_into`.
-        rename: The names here for names in the snapshot, as for :meth:`casnap.Snapshot.load_into`.
+        rename: Maps names in the snapshot to names here, as for :meth:`casnap.Snapshot.load_into`.
         strict: Whether it is an error if the snapshot or the target has a name that the other one
             lacks.
     """

@@ -26,8 +26,8 @@ from casnap.storage import Contents
 def with_versions(state: KeyState, known: Known) -> dict[str, Reopened]:
     """Return, by path, the dicts of a key that carry versions of modules.
 
-    Their versions are the stored ones, under the names that the submodules have here. If none are
-    stored, as by ``dcp.save``, the versions of the live state are used, as ``dcp.load`` does.
+    Their versions are the stored ones, under the names that the submodules have here. ``dcp.save``
+    stores none; then the versions of the live state are used, as ``dcp.load`` does.
 
     Args:
         state: The key.

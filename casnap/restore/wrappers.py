@@ -39,7 +39,7 @@ def _begins(added: str, names: Collection[str]) -> bool:
 
 
 def _added_to(names: Collection[str], longer: Collection[str]) -> str:
-    """Return the part without which most of the ``longer`` names are equal to some of ``names``.
+    """Return the part that most of the ``longer`` names have in addition to ``names``.
 
     This is a part that a known wrapper adds, or else a common beginning. Empty if there is none.
     """
