@@ -279,7 +279,7 @@ def decode(leaves: Iterable[Leaf], *, allow_pickle: bool | None) -> dict[str, An
 
 
 def decode_one(leaf: Leaf, *, allow_pickle: bool | None = None) -> Any:
-    """Return the decoded value of a leaf, not of a tensor; a container as :class:`Reopened`.
+    """Return the decoded value of a leaf without a tensor; a container as :class:`Reopened`.
 
     Raises:
         CasnapError: As :func:`decode` does.

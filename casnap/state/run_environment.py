@@ -47,7 +47,7 @@ def run_environment(*, with_commit: bool) -> dict[str, str]:
     """Return the environment of this process and thread as it is now.
 
     ==========================  ==================================================================
-    ``python``, ``torch``,      versions; without a build for it, no ``cuda``, ``cudnn`` and ``hip``
+    ``python``, ``torch``,      versions; ``cuda``, ``cudnn`` and ``hip`` if torch is built for it
     ``cuda``, ``cudnn``,
     ``hip``, ``casnap``
     a package                   the version of a trainer that uses casnap
@@ -63,14 +63,13 @@ def run_environment(*, with_commit: bool) -> dict[str, str]:
     ``deterministic``           deterministic algorithms: ``on``, ``off`` or ``warn``
     ``commit``                  the git commit of the script's folder; with ``-dirty`` at the end if
                                 tracked files have changed since
-    a variable                  its value when this was first called, as ``OMP_NUM_THREADS`` and
-                                ``PYTHONHASHSEED`` have one
+    a variable                  such as ``OMP_NUM_THREADS``: its value when this was first called
     ==========================  ==================================================================
 
-    It is empty, with a warning, if a version of torch has other settings than were known here.
+    It is empty, with a warning, if something cannot be read, such as a setting in a new torch.
 
     Args:
-        with_commit: Whether to ask git. Of many ranks, one asks.
+        with_commit: Whether to ask git. With many ranks, one asks.
     """
     try:
         found = _found(with_commit=with_commit)

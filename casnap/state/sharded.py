@@ -270,9 +270,9 @@ def _ordered(splits: dict[int, _Split], value: Any) -> Iterable[_Split]:
     """Return the splits in the order in which they were made; each divides the shards before it.
 
     A split has a factor if later axes of the mesh were split before it, as in FSDP over TP. The
-    factor is the number of shards that this had made. If no order of the axes gives these factors,
-    the splits are returned unchanged. Their factors then say into how many pieces an axis is cut
-    first; the split cuts each piece. With uneven lengths the result differs.
+    factor is the number of shards that these splits made. If no order of the axes gives these
+    factors, the splits are returned unchanged. Their factors then say into how many pieces an axis
+    is cut first; the split cuts each piece. With uneven lengths the result differs.
     """
     if all(split.factor is None for split in splits.values()):
         shard_order = getattr(getattr(value, "_spec", None), "shard_order", None) or ()
