@@ -238,7 +238,7 @@ class Link:
                 _warn_of_absent(operation, absent, timeout)
 
     def _reminder(self, operation: str, timeout: float) -> Callable[[Iterable[int]], None]:
-        """Return a function that logs a warning about absent ranks, if they are seconds late.
+        """Return a function that logs a warning about absent ranks, once they are seconds late.
 
         The argument of the function is the absent ranks. The function warns only once; until the
         ranks are late, a call does nothing.
