@@ -112,10 +112,11 @@ def is_file_uri(text: str) -> bool:
 def cache_folder() -> Path | None:
     """Return the folder for host-local caches; None if no candidate can be used.
 
-    The first candidate is ``CASNAP_CACHE_DIR``. If this variable is not set, it is
-    ``$XDG_CACHE_HOME/casnap`` (``~/.cache/casnap``). The second is a private folder in the temp
-    folder. A candidate cannot be used if this process cannot write there, if it belongs to another
-    user, or if it is on a network file system or one of an unknown type, where LMDB may not work.
+    The first candidate is ``CASNAP_CACHE_DIR``. If this variable is not set, the first candidate is
+    ``$XDG_CACHE_HOME/casnap`` (``~/.cache/casnap``). The second candidate is a private folder in
+    the temp folder. A candidate cannot be used if this process cannot write there, if it belongs to
+    another user, or if it is on a network file system or one of an unknown type, where LMDB may not
+    work.
     """
     for folder in _cache_candidates():
         # Another process may delete the folder between these calls.
@@ -341,7 +342,7 @@ def is_other_rank() -> bool:
 
 
 def crowded_folders() -> set[Path]:
-    """Return the folders where casnap makes no store unasked: ``/``, HOME and temp folders."""
+    """Return the folders where casnap makes no store unless asked: ``/``, HOME and temp folders."""
     folders = {Path(p) for p in ("/", _temp_folder(), "/tmp", "/var/tmp", "/dev/shm")}
     home = _home()
     return {p.resolve() for p in (folders if home is None else folders | {home})}

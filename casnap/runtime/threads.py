@@ -59,7 +59,7 @@ class Worker(threading.Thread):
     Args:
         work: The function that the thread runs.
         name: The name of the thread.
-        in_background: Whether takes must not wait for this thread, because it does work such as a
+        in_background: Whether the thread does work for which takes must not wait, such as a
             collection. Every thread that it starts is in the background too.
     """
 
