@@ -226,7 +226,7 @@ class RankError(CasnapError):
 def retold(error: BaseException, text: str) -> CasnapError:
     """Return a copy of an error with another text.
 
-    The copy has the type of the error; or it is a CasnapError, if that is not a type of casnap's.
+    The copy has the error's type if casnap defines that type; otherwise it is a CasnapError.
     """
     if not isinstance(error, CasnapError):
         return CasnapError(text)

@@ -141,7 +141,7 @@ def newest_row(view: View, prefix: str | None, *, thinned: bool) -> FoundRow | N
 
 
 def _all_rewound_error(path: str) -> SnapshotError:
-    """Return the error for a run that was rewound to before all snapshots that are left.
+    """Return the error for a run that has only snapshots which a rewind has moved aside.
 
     Args:
         path: The path of the last snapshot that is left.

@@ -285,7 +285,7 @@ class Preemption:
 def _own_group(pg: Any) -> Any:
     """Return a new gloo group for the ranks of ``pg``; None for one process.
 
-    It is a group of its own, since a pending take may use casnap's.
+    It is a separate group, since a pending take may be using casnap's other groups.
     """
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():

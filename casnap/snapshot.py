@@ -148,7 +148,7 @@ class TakeStats(Stats, frozen=True, array_like=True):
         requests: How many requests the take made, by kind, on all ranks. Only the snapshot that the
             take returned has them. Empty for a snapshot that was looked up, and for a store on this
             machine.
-        freed_bytes: How many bytes of the store this process (of many ranks, rank 0) has freed
+        freed_bytes: How many bytes of the store this process (with many ranks, rank 0) has freed
             since its previous take: by collections in the background, and to make room for this
             take. 0 for a snapshot that was looked up.
     """
@@ -922,7 +922,7 @@ def witness_state(
     on_mismatch: str,
     find_in: FindWitness,
 ) -> casnap.WitnessReport:
-    """Store or compare a witness with the other ranks: see :meth:`casnap.Store.witness`.
+    """Store or compare a witness, together with the other ranks: see :meth:`casnap.Store.witness`.
 
     Args:
         place: The place of a snapshot of the same name.

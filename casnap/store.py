@@ -689,7 +689,7 @@ class Store:
         From then on the tag is *published*: only one snapshot of the whole store has it, and
         :meth:`tag` gives it to no other. A follower of the tag sees either the old snapshot or the
         new one. To have such a tag for each run, use names like ``run1/stable``. The tag no longer
-        protects the old snapshot: give that one another tag if you may want to move back.
+        protects the old snapshot: if you may want to move back, give the old snapshot a second tag.
 
         Args:
             tag: As for :meth:`tag`.
@@ -833,7 +833,8 @@ class Store:
                 bytes.
 
         Returns:
-            The snapshots that were copied, and how many bytes were sent or there already.
+            The snapshots that were copied, how many bytes were sent, and how many were there
+            already.
 
         Raises:
             SnapshotNotFoundError: There is no such snapshot; or it was deleted meanwhile.
@@ -1320,11 +1321,11 @@ class Store:
         collector always works on the whole store, not only on this view.
 
         Args:
-            grace: How long to keep unreferenced data: such as ``"12h"``, a ``timedelta``, or
+            grace: How long to keep unreferenced data: a text such as ``"12h"``, a ``timedelta``, or
                 seconds (0: delete it now). During the grace, a deleted snapshot can still be read,
-                and a running take can still rely on the data. After it, the reader gets an error,
-                and the take begins again. The default is the grace that the store is set to (see
-                :meth:`configure`), else 24 hours.
+                and a running take can still rely on the data. After the grace, the reader gets an
+                error, and the take begins again. The default is the grace that the store is set to
+                (see :meth:`configure`), else 24 hours.
             repack: If less than this share of a pack is needed, copy what is needed into a new pack
                 (0: never).
             recode_after: How many of the newest snapshots of each folder keep their chunks as they

@@ -241,7 +241,7 @@ class View:
         """Return the view of the snapshots at the mirror; None if there is no mirror.
 
         Raises:
-            StoreError: The mirror cannot be used, or not be reached just now.
+            StoreError: The mirror cannot be used, or cannot be reached just now.
         """
         # A store that does not exist yet has no mirror: a store with a mirror is made at once.
         if self.mirror is None:
