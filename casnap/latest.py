@@ -55,12 +55,12 @@ def find_row(view: View, name: str) -> FoundRow:
 
 
 class FoundWitness(NamedTuple):
-    """What is known of a witness before a state is compared with it, or is stored as it.
+    """What a look for a witness has found.
 
     Attributes:
-        contents: What has its name in the store, or else in the mirror; None if neither has it.
-        follows: The commit id of the snapshot that it follows, in hex; "" if its run has none yet;
-            None if the snapshot that it was to follow is gone.
+        contents: The witness, from the store or else from its mirror; None if neither has it.
+        follows: For a witness that the store lacks, the commit id of the snapshot that it is to
+            follow, in hex; "" if its run has no snapshot yet, None if that snapshot is gone.
     """
 
     contents: Contents | None

@@ -946,7 +946,7 @@ def check_on_mismatch(on_mismatch: object) -> None:
     """Check the argument that says what to do if a witness differs.
 
     Raises:
-        ValueError: It has no such value.
+        ValueError: It is neither "raise" nor "warn".
     """
     if on_mismatch not in ("raise", "warn"):
         raise ValueError(f"on_mismatch is 'raise' or 'warn'; got {on_mismatch!r:.80}")
