@@ -90,8 +90,8 @@ def is_taken_at_server(path: str, *, is_again: bool = False) -> bool:
 def is_there_anew(path: str) -> bool:
     """Whether a name exists, according to the server or a new listing of its folder.
 
-    The client may have cached the name as absent. When the folder is opened anew, a client asks the
-    server whether the folder has changed.
+    The client may have cached the name as absent. When the folder is opened again, a client asks
+    the server whether the folder has changed.
 
     Args:
         path: The path of the name. Its folder may seem absent too.

@@ -1,7 +1,7 @@
 """Deltas: a chunk stored as its difference from another chunk of the same length, its base.
 
 The difference is taken element by element, between integers that wrap around. The bits of floats
-are ordered like the floats, so a small change of a float is a small difference of integers. All
+are ordered like the floats, so a small change to a float is a small difference of integers. All
 deltas of a chain are applied to the same buffer.
 
 A delta has one of two forms. If most elements differ from the base, the dense form stores all

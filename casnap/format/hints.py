@@ -36,7 +36,7 @@ _HINTED = b"\xa8manifest\x92"
 
 
 class _PlaceRun(Struct, frozen=True, array_like=True, gc=False):
-    """Chunks or nodes of equal lengths that lie one behind the other in a pack.
+    """Chunks or nodes of equal lengths that follow each other in a pack.
 
     Attributes:
         count: The number of chunks or nodes.

@@ -104,8 +104,8 @@ def _is_row_name(name: str) -> bool:
 def is_file_name(name: str) -> bool:
     """Whether casnap may create a file with a name that it has read from a store.
 
-    Such a name has fewer than 256 bytes, letters and digits of any script, and ``_ .,+=@()-``. It
-    begins with a letter, a digit or ``_``.
+    Such a name is shorter than 256 bytes. It consists of letters and digits of any script and of
+    ``_ .,+=@()-``, and begins with a letter, a digit or ``_``.
     """
     return _FILE_NAME.fullmatch(name) is not None and len(name.encode()) < 256
 
@@ -119,7 +119,7 @@ def rank_names(ranks: Sequence[int]) -> str:
 
 
 class Tagged(Struct, frozen=True, array_like=True):
-    """A stored key of a dict, of a type that msgpack does not have.
+    """A stored key of a dict whose type msgpack does not have.
 
     Attributes:
         kind: The type of the key, as in ``docs/format.md``.

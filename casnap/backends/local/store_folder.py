@@ -201,7 +201,7 @@ class StoreFolder:
         self._record = record
 
     def _record_at(self, base: OpenFolder) -> bytes | _Inode | None:
-        """Return the record's bytes in an open folder; its :func:`_inode` if it is unreadable."""
+        """Return the record's bytes in an open folder; its file's :func:`_inode` if unreadable."""
         try:
             return read_file(f"{self.objects}/{CONFIG_KEY}", MAX_CONFIG_BYTES, base)[0]
         except (FileNotFoundError, DamagedError, BackendError):

@@ -32,7 +32,7 @@ _watcher: threading.Thread | None = None
 
 
 def watch_calls_to(folder: str) -> None:
-    """Watch the calls to a folder, in addition to those to the mounts that are watched already.
+    """Watch the calls to a folder too, and not only those to the mounts that are already watched.
 
     Args:
         folder: The real path of a folder on a network file system.

@@ -16,8 +16,8 @@ class Owners(NamedTuple):
     """Rules at a place: which files count as this user's, and which files others may write to.
 
     Attributes:
-        uids: The user ids: this user's and root's, and the one that this user's new files get
-            there.
+        uids: The user ids: this user's and root's, and the one that this user's new files get at
+            the place.
         keeps_modes: Whether the mode of a file says who may write to the file. Some file systems
             keep no modes.
     """

@@ -67,7 +67,8 @@ _answered: PerProcess[set[str]] = PerProcess(set)
 class RemoteBackend(Backend):
     """Objects below a URI, reached by a :class:`Client`.
 
-    Many threads can use it at once, and so can forked children, which connect anew.
+    Many threads can use it at once, and so can forked children, which make connections of their
+    own.
 
     Args:
         uri: The URI of the place, without a slash at the end.
@@ -100,7 +101,7 @@ class RemoteBackend(Backend):
         self._connected: _Connected | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle what is needed to connect, so that another process connects anew."""
+        """Pickle what is needed to connect: another process makes a connection of its own."""
         made_of = (self.uri, self._connect, self._retries)
         return type(self), made_of, {"exclusive": self.exclusive}
 
@@ -439,7 +440,7 @@ class RemoteBackend(Backend):
     ) -> T:
         """Make one attempt.
 
-        If the server refuses the credentials, read these anew and try once more.
+        If the server refuses the credentials, read them again and try once more.
 
         The credentials may have expired, or their file may have been replaced since it was read.
 

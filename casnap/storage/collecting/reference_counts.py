@@ -122,7 +122,7 @@ class ReferenceCounts:
         return {digest for digest, count in zip(digests, counts, strict=True) if count}
 
     def names_node(self, digest: bytes) -> bool:
-        """Whether a digest is that of a tree node, and not that of a chunk of data."""
+        """Whether a digest names a tree node, and not a chunk of data."""
         return any(kind + digest in self._nodes for kind in _KINDS)
 
     def _count_what_came(

@@ -168,7 +168,7 @@ class Index:
     def _look_where_it_is(self) -> None:
         """Forget the open cache if the identity of the place has changed since it was opened.
 
-        Another place may have come to the same URI.
+        Another place may now have the same URI.
         """
         place = digest_of(os.fsencode(self._backend.identity)).hex()[:32]
         name = f"{self._store_id}-{place}"
@@ -414,7 +414,7 @@ class Index:
         """
 
     def sealed_or_kept(self, ref: SegmentRef) -> tuple[bytes, str]:
-        """Return the same as :meth:`sealed`, from this host's cache if it is kept there."""
+        """Return the same as :meth:`sealed`, from this host's cache if the cache has it."""
         return self.sealed(ref)
 
     def find(

@@ -211,8 +211,8 @@ class LmdbCache(IndexCache):
     """A cache in an LMDB environment.
 
     A take trusts the cache, so every record has a checksum, and every node is verified. The files
-    of the cache are not synced, so after a reboot the cache is made anew; the boot id shows a
-    reboot. The cache is also made anew if a process died while it wrote: LMDB aborts a process that
+    of the cache are not synced, so after a reboot, which the boot id shows, a new cache replaces
+    it. A new one also replaces it if a process died while it wrote: LMDB aborts a process that
     finds inconsistent pages.
 
     Args:
@@ -235,7 +235,7 @@ class LmdbCache(IndexCache):
             self._notes = self._env.open_db(b"notes")
 
     def usable(self) -> bool:
-        """Whether this process may use the cache. A forked child must open it anew."""
+        """Whether this process may use the cache. A forked child must open a cache of its own."""
         return self._pid == os.getpid()
 
     def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The files of an LMDB environment. If they cannot be used, they are made anew."""
+"""The files of an LMDB environment. If they cannot be used, new files replace them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOCK_BYTES = 8192
 
 
 def open_environment(folder: Path) -> lmdb.Environment:
-    """Open the LMDB environment of a cache; make it anew if it cannot be used.
+    """Open the LMDB environment of a cache; if it cannot be used, replace it by a new one.
 
     It cannot be used if it was made before this boot, if a process died while it wrote, or if its
     file is too short or not an LMDB file.
@@ -121,7 +121,7 @@ def inode(folder: Path) -> int | None:
 def _cut_short(env: lmdb.Environment, folder: Path) -> bool:
     """Whether the data file ends before its last page.
 
-    To touch a missing page would kill the process.
+    Touching a missing page would kill the process.
     """
     # Ask in this order, since another process may be making the file longer.
     needed = nbytes(env)

@@ -8,8 +8,8 @@ A read of chunks goes down the ladder until all are read. On a disk, the rungs a
 4. **Newer roots**, as long as there are any, since a collector may have moved chunks. The chunks
    that are left are looked for in the index of a newer root, then at their other places in this
    index.
-5. **The index made anew** from the store, since the cache of the index may be wrong. If this host
-   may not see a new pack yet, it first waits for the pack.
+5. **A new index**, read from the store, since this host's cache of the index may be wrong. If this
+   host may not see a new pack yet, it first waits for the pack.
 
 In a bucket, two more rungs come after the first one. They avoid reading an index that this host has
 not cached, as long as at most 64 chunks are left:
@@ -18,8 +18,8 @@ not cached, as long as at most 64 chunks are left:
 - **Ranges** of large segments (``segment_search.py``).
 
 So in a bucket a chunk is looked for by hints, in ranges, in the index, at other places, at newer
-roots, in an index made anew. Hints and ranges may be wrong: a failure at such a place is no damage,
-and the chunk is looked for further down. At each place, the read cache is asked before the pack
+roots, in a new index. Hints and ranges may be wrong: a failure at such a place is no damage, and
+the chunk is looked for further down. At each place, the read cache is asked before the pack
 (``reading/chunk_cache.py``). The base of a delta is looked for in ranges, then in the index. The
 newest root is remembered (``newest_root.py``). In a bucket, a node is first looked for by reading
 its whole pack.

@@ -54,7 +54,7 @@ class PackLengths:
         return False
 
     def listed_for(self, ranks: int, total: int) -> dict[PackId, int]:
-        """List the packs for many ranks, unless looking one by one takes them fewer requests.
+        """List the packs for many ranks, unless it takes fewer requests if each rank looks.
 
         Args:
             ranks: How many ranks will look at packs.

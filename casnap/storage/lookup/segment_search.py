@@ -115,8 +115,8 @@ def search(
     """Search segments for digests by reading parts of them.
 
     The chunks of a tensor mostly are in one segment. So one digest is looked for in all segments,
-    and the others only where the first was found. For the digests that are not found there, this is
-    repeated.
+    and the others only in the segments that have the first one. This is repeated for the digests
+    that were not found.
 
     Args:
         backend: The backend of the store.

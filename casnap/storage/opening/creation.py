@@ -181,7 +181,8 @@ def _put_config(
         is_explicit: Whether the user named this very place as a store.
 
     Returns:
-        The record; None if another process was faster, or parts of a store are there already.
+        The record; None if another process was faster, or the folder already holds parts of a
+        store.
 
     Raises:
         StoreError: No store can be made here.

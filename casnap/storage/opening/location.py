@@ -351,7 +351,7 @@ def _resolved(folder: Path) -> Path:
 def has_object(backend: Backend, key: str) -> bool:
     """Whether an object exists.
 
-    To list its folder would be slow if the store has many snapshots.
+    Listing its folder would be slow if the store has many snapshots.
     """
     return backend.size_if_there(key) is not None
 

@@ -148,7 +148,7 @@ _made_by_paths: dict[Path, Path | None] = {}
 
 
 def _absent_error(backend: Backend) -> NotAStoreError:
-    """Return the error to raise for a place without a store. It tells what is there instead."""
+    """Return the error to raise for a place without a store. It tells what the place is instead."""
     from casnap.storage.opening.no_store import no_store_error
 
     if error := Location(backend, "").only_marker_error() or _no_name_error(backend):

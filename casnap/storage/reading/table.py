@@ -54,7 +54,7 @@ class Table(Tree[Row]):
         return super().edit({**dict.fromkeys(self._needless(changes)), **changes}, put_node)
 
     def _needless(self, changes: Mapping[str, Row | None]) -> Iterator[str]:
-        """Yield the names of the witnesses that are of no use after a change of the table."""
+        """Yield the names of the witnesses that are of no use after a change to the table."""
         runs = set()
         for name, row in changes.items():
             before = self.get(name)

@@ -258,7 +258,7 @@ class Mending:
         """Return ``segments`` and ``condemned`` for a new root that lists the packs of two roots.
 
         Args:
-            whole: One of them: an older root, whose files are all there.
+            whole: One of them: an older root, all of whose files exist.
             newest: The other one: the newest root.
             packs: The packs of the newest root.
             records_of: Returns the records of a pack of the newest root.

@@ -40,7 +40,7 @@ class Reliance:
         base_root: The root that rank 0 has just read for all ranks; by default a recent one.
         announced: The root number to announce to collectors, no greater than that of the base; None
             to announce nothing.
-        at_once: Whether to announce the change at once, even if that costs requests.
+        at_once: Whether to announce the change right away, even if that costs requests.
 
     Attributes:
         base: The index as the base of the change sees it. The base is the root that the change

@@ -65,7 +65,7 @@ from casnap.storage.writing.starting_over import put_root_after
 _UPPER_BYTES = 16 << 10
 
 Change = Callable[[Table, int], Mapping[str, Row | None] | None]
-"""A change of the table. It gets the table and the number of the next root, and returns the rows to
+"""A change to the table. It gets the table and the number of the next root, and returns the rows to
 set, with None for each row to remove. It returns None if no root is to be put, and raises to give
 up."""
 
@@ -327,7 +327,7 @@ class Session:
         If the root's number is taken, try again.
 
         Args:
-            change: The change of the table.
+            change: The change to the table.
             update_root: Changes fields of the next root other than its table. It gets the newest
                 root, and returns the changed copy.
 
@@ -370,8 +370,8 @@ class Session:
         is used instead.
 
         Args:
-            change: The change of the table.
-            update_root: Returns ``m`` with other fields changed.
+            change: The change to the table.
+            update_root: Returns ``m`` with fields other than its table changed.
             m: The newest root.
 
         Returns:
@@ -461,7 +461,7 @@ class Session:
     def _slim(self, row: Row) -> Row:
         """Return a row whose metadata, if they are large, are moved to a node of their own.
 
-        Otherwise the metadata would be written again with each change of the leaf that has the row.
+        Otherwise the metadata would be written again with each change to the leaf that has the row.
         """
         content = encode(row.metadata)
         if len(content) <= INLINE_METADATA_BYTES:

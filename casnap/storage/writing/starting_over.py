@@ -7,7 +7,8 @@ A collector may overtake a change. There are four cases, from the mildest on:
 2. The collector's fence has passed packs that the change wrote. These packs get new ids; no chunk
    is written again (``Session._move``).
 3. The collector has deleted such a pack, or one that the change relies on: :class:`FencedError`.
-   The change starts again (:func:`again`), and is announced at once. So collectors wait for it.
+   The change starts again (:func:`again`), and announces itself right away, so that collectors wait
+   for it.
 4. The change cannot start again, or was fenced five times. It gives up, and the error is raised.
 
 If the disk is full, a change starts again once other data was freed. No other module knows these
@@ -85,9 +86,9 @@ def again(
 ) -> T:
     """Do work that writes to a store. If a collector or a full disk stops the work, start it again.
 
-    After the first fence, all changes of this process are announced at once, so that collectors see
-    the next try. Fences and full disks are counted separately, so that many fences do not use up
-    the tries after a full disk.
+    After the first fence, each change of this process announces itself as soon as it begins, so
+    that collectors see the next try. Fences and full disks are counted separately, so that many
+    fences do not use up the tries after a full disk.
 
     Args:
         store: The store.
