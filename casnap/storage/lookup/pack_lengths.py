@@ -54,7 +54,7 @@ class PackLengths:
         return False
 
     def listed_for(self, ranks: int, total: int) -> dict[PackId, int]:
-        """List the packs for many ranks, unless it takes fewer requests if each rank looks.
+        """List the packs for many ranks, if that takes no more requests than their single looks.
 
         Args:
             ranks: How many ranks will look at packs.

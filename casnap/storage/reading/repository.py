@@ -325,7 +325,7 @@ class Repository:
         return self.index.pack_lengths.has_to_list()
 
     def list_packs_for(self, ranks: int, total: int) -> dict[PackId, int]:
-        """List the packs for many ranks, unless it takes fewer requests if each rank looks.
+        """List the packs for many ranks, if that takes no more requests than their single looks.
 
         Args:
             ranks: How many ranks will look at packs.
