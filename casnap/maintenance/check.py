@@ -223,7 +223,7 @@ def _bucket_warnings(backend: Backend) -> list[str]:
 
 
 def _read_meanwhile(store: Repository) -> list[str]:
-    """Return a warning that readers use an older root until a repair; [] if none is whole."""
+    """Return a warning that readers use an older root until a repair; [] if no root is whole."""
     older = store.as_of_whole_root()
     if older is None:
         return []

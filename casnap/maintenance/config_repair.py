@@ -1,4 +1,4 @@
-"""Check ``casnap.json``, and make it anew if it is missing or damaged."""
+"""Check ``casnap.json``, and write it again if it is missing or damaged."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def config_damages(store: Repository, root: Root | None) -> list[Damage]:
 
 
 def lost_config(backend: Backend) -> StoreConfig | None:
-    """Return the record with which to make a lost ``casnap.json`` anew.
+    """Return the record from which a lost ``casnap.json`` can be written again.
 
     Returns:
         The copy of the record in the newest root that has one; None if the file is not lost.
@@ -78,7 +78,7 @@ def _copied_config(backend: Backend) -> StoreConfig:
 
 
 def restore_config(backend: Backend, config: StoreConfig) -> None:
-    """Write ``casnap.json`` anew, in place of a damaged one if there is one."""
+    """Write ``casnap.json`` again. If there is a file of this name, delete it first."""
     content = config_content(config)
     if not backend.put_if_absent(CONFIG_KEY, content):
         backend.delete(CONFIG_KEY)

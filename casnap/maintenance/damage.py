@@ -63,8 +63,8 @@ KINDS = {
 }
 """The kind of the damage, by the reason why a chunk could not be read."""
 
-# A listing may be stale, so roots that it lacks are looked for, up to this many in a row. If it
-# lacks more, they are not looked for, since a root may claim any number.
+# A listing may be stale, so up to this many roots in a row that it lacks are looked for by name. If
+# more are lacking, all count as missing, since a root may claim any number.
 _MOST_UNLISTED = 1000
 
 

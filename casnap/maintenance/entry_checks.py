@@ -98,11 +98,11 @@ def _components_of(entry: ContainerEntry) -> Iterable[str]:
 
 
 def balance(inner: str, entry: Entry, components: Iterable[str], most: int) -> int:
-    """Return a number for an entry. If a key lacks no element, its entries' numbers sum to 0.
+    """Return a number for an entry. If no container of a key lacks an element, they sum to 0.
 
-    An entry adds the hash of its path, except the key's own entry. A container subtracts the hash
-    of each element's path. Each tree is summed up only once, and the sums of the trees that a rank
-    sees are added.
+    The sum is over all entries of the key. An entry adds the hash of its path, except the key's own
+    entry. A container subtracts the hash of each element's path. Each tree is summed up only once,
+    and the sums of the trees that a rank sees are added.
 
     Args:
         inner: The path of the entry below its key.

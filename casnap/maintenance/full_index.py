@@ -31,7 +31,7 @@ class FullIndex:
     def __init__(self, parts: Iterable[tuple[bytes, str]]) -> None:
         content, self.packs = merged_segment(parts)
         segment = SealedSegment(content, "the index")
-        # In columns: a Python object a record would take several times its bytes.
+        # In columns: a Python object for each record would take several times the bytes.
         digests = bytearray()
         self._numbers, self._offsets = array("I"), array("Q")
         self._stored, self._raw, self._codecs = array("I"), array("I"), array("B")

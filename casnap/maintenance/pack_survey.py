@@ -157,7 +157,7 @@ class PackSurvey:
         self._note_other_bases()
 
     def blame(self, digest: Digest) -> list[Damage]:
-        """Return the damages of the places of a chunk or node: at each, it cannot be read."""
+        """Return the damages because of which a chunk or node cannot be read at its places."""
         return self._blame.get(digest, [])
 
     def has_long_chain(self, digest: Digest) -> bool:
@@ -216,7 +216,7 @@ class PackSurvey:
             records = self.index.of_pack(pack)
             size = -1 if listed is None else listed.get(pack, -1)
             if size < _length_of(records):
-                # A listing may be stale, so it is not enough to call a pack hurt.
+                # A listing may be stale. Before the pack counts as hurt, its length is asked for.
                 size = backend.size(pack_key(pack))
             if size < _length_of(records):
                 return _PackState(size)

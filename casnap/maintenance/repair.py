@@ -60,8 +60,8 @@ class RepairReport:
         saved_chunks: How many chunks and nodes were copied out of damaged packs.
         healed_chunks: How many lost chunks and nodes were found in a source.
         rescued_packs: Condemned packs that are needed, and are no longer condemned.
-        restored_root: The older root whose snapshots the store has again, if files that the newest
-            root named are missing and its table of snapshots cannot be read; else None.
+        restored_root: If files that the newest root named are missing, and its table of snapshots
+            cannot be read: the older root whose snapshots the store has again. Else None.
         skipped: Sources that could not be used, and why; also packs that no segment lists.
         warnings: If an older root is restored, what the newer roots had. Also snapshots that
             markers name, but the newest root does not, as in a check. No repair can bring either
@@ -172,7 +172,8 @@ class _Repair:
         try:
             return self._drop_rows() or self._adopt() or self._mend() or self._go_back()
         except DamagedError:
-            # A collector may have removed segments that the root at hand names, but not the newest.
+            # A collector may have deleted segments that the surveyed root names, and the newest
+            # does not.
             self._tries += 1
             if self._tries == _MOST_TRIES or self._store.newest() == self._survey.root:
                 raise
@@ -232,7 +233,7 @@ class _Repair:
         """List packs again that no readable segment lists, if they hold a lost chunk or node.
 
         Returns:
-            Whether there were any.
+            Whether any pack was listed again.
         """
         survey = self._survey
         if not survey.packs.unreadable and not survey.trees.lost:
@@ -314,8 +315,8 @@ class _Repair:
     def _report_dry_run(self, digests: set[Digest]) -> None:
         """Report the damages that a repair would leave.
 
-        They are the damages of lost digests, and those of packs if not all needed digests are
-        known.
+        These are the damages of lost digests. If not all needed digests are known, the damages of
+        packs are among them.
 
         Args:
             digests: The digests that the repair would not find.

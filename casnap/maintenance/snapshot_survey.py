@@ -102,7 +102,7 @@ class SnapshotSurvey:
 
     def _copies(self) -> None:
         """Survey the parts of unfinished copies. The root keeps these as it keeps snapshots."""
-        # Their entries name chunks, however short, and are no values.
+        # Their entries only name chunks, however short, and are no values.
         self._trees.judges = False
         for commit, copy in self._root.copies.items():
             row = Row(copy.parts.digest, copy.parts, self._root.seq, copy.time, 1, Stats())

@@ -33,7 +33,7 @@ class Survey:
     """All damages in a store, and which entries each of them hurts.
 
     The constructor reads the index. :meth:`run` reads the rest. Each time another root becomes the
-    newest one, all three parts begin anew; only places that were read and found bad stay known.
+    newest one, all three parts begin again; only places that were read and found bad stay known.
 
     Args:
         store: The store.
@@ -67,7 +67,7 @@ class Survey:
         self._begin(root)
 
     def _begin(self, root: Root, earlier: PackSurvey | None = None) -> None:
-        """Begin anew with a root: read its segments.
+        """Begin again with a root: read its segments.
 
         Args:
             root: The root.

@@ -217,7 +217,7 @@ class TreeSurvey:
             return [self._findings.add_unsupported(f"{path}: {e}")], ()
 
     def _chunks(self, contents: Contents, path: str, entry: KnownEntry) -> list[Damage]:
-        """Return the damages of an entry's chunks. Each list of chunks is looked at once."""
+        """Return the damages of an entry's chunks. Each list of chunks is looked at only once."""
         payload = entry.payload
         form = entry.shape if isinstance(entry, TensorEntry) else ()
         content = (payload.digests, payload.depth, payload.nbytes, form)
@@ -233,7 +233,7 @@ class TreeSurvey:
         return damages
 
     def _small_contents(self, items: list[tuple[str, Entry]]) -> dict[Digest, bytes]:
-        """Read the chunks of the values and specs among some entries together, if ``reads``."""
+        """If ``reads``, read the chunks of all values and specs among some entries together."""
         digests: dict[Digest, None] = {}
         if self.reads:
             total = 0

@@ -66,7 +66,7 @@ class UncachedStore(Repository):
         copies: list[bytes] = []
         codecs: list[int] = []
         want = Want(digest, -1, lambda raw: copies.append(bytes(raw)), "")
-        # Read all places: each is there in case that another fails.
+        # Read all places: each is there in case another one fails.
         for place in self._packs.whole_places(digest):
             for unread in self.read_places([(place, [want])]):
                 if unread.failure.reason is Reason.UNSUPPORTED:

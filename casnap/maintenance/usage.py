@@ -100,8 +100,8 @@ class DiskUsage:
         waiting_bytes: Condemned packs, which a collector deletes later.
         orphaned_bytes: Packs and segments that the root does not name: takes that failed have left
             them, or takes are writing them.
-        saved_bytes: How many bytes deltas and compression save: the kept chunks' raw bytes without
-            their stored bytes.
+        saved_bytes: How many bytes deltas and compression save: the raw bytes of the kept chunks
+            minus their stored bytes.
         other_bytes: Roots and files that are being written; on a disk also the rest of the last
             block of each file.
     """
@@ -119,7 +119,7 @@ class DiskUsage:
 
 
 def disk_usage(store: Repository) -> DiskUsage:
-    """Return how many bytes a store takes up, divided by what they are for."""
+    """Return how many bytes a store takes up, by purpose."""
     return store.read_at_newest(partial(_disk_usage, store))
 
 

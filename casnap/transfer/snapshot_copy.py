@@ -431,10 +431,7 @@ class _Presence:
         return row.commit in self._commits
 
     def last_before(self) -> Contents | None:
-        """Return the snapshot in the folder of the copy that was taken last before the copied one.
-
-        None if there is none.
-        """
+        """Return the last snapshot in the copy's folder from before the copied one, or None."""
         earlier = [
             (name, row)
             for name, row in self._table.items_in(self._folder)
