@@ -109,7 +109,7 @@ class ServedFolder:
 
     @property
     def _has_files(self) -> bool:
-        """Whether the folder itself has a file that only pulls make, such as a record."""
+        """Whether files of a version lie right in the folder, as after a pull in place."""
         return any(is_taken(self.link / name) for name in (RECORD, CHUNKS, CHANGING))
 
     def _check_kind(self, is_other: bool, option: str) -> None:
@@ -121,7 +121,7 @@ class ServedFolder:
 
     @contextmanager
     def locked(self) -> Iterator[ServedFolder]:
-        """Lock the folder for this process, and remove what killed pulls have left unfinished.
+        """Lock the folder for this process, and delete the unfinished versions of killed pulls.
 
         Raises:
             CasnapError: Another process has locked the folder.
@@ -135,7 +135,9 @@ class ServedFolder:
             self._free()
 
     def hold(self) -> None:
-        """Lock the folder of the versions, unless this object holds the lock; make it if need be.
+        """Lock the folder of the versions, which is made if need be.
+
+        If this object holds the lock, do nothing.
 
         Raises:
             CasnapError: Another process has locked it.
@@ -347,14 +349,15 @@ class ServedFolder:
         os.utime(name, ns=(now, now), dir_fd=self._folder.fd, follow_symlinks=False)
 
     def clean_up(self, keep: int, *, is_announced: bool = False) -> None:
-        """Delete old versions, except the last ones that were current.
+        """Delete unfinished versions, and old ones, except those that were current last.
 
-        Each one that cannot be deleted causes a warning.
+        Nothing is deleted while a crash may bring back the link to the version before. A version
+        that cannot be deleted causes a warning.
 
         Args:
-            keep: How many versions stay.
-            is_announced: Whether a callback is called for each version. Then the last version for
-                which it succeeded stays in any case: an engine may have it loaded.
+            keep: How many versions stay, the current one included.
+            is_announced: Whether a callback is called for each version. If so, the last version for
+                which it succeeded is the last old one to be deleted: an engine may have it loaded.
         """
         if self._may_return:
             return
@@ -376,7 +379,7 @@ class ServedFolder:
         self._remove([*before, *others[: max(0, len(others) - (keep - 1))]])
 
     def _remove(self, names: Iterable[str]) -> None:
-        """Delete folders of versions; warn once of each that cannot be deleted now.
+        """Delete folders of versions; warn once about each that cannot be deleted now.
 
         The next pull tries these again.
         """

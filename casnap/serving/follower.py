@@ -91,10 +91,10 @@ class Follower:
         interval: How often a thread looks for another version: seconds, or such as ``"30s"``. With
             None there is no thread, and :meth:`update` looks.
         on_version: Called with an :class:`AppliedVersion` after each version but the first, before
-            the next forward begins: to drop caches that the old weights filled. It may run forwards
-            itself; other threads' forwards wait until it has returned. If it fails, the error is
-            logged, forwards go on, and it is called again, on all ranks. It is a plain function, no
-            coroutine function.
+            the next forward begins, so that it can drop caches that the old weights filled. It may
+            run forwards itself; other threads' forwards wait until it has returned. If it fails,
+            the error is logged, forwards go on, and it is called again, on all ranks. It is a plain
+            function, no coroutine function.
         storage_options: How to reach a remote store.
         cache_bytes: As for :class:`casnap.Store`.
         pg: The process group; by default the world, or this process alone.
@@ -139,7 +139,7 @@ class Follower:
         self._timeout = _PATIENCE if timeout is None else timeout
         self._forwards = 0
         self._seen_root = b""
-        # Used by several ranks alone: the commit that rank 0 wants all ranks to stage.
+        # Only with several ranks: the commit that rank 0 wants all ranks to stage.
         self._wanted, self._wanted_since = _NONE, 0.0
         self._staged: LivePatch | None = None
         self._received = 0
@@ -183,7 +183,7 @@ class Follower:
                     self._handshake.wake()
 
     def _begin_anew(self) -> None:
-        """In a forked child, begin with a new gate and no thread; the next forward starts one."""
+        """In a forked child, begin with a new gate and no thread. A forward starts the thread."""
         is_stopped = self._gate.is_stopped
         self._gate, self._looker = Gate(), None
         self._thread = self._new_thread()
@@ -468,7 +468,7 @@ class Follower:
     # --- several ranks ---
 
     def _is_withdrawn(self, newest: Contents) -> bool:
-        """Whether the version that all ranks are to stage was deleted, or is newer than the newest.
+        """Whether the version that all ranks are to stage was deleted, or is newer than ``newest``.
 
         Args:
             newest: The newest snapshot that the options mean.
@@ -526,6 +526,6 @@ class Follower:
             if self._wanted == mine:
                 self._wanted = _NONE
         elif any(part[32] for part in parts):
-            # On all ranks: on_version may run collectives.
+            # Call it on all ranks: on_version may run collectives.
             self._called = None
             self._call_again()

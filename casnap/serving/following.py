@@ -142,7 +142,7 @@ class Following:
             self._pulls.note_success()
 
     def _call(self, on_version: OnVersion) -> Iterator[FollowEvent]:
-        """Call the callback, unless it was called for the version; then delete old versions.
+        """Call the callback, unless this version was passed to it before; then delete old versions.
 
         Versions are deleted after the call, so that an engine does not wait for the deletion.
         Deleting takes long if a version lies in memory.

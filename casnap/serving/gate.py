@@ -66,7 +66,10 @@ class Gate:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the caller is inside, and so would wait for itself if it waited for all."""
+        """Whether the caller is inside.
+
+        If so, it would wait for itself if it waited for all to leave.
+        """
         if self._has_context:
             return True
         with self._lock:

@@ -59,7 +59,7 @@ _NOTE = re.compile("follower-([0-9a-f]{12})-([0-9a-f]{12})")
 _BEAT, _BEATS = 30.0, 3
 _LEAST_BEAT, _MOST_BEAT = 0.01, 600.0
 _MOST_NOTE_BYTES = 16 << 10
-# How often a look lists the notes at most, if followers replace some before it has read them.
+# How many times at most a look lists the notes, if followers replace some before it reads them.
 _LISTS = 5
 _MOST_CHARS = 200
 # The seconds between two looks of a waiting process, at a store on this machine and at a remote
@@ -79,9 +79,9 @@ class FollowedVersion(Struct, frozen=True):
         number: The number of the root that published it by the tag, or else committed it.
         name: The full name of its snapshot.
         commit: The commit id of the snapshot.
-        phases: When the version reached each phase of ``published``, ``fetched``, ``staged``,
-            ``paused`` and ``applied`` that is known, in seconds since the epoch. ``published`` is
-            by the clock of the host that published it, the others by the follower's clock.
+        phases: Each known phase of the version → when it was reached, in seconds since the epoch.
+            The phases are ``published``, by the clock of the host that published the version, and
+            ``fetched``, ``staged``, ``paused`` and ``applied``, by the follower's clock.
     """
 
     number: int
@@ -181,7 +181,7 @@ class Handshake:
         # Reentrant: a signal handler may call close() in the thread that holds it.
         self._lock = new_rlock()
         self._versions: dict[int, FollowedVersion] = {}
-        # By phase, for those that are noted at once: the last version that reached it.
+        # For each phase that is noted at once: the last version that reached it.
         self._last: dict[str, FollowedVersion] = {}
         self._is_closed = False
         self._begin()
@@ -469,9 +469,10 @@ class FollowerWatch:
         return not gone
 
     def _read(self, name: str) -> _NoteContent | None:
-        """Return the content of a note; None if the note does not count, and is not read again.
+        """Return the content of a note; None if the note does not count.
 
-        It belongs to another store then, or is malformed or unreadable.
+        That is so if it belongs to another store, or is malformed or unreadable. Such a note is not
+        read again.
 
         Raises:
             FileNotFoundError: The note was replaced or deleted.

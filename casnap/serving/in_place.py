@@ -2,9 +2,9 @@
 
 The pull first reads and verifies chunks, and keeps them in memory: deltas in their stored form.
 Then it durably replaces the record by ``casnap-changing.json``, which says that the folder is being
-changed. From then on a chunk may be the one of an old version or of the new one; its digest tells
-which. The pull writes the new record last. Files whose layout changes are written anew, and renamed
-into the folder.
+changed. From then on, each place in the files may hold a chunk of an old version or of the new one;
+its digest tells which. The pull writes the new record last. If the layout of a file changes, the
+pull writes a new file, and renames it into the folder.
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ class FolderInPlace(ServedFolder):
 
     @override
     def of(self, store_id: str, commit: str, mapping: object) -> Version | None:
-        """Return the version that an earlier pull wrote whole, but did not rename to the folder.
+        """Return a first version that an earlier pull wrote whole, but did not rename to the folder.
 
-        Only a first version is renamed: once the folder exists, the result is None. Before that,
-        this deletes all other versions that were never renamed.
+        If the folder exists, return None. If not, also delete all other versions in
+        ``DIR.versions``: none of them was renamed.
         """
         if self.is_there:
             return None
@@ -146,7 +146,7 @@ class FolderInPlace(ServedFolder):
 
     @override
     def clean_up(self, keep: int, *, is_announced: bool = False) -> None:
-        """Delete ``casnap-changing.json``, if the folder is whole."""
+        """If the folder has a record, and so is whole, delete its ``casnap-changing.json``."""
         with suppress(OSError, *PLACE_ERRORS):
             if is_taken(self.link / RECORD):
                 with HeldFolder(str(self.link)) as folder:
@@ -334,7 +334,7 @@ class _ChangedFolder(ExportOutput):
         new = {*self._staying, *self.sizes}
         for name in [name for name in self.sizes if name != RECORD]:
             self._move(name)
-        # Files of weights that the new version lacks go, even if no record names them: a loader
+        # Delete files of weights that the new version lacks, even if no record names them: a loader
         # might take them for a part of it.
         there = set(self._folder.names(_WEIGHTS.fullmatch))
         for trace in [] if self._old is None else self._old.traces:

@@ -31,8 +31,8 @@ class PullOptions:
         tied: Tensors, by their new names, to leave out because another name has equal bytes. Do not
             use it for the head of a model that vLLM serves on CPUs: vLLM would keep its old head
             when it reloads.
-        max_shard_size: The most bytes of a file, if a tensor fits. More bytes make shards with an
-            index.
+        max_shard_size: The most bytes of a file, unless a single tensor has more. Several files are
+            shards with an index.
         keep: How many versions to keep, the current one included.
         patches: Put into each version the patches that lead to it from the one before. Engines that
             take patches then need not wait for a comparison of both.
@@ -98,7 +98,7 @@ class FollowerOptions:
         match: Only snapshots whose name, below the folder, this glob matches.
         path: Where the weights are in a snapshot, as for :meth:`casnap.Snapshot.load_into`.
         rename: Gives names of the snapshot their names in the target: a mapping, or a function.
-        strict: Whether it is an error that the snapshot or the target lacks a name of the other.
+        strict: Whether it is an error if only the snapshot, or only the target, has a name.
         every: Ranks agree at each forward whose number is a multiple of this.
         timeout: The seconds that a rank waits for another (by default 600), and that a version
             waits for running forwards to end (by default 60). Forwards that want to begin wait

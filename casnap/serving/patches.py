@@ -53,7 +53,8 @@ class StagedPatches(NamedTuple):
         content: The content that the patches lead to.
         whole: Changed tensors that are not in the file, since their patch would be larger.
         nbytes: The length of the file.
-        is_of_version: Whether the file lies in the version that it leads to, and goes with it.
+        is_of_version: Whether the file lies in the version that it leads to, and is deleted with
+            it.
     """
 
     path: Path

@@ -204,7 +204,7 @@ def _switched(
 
 
 def _holds(version: Version, turn: int) -> bool:
-    """Verify one part of a version's bytes, the one of this pull; mark the files that have changed.
+    """Verify the part of a version's bytes that is due in this pull; mark files that have changed.
 
     Args:
         version: The version.

@@ -49,10 +49,10 @@ _Kind = TypeVar("_Kind")
 # The characters that a shell, JSON, HTML or a URL may interpret.
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.=-]")
 PARTS = 17
-"""A pull reads one of so many parts of the bytes that it keeps; the next pull reads the next part.
+"""A pull reads one of this many parts of the bytes that it keeps; the next pull reads the next.
 
-So damage shows after this many pulls at the latest. A prime: if two versions are current in turns,
-each still gets to all of its parts.
+So damage shows after this many pulls at the latest. The number is a prime: if two versions are
+current in turns, all parts of each are still read.
 """
 _MOST_RECORD = 1 << 30
 _READ_BYTES = 16 << 20
@@ -114,7 +114,7 @@ class VersionFile(Struct):
         head_bytes: How many bytes lie before its tensors; all, in a file without tensors.
         digest: The BLAKE3 of these first bytes.
         mtime_ns: When it was last written, in nanoseconds since the epoch. A file with another time
-            is verified anew.
+            is verified again.
         inode: Its inode, only in records of earlier versions of casnap. Unused, since some file
             systems change it.
     """
@@ -510,7 +510,7 @@ class Version:
             yield part
 
     def doubt(self, damaged: Iterable[str]) -> list[str]:
-        """Set the time of damaged files to 0, so that the next pull makes these files anew.
+        """Set the time of damaged files to 0, so that the next pull writes these files again.
 
         Args:
             damaged: The names of damaged tensors and files.
@@ -580,8 +580,8 @@ def read_record(path: Path) -> VersionRecord | None:
     """Return the record of a version from its file; None if the file is absent or damaged.
 
     Raises:
-        PlaceError: The file cannot be read now. The result is not None then, since the caller would
-            make the whole version anew.
+        PlaceError: The file cannot be read now. If the result were None, the caller would write the
+            whole version again.
     """
     record = _decoded(path, VersionRecord)
     return None if record is None or not _is_sound(record) else record
@@ -622,8 +622,8 @@ def _is_plain(name: str) -> bool:
 def verify(folder: str | os.PathLike[str]) -> list[str]:
     """Read and verify the current version of a folder that :meth:`casnap.Store.pull` made.
 
-    Damaged files keep their bytes, but their time is set to 0, so that the next pull makes them
-    anew.
+    Damaged files keep their bytes, but their time is set to 0, so that the next pull writes them
+    again.
 
     Args:
         folder: The folder.

@@ -83,9 +83,11 @@ class WeightFiles:
                 weights becomes a hard link, or shares blocks where the file system can.
             tied: Tensors to leave out if another one has their bytes.
             max_shard_size: The most bytes of a file.
-            write: Writes the weights into a folder, if they differ from those of the snapshot.
-            make_room: Removes what the disk need not hold, such as the weights of others. If they
-                cannot be put, as on a full disk, it is called, and they are put once more.
+            write: If given, writes the weights into a folder, in place of the weights in the
+                snapshot.
+            make_room: Called if the weights cannot be put, as on a full disk. It deletes what the
+                disk need not hold, such as weights beside other snapshots. Then they are put once
+                more.
         """
         folder, staged = self.folder, self.folder / self.STAGED
 
@@ -120,11 +122,11 @@ class WeightFiles:
     def remove(self) -> None:
         """Remove the weights that were put into the folder, and unfinished files of a kill.
 
-        Files that were changed since are not casnap's any more, and stay. The folder keeps its
+        A file that was changed since is not casnap's any more, and stays. The folder keeps its
         time, by which trainers sort checkpoints.
 
         Raises:
-            OSError: Some cannot be removed.
+            OSError: Some files cannot be deleted.
             PlaceError: The folder cannot be looked at.
         """
         folder = self.folder
@@ -227,7 +229,7 @@ def _pull(
     options: PullOptions,
     tied: Collection[str],
 ) -> None:
-    # Of a group of equal tensors one stays, whichever are said to be tied.
+    # In a group of equal tensors, one stays, whichever are said to be tied.
     groups: dict[str, list[str]] = {}
     for name, first in layout_of(contents, options).equal.items():
         groups.setdefault(first, [first]).append(name)
@@ -235,7 +237,7 @@ def _pull(
     left_out = [name for names in equal for name in names if name in tied]
     old = next((version for version in map(Version.at, others) if version is not None), None)
     try:
-        # What is linked is not read: each time, another part of it is verified.
+        # Files that become links are not read whole: each time, another part of them is verified.
         if old is not None and old.damaged(contents.row.seq):
             old.close()
             old = None
@@ -249,7 +251,7 @@ def _pull(
 
 
 def _record_of(contents: Contents, staged: Path) -> VersionRecord:
-    """Make files that others have written durable; return a record that lists them.
+    """Sync files that ``write`` has written; return a record that lists them.
 
     Args:
         contents: The snapshot that they belong to.

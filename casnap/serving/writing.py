@@ -230,7 +230,7 @@ class Writer:
         return Differences(old, new, sizes)
 
     def _link(self, output: ExportOutput, file: PlannedFile) -> bool:
-        """Link the old version's file that equals a planned one; return whether it did."""
+        """Make a hard link to the old version's file that equals a planned one, or return False."""
         name, cast_digests = self.same[file.name], list[tuple[ChunkToWrite, Digest]]()
         if self._old is None or not name:
             return False
@@ -359,7 +359,7 @@ class Writer:
     def _put_delta(
         self, fd: int, chunk: ChunkToWrite, stored_form: memoryview, raw: memoryview
     ) -> None:
-        """Take a chunk that the store has as a delta, and write its verified bytes to their place.
+        """Write the verified bytes of a chunk that the store has as a delta to their place.
 
         Args:
             fd: The file.
