@@ -164,7 +164,7 @@ def _path(owner: int | None, component: str, inner: str) -> str:
 
 
 def _why_no_mean(found: _Found) -> str:
-    """Return why the last snapshot's tensor cannot be averaged with any other; "" if it can."""
+    """Return why a tensor has no mean, going by the last snapshot alone; "" if it can have one."""
     path, entry = found.component + found.inner, found.entry
     role = role_of(path, entry)
     if role != "weights":
