@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from casnap.diagnosis.report import DoctorRow as DoctorRow
     from casnap.files.file_reports import ExportReport as ExportReport
     from casnap.files.file_reports import ImportReport as ImportReport
+    from casnap.format.health import TensorHealth as TensorHealth
     from casnap.history.average import AverageReport as AverageReport
     from casnap.history.who import Holder as Holder
     from casnap.history.who import WhoReport as WhoReport
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from casnap.storage import PruneReport as PruneReport
     from casnap.storage import Retention as Retention
     from casnap.storage import TagMove as TagMove
+    from casnap.take.options import HealthOptions as HealthOptions
     from casnap.transfer.copy_jobs import CopyReport as CopyReport
 
 __getattr__, __all__ = _imported_later(globals())

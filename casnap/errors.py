@@ -19,6 +19,7 @@
     │   ├── UnsupportedTypeError    (TypeError) not Stateful, or cannot be stored safely
     │   ├── MismatchError           (RuntimeError) state and snapshot differ
     │   ├── WitnessError            a state is not what it was at this step before
+    │   ├── UnhealthyError          tensors of a state are NaN or infinite
     │   └── EntryNotFoundError      (KeyError) no such path inside the snapshot
     ├── FileFormatError             (ValueError) a file cannot be imported, or cannot hold an export
     ├── DamagedError                stored bytes are missing or not what was written
@@ -155,6 +156,10 @@ class WitnessError(StateError):
     def __init__(self, message: str = "", report: Any = None) -> None:
         super().__init__(message)
         self.report = report
+
+
+class UnhealthyError(StateError):
+    """Tensors of a state have NaN or infinite elements, and the take was asked to raise that."""
 
 
 class EntryNotFoundError(StateError, KeyError):

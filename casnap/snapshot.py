@@ -786,6 +786,32 @@ class Snapshot:
         with self.contents.reading():
             return self.contents.environment
 
+    def health(self) -> dict[str, casnap.TensorHealth]:
+        """Return numbers about each floating-point tensor, as the take has measured it.
+
+        A store with ``health=True`` has its takes measure: how many elements are NaN or infinite,
+        the norm, and the largest absolute value. Of the snapshot, only the trees are read.
+
+        Returns:
+            The numbers by path; the path begins with a rank if the tensor belongs to one. Empty if
+            nothing was measured: see :attr:`unhealthy`.
+
+        Raises:
+            DamagedError: A node is missing or damaged.
+        """
+        from casnap.restore.read_health import read_health
+
+        with self.contents.reading():
+            return read_health(self.contents)
+
+    @property
+    def unhealthy(self) -> int | None:
+        """How many tensors had NaN or infinite elements; None if the take did not measure that.
+
+        An infinite tensor of one element does not count, and what :class:`HealthOptions` ignore.
+        """
+        return self.row.unhealthy
+
     @property
     def requests(self) -> dict[str, int]:
         """How many requests the take made, by kind, on all ranks.
@@ -1089,6 +1115,7 @@ def _for_view(options: TakeOptions, view: View) -> TakeOptions:
         hooks=view.hooks,
         threads=options.threads or view.threads,
         environment=options.environment and view.environment,
+        health=options.health or view.health,
     )
 
 

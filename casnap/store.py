@@ -117,6 +117,10 @@ class Store:
             ``threads=``; see :meth:`take`. The default is ``CASNAP_THREADS`` of the environment.
         environment: Whether takes note what they were made with: versions, settings of torch, the
             git commit of the script; see :attr:`Snapshot.environment`.
+        health: True, or a :class:`HealthOptions`: takes measure the floating-point tensors. They
+            count NaN and infinite elements, compute norms, and note both: see
+            :meth:`Snapshot.health`. If a tensor is unhealthy, a warning names it. The default is
+            ``CASNAP_HEALTH`` of the environment: "warn", "raise", or "off", as without it.
 
     Raises:
         NotAStoreError: There is no store, and ``create`` is False.
@@ -139,6 +143,7 @@ class Store:
         cache_bytes: Size | None = None,
         threads: int | None = None,
         environment: bool = True,
+        health: bool | casnap.HealthOptions | None = None,
     ) -> None:
         from casnap.storage import new_settings
 
@@ -151,6 +156,7 @@ class Store:
             storage_options=storage_options,
             threads=count_if_given("threads", threads),
             environment=bool(environment),
+            health=health,
             mirror_options=_mirror_options(mirror),
             chunk_size=new.chunk_size,
             settings=new_settings(new.codec),

@@ -32,6 +32,7 @@ from casnap.format.records import Root, Row, StoreConfig
 from casnap.runtime.environment import given_path, threads_asked
 from casnap.runtime.units import Size
 from casnap.storage import Location, Repository, Table, open_at
+from casnap.take.options import HealthOptions
 
 if TYPE_CHECKING:
     from casnap.mirror.mirror import Mirror
@@ -58,6 +59,7 @@ class View:
         create: Whether to make the store if there is none.
         threads: How many threads of each step of a take may run, by default.
         environment: Whether takes note what they were made with.
+        health: How takes measure tensors; None asks the environment of the process.
         mirror_options: The user's options for the mirror; None without a mirror.
 
     Attributes:
@@ -65,6 +67,7 @@ class View:
         mirror: The mirror of the open store, if there is one.
         threads: As given.
         environment: As given.
+        health: How takes measure tensors; None: not at all.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class View:
         create: bool,
         threads: int | None = None,
         environment: bool = True,
+        health: HealthOptions | bool | None = None,
         mirror_options: MirrorOptions | None = None,
     ) -> None:
         self._uri = uri
@@ -88,6 +92,7 @@ class View:
         self._older: Repository | None = None
         self.threads = threads or threads_asked()
         self.environment = environment
+        self.health = HealthOptions.of(health)
         self.mirror: Mirror | None = None
         self.is_new = False
 
@@ -100,6 +105,7 @@ class View:
         storage_options: Mapping[str, Any] | None = None,
         threads: int | None = None,
         environment: bool = True,
+        health: HealthOptions | bool | None = None,
         mirror_options: MirrorOptions | None = None,
         **options: Any,
     ) -> View:
@@ -112,6 +118,7 @@ class View:
             storage_options: How to reach a remote store.
             threads: As for the class.
             environment: As for the class.
+            health: As for the class.
             mirror_options: As for the class.
             options: Further arguments of :func:`casnap.storage.opening.opening.open_at`, which also
                 says what is raised.
@@ -126,6 +133,7 @@ class View:
             create=create,
             threads=threads,
             environment=environment,
+            health=health,
             mirror_options=mirror_options,
         )
         if mirror_options is not None and create:
@@ -143,6 +151,7 @@ class View:
         is_new: bool = False,
         threads: int | None = None,
         environment: bool = True,
+        health: HealthOptions | bool | None = None,
     ) -> View:
         """Return a view of an open store.
 
@@ -152,11 +161,20 @@ class View:
             is_new: Whether the store was just made.
             threads: How many threads of each step of a take may run, by default.
             environment: Whether takes note what they were made with.
+            health: How takes measure tensors; None asks the environment of the process.
         """
         backend = repository.backend
         opening = partial(open_at, markers=repository.marks)
         place = Location(backend, prefix, exists=True)
-        view = cls(backend, place, opening, create=False, threads=threads, environment=environment)
+        view = cls(
+            backend,
+            place,
+            opening,
+            create=False,
+            threads=threads,
+            environment=environment,
+            health=health,
+        )
         view._repository, view.is_new = repository, is_new
         return view
 
@@ -170,6 +188,7 @@ class View:
             "create": self._create,
             "threads": self.threads,
             "environment": self.environment,
+            "health": self.health or False,
             "mirror_options": self._mirror_options,
         }
         fields = self._uri, self._place, opening, options
@@ -235,7 +254,12 @@ class View:
         """Return the view of all snapshots of the store."""
         if not self.prefix:
             return self
-        return View.of(self.repository, threads=self.threads, environment=self.environment)
+        return View.of(
+            self.repository,
+            threads=self.threads,
+            environment=self.environment,
+            health=self.health or False,
+        )
 
     def at_mirror(self) -> View | None:
         """Return the view of the snapshots at the mirror; None if there is no mirror.

@@ -181,7 +181,7 @@ def memory_of_rank_0(ranks: int, tensors: int) -> tuple[float, float]:
         contribution = _Contribution(entries, {"rng": rank.to_bytes(32, "big")}, 9, 1)
         told.append(memoryview(encode(contribution)))
     contributions = [decoder(_Contribution).decode(part) for part in told]
-    manifest, _ = joined(contributions, ["model", "rng"], lambda node: digest_of(node), {})
+    manifest = joined(contributions, ["model", "rng"], lambda node: digest_of(node), {})
     encode(manifest)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

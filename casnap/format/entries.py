@@ -305,12 +305,16 @@ class Manifest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
         thinned: The path components of the keys that the snapshot has lost by thinning, sorted.
         environment: Facts about the process that took the snapshot, such as its version of torch. A
             later version of casnap may add values that are not strings.
+        health: Numbers about tensors: the digest of a tree → the record that
+            :mod:`casnap.format.health` reads. A record of a tree that the snapshot does not have
+            means nothing.
     """
 
     shared: dict[str, bytes] = msgspec.field(name="global")
     ranks: dict[str, dict[str, bytes]]
     thinned: tuple[str, ...] = ()
     environment: dict[str, Any] = {}
+    health: dict[bytes, Any] = {}
 
     def trees(self) -> Iterator[tuple[int | None, str, bytes]]:
         """Yield the owner (a rank, or None for a global tree), key and digest of each tree."""

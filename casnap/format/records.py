@@ -36,6 +36,8 @@ REWOUND = "rewound"
 """The note of a snapshot that a rewind of its run has moved aside."""
 WITNESS = "witness"
 """The note of a witness: the hex commit id of the last snapshot that its run had; "" for none."""
+UNHEALTHY = "unhealthy"
+"""The note of a snapshot whose tensors were measured: how many were unhealthy."""
 ORIGIN = "from"
 """The note of a copy that keeps its order: the source store, and the number of the root there."""
 
@@ -210,6 +212,13 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
         return isinstance(self.notes.get(WITNESS), str)
 
     @property
+    def unhealthy(self) -> int | None:
+        """How many tensors of the state were unhealthy; None if none was measured."""
+        count = self.notes.get(UNHEALTHY)
+        is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 0
+        return count if is_count else None
+
+    @property
     def awaited(self) -> list[str]:
         """The reasons, in words, of the notes that hold the snapshot."""
         return [reason for note, reason in HOLDING_NOTES.items() if self.has_note(note)]
@@ -261,8 +270,10 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
 
         All other notes are about this store alone.
         """
+        flags = {note: True for note in (REWOUND, THINNED) if self.has_note(note)}
+        health = {} if self.unhealthy is None else {UNHEALTHY: self.unhealthy}
         witness = {WITNESS: self.notes[WITNESS]} if self.is_witness else {}
-        return {note: True for note in (REWOUND, THINNED) if self.has_note(note)} | witness
+        return flags | health | witness
 
 
 class UnfinishedCopy(Struct, frozen=True, array_like=True):

@@ -419,5 +419,7 @@ class _Averaging:
             edited = last.tree(trees[component]).edit(entries, self._session.put_node)
             assert edited is not None
             trees[component] = edited
-        # The last take has its environment; the mean was computed here.
-        return msgspec.structs.replace(manifest, shared=shared, ranks=ranks, environment={})
+        # The last take has its environment; the mean was computed here, and not measured.
+        return msgspec.structs.replace(
+            manifest, shared=shared, ranks=ranks, environment={}, health={}
+        )

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from casnap.errors import InvalidNameError, StoreError, with_article
 from casnap.runtime.file_systems import shared_type
@@ -188,6 +188,27 @@ def threads_asked() -> int | None:
     if count == 0:
         raise StoreError(f"CASNAP_THREADS is '0'; set it to {kind}")
     return count
+
+
+OnUnhealthy = Literal["warn", "raise"]
+"""What a take does if a tensor is unhealthy."""
+
+
+def health_asked() -> OnUnhealthy | None:
+    """Return how takes measure tensors, as ``CASNAP_HEALTH`` says; None, the default: not at all.
+
+    Raises:
+        StoreError: The variable has another value than "off", "warn" or "raise".
+    """
+    match os.environ.get("CASNAP_HEALTH", "").strip():
+        case "warn":
+            return "warn"
+        case "raise":
+            return "raise"
+        case "" | "off":
+            return None
+        case word:
+            raise StoreError(f"CASNAP_HEALTH is {word!r:.80}; set it to warn, raise or off")
 
 
 def collects_by_itself() -> bool:

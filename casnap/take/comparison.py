@@ -66,7 +66,7 @@ def _manifest(source: StateSource, chunk_size: int, put_node: Put) -> Manifest:
     hashed = _hashed(source, source.keys(), chunk_size, TakeOptions(), comm, 0)
     built = build_manifest(comm, *hashed, put_node, {})
     assert built is not None
-    return built[0]
+    return built.manifest
 
 
 def digests_of(

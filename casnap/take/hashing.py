@@ -11,6 +11,7 @@ from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, SharedItems, cores
 from casnap.storage import Raw, SelectNew
 from casnap.take.capture import CapturedState
+from casnap.take.health import Measuring
 from casnap.take.staging import PIECE_BYTES, Piece, give_back
 
 Batches = Callable[[int], Iterable[list[Piece]]]
@@ -89,6 +90,7 @@ class Hasher:
         writer: Returns a new taker of chunks, for one thread. Its argument chooses which new chunks
             this rank writes; None if it writes all.
         progress: Called with the phase, the bytes done, and the total.
+        measuring: Measures the tensors in the pieces; None for nothing.
 
     Attributes:
         digests: The digests of the chunks that were hashed so far.
@@ -99,8 +101,10 @@ class Hasher:
         state: CapturedState,
         writer: Callable[[SelectNew | None], ChunkTaker],
         progress: Progress | None,
+        measuring: Measuring | None = None,
     ) -> None:
         self.digests = Digests(state)
+        self._measuring = measuring
         self._state = state
         self._writer = writer
         self._counter = (
@@ -134,7 +138,10 @@ class Hasher:
                     pieces = batch
                     if self.digests.shared:
                         pieces = [piece for piece in batch if not self._keep_inline(piece)]
-                    self.digests.note(pieces, writer.store(_chunks_of(pieces)))
+                    digests = writer.store(_chunks_of(pieces))
+                    self.digests.note(pieces, digests)
+                    if self._measuring is not None:
+                        self._measuring.note(pieces, digests)
                     if self._counter is not None:
                         self._counter.add(sum(len(piece.view) for piece in pieces))
                 finally:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -27,12 +27,14 @@ from casnap.format.entries import (
     entry_tree,
     with_payload,
 )
+from casnap.format.health import TensorHealth
 from casnap.format.records import Stats, encode
 from casnap.format.tree import Tree, build
 from casnap.ranks.comm import Comm
 from casnap.state.roles import form_of
 from casnap.take.capture import CapturedState, Scope
 from casnap.take.hashing import Digests
+from casnap.take.health import HealthNotes, Measuring
 from casnap.take.ranks.division import Division
 from casnap.take.ranks.owners import NAMING_ADVICE, equal_on_all_ranks, owner_of, path_part
 
@@ -49,10 +51,13 @@ class _Hashed(msgspec.Struct, array_like=True):
     Attributes:
         cells: The runs of cells that the sender hashed: id of the leaf, first cell, joined digests.
         undecided: The leaves that may be equal on all ranks: id of the leaf, digest of its entry.
+        measured: What the sender measured of leaves that several ranks hash: id of the leaf, the
+            numbers.
     """
 
     cells: list[tuple[bytes, int, bytes]]
     undecided: list[tuple[bytes, bytes]]
+    measured: list[tuple[bytes, TensorHealth]] = []
 
 
 class _Contribution(msgspec.Struct, array_like=True):
@@ -63,12 +68,28 @@ class _Contribution(msgspec.Struct, array_like=True):
         subtrees: Key → digest of the subtree of the rank's own entries.
         own_bytes: The bytes of the rank's own entries.
         own_entries: The number of the rank's own entries.
+        health: What the take measured of these entries.
     """
 
     shared: dict[str, dict[str, KnownEntry]]
     subtrees: dict[str, bytes]
     own_bytes: int = 0
     own_entries: int = 0
+    health: HealthNotes = msgspec.field(default_factory=HealthNotes)
+
+
+class Built(NamedTuple):
+    """A manifest, and what is said of it elsewhere.
+
+    Attributes:
+        manifest: The manifest.
+        stats: The number and bytes of its entries, each global entry counted once.
+        health: What the take measured, and how many tensors are unhealthy.
+    """
+
+    manifest: Manifest
+    stats: Stats
+    health: HealthNotes
 
 
 def build_manifest(
@@ -78,7 +99,8 @@ def build_manifest(
     digests: Digests,
     put_node: Put,
     environment: dict[str, str],
-) -> tuple[Manifest, Stats] | None:
+    measuring: Measuring | None = None,
+) -> Built | None:
     """Decide which entries are global, and store all trees.
 
     Args:
@@ -88,15 +110,15 @@ def build_manifest(
         digests: The digests that this rank computed.
         put_node: Stores a tree node.
         environment: What the take was made with; only that of rank 0 counts.
+        measuring: What measured the tensors of this rank; None if nothing did.
 
     Returns:
-        On rank 0, the manifest, and the number and bytes of its entries, each global entry counted
-        once; None on other ranks.
+        On rank 0, the manifest, and what is said of it; None on other ranks.
 
     Raises:
         StateError: Two ranks name one path, but hold different things there.
     """
-    builder = _Builder(comm, state, division, digests, put_node)
+    builder = _Builder(comm, state, division, digests, put_node, measuring)
     if not division.is_single_process:
         builder.settle_scopes()
     contributions = comm.gather_messages(builder.contribution(), _Contribution)
@@ -112,7 +134,7 @@ def joined(
     components: Iterable[str],
     put_node: Put,
     environment: dict[str, str],
-) -> tuple[Manifest, Stats]:
+) -> Built:
     """Build the manifest from the contributions of all ranks; only rank 0 calls this.
 
     Args:
@@ -120,11 +142,9 @@ def joined(
         components: The keys of the app state, in order.
         put_node: Stores a tree node.
         environment: What the take was made with.
-
-    Returns:
-        The manifest, and the number and bytes of its entries.
     """
     manifest = Manifest({}, {}, environment=environment)
+    health = HealthNotes.joined(contribution.health for contribution in contributions)
     nbytes = sum(contribution.own_bytes for contribution in contributions)
     count = sum(contribution.own_entries for contribution in contributions)
     shared: dict[str, dict[str, KnownEntry]] = {}
@@ -135,10 +155,12 @@ def joined(
                 shared[key].update(of_rank)
     for component in components:
         if of_key := shared.get(component):
-            manifest.shared[component] = build(of_key, put_node)
+            manifest.shared[component] = digest = build(of_key, put_node)
+            health.add_record(digest, of_key, health.shared.get(component, {}))
             nbytes += _nbytes(of_key)
             count += len(of_key)
-    return manifest, Stats(logical_bytes=nbytes, entries=count)
+    manifest = msgspec.structs.replace(manifest, health=health.fitting_records)
+    return Built(manifest, Stats(logical_bytes=nbytes, entries=count), health)
 
 
 class KeptNodes(dict[Digest, bytes]):
@@ -202,17 +224,26 @@ class _Builder:
     """The work of one rank to build a manifest."""
 
     def __init__(
-        self, comm: Comm, state: CapturedState, division: Division, digests: Digests, put_node: Put
+        self,
+        comm: Comm,
+        state: CapturedState,
+        division: Division,
+        digests: Digests,
+        put_node: Put,
+        measuring: Measuring | None = None,
     ) -> None:
         self._comm = comm
         self._state = state
         self._division = division
         self._digests = digests
         self._put_node = put_node
+        self._measuring = measuring
         self._scopes = list(division.scopes)
         # For the paths that this rank owns: their cells, and the entries of sharded tensors.
         self._cells: defaultdict[bytes, dict[int, bytes]] = defaultdict(dict)
         self._sharded: dict[str, KnownEntry] = {}
+        # What all ranks have measured of leaves that several of them hash.
+        self._measured: defaultdict[bytes, list[TensorHealth]] = defaultdict(list)
 
     def settle_scopes(self) -> None:
         """Send the digests to the owners, and learn from them which undecided leaves are equal."""
@@ -226,6 +257,8 @@ class _Builder:
         for of_rank in hashed:
             for leaf_id, first_cell, digests in of_rank.cells:
                 self._cells[leaf_id][first_cell] = digests
+            for leaf_id, found in of_rank.measured:
+                self._measured[leaf_id].append(found)
         self._sharded = _sharded_entries(self._division, self._cells, self._put_node)
         answers = comm.all_to_all(_answers(hashed, self._division))
         for leaves, answer in zip(undecided, answers, strict=True):
@@ -243,6 +276,9 @@ class _Builder:
         for i, by_cell in self._digests.shared.items():
             cells = hashed[owner_of(leaf_ids[i], len(hashed))].cells
             cells += [(leaf_ids[i], first_cell, digests) for first_cell, digests in _runs(by_cell)]
+            if self._measuring is not None and (parts := self._measuring.parts_of(i)):
+                found = leaf_ids[i], TensorHealth.of_parts(parts)
+                hashed[owner_of(leaf_ids[i], len(hashed))].measured.append(found)
         for for_owner, leaves in zip(hashed, undecided, strict=True):
             for i in leaves:
                 digest = digest_of(encode(self._entry(i, digest_of)))
@@ -253,6 +289,7 @@ class _Builder:
         """Return what this rank adds to the manifest. Call :meth:`settle_scopes` first."""
         state, scopes = self._state, self._scopes
         contribution = _Contribution({}, {})
+        of_rank: dict[str, dict[str, KnownEntry]] = {}
         for path, entry in self._sharded.items():
             key, slash, inner_path = path.partition("/")
             contribution.shared.setdefault(key, {})[slash + inner_path] = entry
@@ -281,10 +318,45 @@ class _Builder:
                 entry = inline[i] if i in inline else self._entry(i, self._put_node)
                 entries_of_key[leaves[i].path[prefix:]] = entry
             if own:
+                of_rank[span.component] = own
                 contribution.subtrees[span.component] = build(own, self._put_node)
                 contribution.own_bytes += _nbytes(own)
                 contribution.own_entries += len(own)
+        if self._measuring is not None:
+            self._note_health(self._measuring, contribution, of_rank)
         return contribution
+
+    def _note_health(
+        self,
+        measuring: Measuring,
+        contribution: _Contribution,
+        of_rank: Mapping[str, Mapping[str, KnownEntry]],
+    ) -> None:
+        """Note what was measured of the entries that this rank contributes.
+
+        Args:
+            measuring: What measured the tensors of this rank.
+            contribution: The contribution, which has its entries.
+            of_rank: The rank's own entries, by key and path below it.
+        """
+        health, measured = contribution.health, self._measured_by_path(measuring)
+        for key, entries in of_rank.items():
+            found = measuring.judge(key, entries, measured, health, self._comm.rank)
+            health.add_record(contribution.subtrees[key], entries, found)
+        for key, entries in contribution.shared.items():
+            health.shared[key] = measuring.judge(key, entries, measured, health)
+
+    def _measured_by_path(self, measuring: Measuring) -> dict[str, TensorHealth]:
+        """Return what was measured of the tensors whose entries this rank may make, by path."""
+        state, leaf_ids = self._state, self._division.leaf_ids
+        parts = {owned.path: self._measured[i] for i, owned in self._division.owned.items()}
+        for i in measuring.leaves:
+            path = state.leaves[i].path
+            if i in state.plans:
+                parts[path] = self._measured[leaf_ids[i]]
+            else:
+                parts[path] = measuring.parts_of(state.same_as.get(i, i))
+        return {path: TensorHealth.of_parts(each) for path, each in parts.items() if each}
 
     def _entry(self, leaf: int, put_node: Put) -> KnownEntry:
         """Return the entry of a leaf that is not sharded, with the digests of its chunks."""

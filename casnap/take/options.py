@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from casnap.errors import (
     PLACE_ERRORS,
@@ -22,6 +22,7 @@ from casnap.errors import (
     UnsupportedTypeError,
 )
 from casnap.format.records import Row
+from casnap.runtime.environment import OnUnhealthy, health_asked
 from casnap.runtime.later import ModuleLater
 from casnap.runtime.progress import Progress
 from casnap.runtime.units import Size, bytes_if_given, count_if_given, count_of
@@ -155,6 +156,55 @@ def _no_hooks() -> storage.CommitHooks:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HealthOptions:
+    """What a take looks at in the floating-point tensors, and what it does if some are unhealthy.
+
+    A tensor is unhealthy if it has NaN or infinite elements. One infinite number alone, as of a
+    best loss that there is not yet, counts as healthy.
+
+    Args:
+        on_unhealthy: "warn": the snapshot is stored, with a warning that names the tensors.
+            "raise": the take raises an :class:`casnap.errors.UnhealthyError`, and stores nothing.
+        ignore: Globs (``*`` matches ``/`` too) of the paths of tensors that count as healthy, such
+            as ``model/*.mask`` for a mask of infinite elements.
+
+    Raises:
+        ValueError: ``on_unhealthy`` has no such value.
+        TypeError: ``ignore`` is no list of globs.
+    """
+
+    on_unhealthy: OnUnhealthy = "warn"
+    ignore: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.on_unhealthy not in get_args(OnUnhealthy):
+            raise ValueError(f"on_unhealthy is 'warn' or 'raise'; got {self.on_unhealthy!r:.80}")
+        _check_globs("ignore", self.ignore)
+        # Ranks compare the texts of options, so each has one form.
+        object.__setattr__(self, "ignore", tuple(self.ignore or ()))
+
+    @classmethod
+    def of(cls, asked: HealthOptions | bool | None) -> HealthOptions | None:
+        """Return the options that a user means; None if nothing is to be measured.
+
+        Args:
+            asked: None asks ``CASNAP_HEALTH`` of the environment; True takes the default options.
+
+        Raises:
+            StoreError: The variable has another value than "off", "warn" or "raise".
+            TypeError: ``asked`` is something else.
+        """
+        if asked is None:
+            word = health_asked()
+            return None if word is None else cls(on_unhealthy=word)
+        if isinstance(asked, bool):
+            return cls() if asked else None
+        if not isinstance(asked, cls):
+            raise TypeError(f"health is a bool or a HealthOptions; got {asked!r:.80}")
+        return asked
+
+
+@dataclass(frozen=True, kw_only=True)
 class TakeOptions:
     """The options of a take. :meth:`casnap.Store.take` says more about each.
 
@@ -171,6 +221,7 @@ class TakeOptions:
         threads: How many threads of this process may work on the take.
         timeout: For how many seconds a rank waits for another.
         environment: Whether to note what the take was made with, such as the version of torch.
+        health: How to measure tensors; None if they are not to be measured.
         hooks: Called on the rank that commits.
         attempt: Decides whether the run goes on after an error.
     """
@@ -187,6 +238,7 @@ class TakeOptions:
     threads: int | None = None
     timeout: float | None = None
     environment: bool = True
+    health: HealthOptions | None = None
     hooks: storage.CommitHooks = field(default_factory=_no_hooks, repr=False)
     attempt: Attempt = field(default_factory=Attempt, repr=False)
 

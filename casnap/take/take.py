@@ -5,6 +5,7 @@ A single process takes the same path as many ranks: its communicator is a group 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -12,12 +13,19 @@ from dataclasses import replace
 from functools import partial
 from weakref import WeakSet
 
-from casnap.errors import FencedError, StateError, StorageFullError, UnavailableError
+from casnap.errors import (
+    FencedError,
+    StateError,
+    StorageFullError,
+    UnavailableError,
+    UnhealthyError,
+)
 from casnap.format.digest import Digest
 from casnap.format.names import key_of
-from casnap.format.records import PackId, Place, Root
+from casnap.format.records import UNHEALTHY, PackId, Place, Root
 from casnap.ranks.comm import Comm
 from casnap.runtime.fork import in_child
+from casnap.runtime.sizes import amount
 from casnap.runtime.threads import Crew, python_gc_paused, run_shielded
 from casnap.state.run_environment import run_environment
 from casnap.storage import (
@@ -31,10 +39,11 @@ from casnap.take.capture import StateSource
 from casnap.take.commit import TakeCommit, TakeResult
 from casnap.take.device_asking import Asking, hashers_for
 from casnap.take.hashing import Batches, Hasher
+from casnap.take.health import HealthNotes, Measuring
 from casnap.take.left_out import hints
 from casnap.take.manifest import build_manifest
 from casnap.take.metadata import checked_metadata
-from casnap.take.options import TakeOptions, unclear_commits
+from casnap.take.options import HealthOptions, TakeOptions, unclear_commits
 from casnap.take.pending import PendingTake
 from casnap.take.ranks.agreement import agree
 from casnap.take.ranks.division import divide
@@ -123,6 +132,7 @@ def async_take(
         raise
 
 
+_log = logging.getLogger("casnap")
 _GONE = (
     "a garbage collector whose grace was shorter than this take has deleted chunks that the store "
     "had at the call. They stayed on the device, so they cannot be written anew: take again, and "
@@ -159,6 +169,8 @@ class _Steps:
         # The chunks that an async take relies on from its call on, and whether they are gone.
         self._reliance: Reliance | None = None
         self._is_gone = False
+        # Measures the tensors. None if the options do not ask for that.
+        self._measuring: Measuring | None = None
 
     def begin(self, source: StateSource) -> None:
         """Do the steps that need the caller's state: agree, capture, divide the work.
@@ -188,6 +200,9 @@ class _Steps:
         comm.enter_phase("sharing out the work")
         self._division = divide(comm, self.state, source.values, options, chunk_size, agreed.seed)
         self.state.assign(self._division.plans)
+        if options.health is not None:
+            store_id, ignore = repository.config.store_id, options.health.ignore
+            self._measuring = Measuring(self.state, store_id, ignore)
         if comm.rank == 0 and options.max_pending == 1:
             # If takes may be pending, room is made at this take's turn: before that, chunks that
             # earlier takes rely on cannot be freed.
@@ -244,7 +259,9 @@ class _Steps:
 
         Each rank begins at a different place of the state.
         """
-        pieces = self.state.pieces(self._comm.rank / self._comm.size)
+        pieces: Iterable[Piece] = self.state.pieces(self._comm.rank / self._comm.size)
+        if self._measuring is not None:
+            pieces = self._measuring.on_devices(pieces)
         return pieces if self._asking is None else self._asking.unknown(pieces)
 
     def end_reliance(self) -> None:
@@ -414,7 +431,7 @@ class _Steps:
             if self._lists:
                 self._lists = False
                 self._tell_lengths(session.base.packs.at_most)
-            hasher = Hasher(self.state, session.writer, options.progress)
+            hasher = Hasher(self.state, session.writer, options.progress, self._measuring)
             batches, asking = batches_for(session), self._asking
             if self._division.is_single_process:
                 hasher.hash_all(batches, crew)
@@ -432,17 +449,40 @@ class _Steps:
                     hasher.digests,
                     session.put_node,
                     self._environment,
+                    self._measuring,
                 )
             comm.enter_phase("committing")
-            commit = TakeCommit(
-                self._repository, self._name, options, comm, self._started, self._notes
-            )
+            notes, warning = self._notes, ""
+            if built is not None and options.health is not None:
+                warning = self._judge(built.health, options.health)
+                notes = dict(sorted({**notes, UNHEALTHY: built.health.count}.items()))
+            commit = TakeCommit(self._repository, self._name, options, comm, self._started, notes)
             try:
-                result = commit.follow(session) if built is None else commit.lead(session, *built)
+                if built is None:
+                    result = commit.follow(session)
+                else:
+                    result = commit.lead(session, built.manifest, built.stats)
             finally:
                 if built is not None and session.may_be_referenced:
                     unclear_commits.add(session.commit_id)
             # Note the streaks only here, so that a take that starts again counts once.
             if asking is not None:
                 asking.note_streaks()
+            if self._measuring is not None:
+                self._measuring.keep_known()
+            if warning:
+                _log.warning("%s", warning)
             return result
+
+    def _judge(self, health: HealthNotes, options: HealthOptions) -> str:
+        """Return the warning about unhealthy tensors; empty if there are none.
+
+        Raises:
+            UnhealthyError: There are some, and the caller wants no such snapshot.
+        """
+        if not health.count:
+            return ""
+        text = f"{self._name}: {amount(health.count, 'tensor')} with NaN or infinite elements"
+        if options.on_unhealthy == "raise":
+            raise UnhealthyError(f"{text}, so nothing is stored: {health}")
+        return f"{text}: {health}"

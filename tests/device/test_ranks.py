@@ -60,14 +60,20 @@ def restore_parts(path: str) -> None:
             assert torch.equal(values[f"by_{dim}"].to_local().cpu(), expected)
 
 
-def test_parts_on_the_devices_of_two_ranks(tmp_path: Path, world: Worlds) -> None:
+def test_parts_on_the_devices_of_two_ranks(
+    tmp_path: Path, world: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Parts of rows and of columns, which cut cells, and are restored the other way round."""
+    monkeypatch.setenv("CASNAP_HEALTH", "warn")
     path = str(tmp_path / "run" / "step")
     world(2).run(take_parts, path)
     world(2).run(restore_parts, path)
     snapshot = Snapshot(path)
     assert torch.equal(snapshot.read_object("s/by_0"), weights())
     assert torch.equal(snapshot.read_object("s/by_1"), weights())
+    norms = {path: health.norm for path, health in snapshot.health().items()}
+    norm = float(weights().double().norm())
+    assert norms == {"s/by_0": pytest.approx(norm), "s/by_1": pytest.approx(norm)}
 
 
 # --- what the store has -----------------------------------------------------------------------

@@ -13,11 +13,12 @@ from blake3 import blake3
 from casnap import NewStore, Snapshot, StateDict, Store
 from casnap.errors import UnsupportedFormatError
 from casnap.format.names import STORE_FOLDER, component_of
-from tests.support.golden import GOLDEN, UNSUPPORTED, WITNESSED, described, unpack
+from tests.support.golden import GOLDEN, UNSUPPORTED, WITNESSED, described, health_of, unpack
 from tests.support.read_alike import assert_read_alike
 from tests.support.remote import RemoteDouble
 
 NOTES = {"recoded", "rewound", "thinned", "thin", "unmirrored", "succeeded", "follows", "from"}
+NOTES |= {"unhealthy"}
 # None of these is ever changed, or made anew. A later version may add some.
 MADE = {
     "chains.json": "f2c3ed9990f198f025ada549cce5e781",
@@ -30,6 +31,8 @@ MADE = {
     "environment.tar.xz": "3a5ecd505665d66780e6c59453051964",
     "forged.json": "bc7b5f5f598c2e906ee3a066dc9708c4",
     "forged.tar.xz": "c2608b6ec63f84727637656d700e74a7",
+    "health.json": "10d1d9a5f668a9b5a4cd4fb5ae2f474a",
+    "health.tar.xz": "f42708e7c38b568fd45611fda08d8df3",
     "kinds.json": "8a042455832340053e5bb276e89ca0dd",
     "kinds.tar.xz": "823a6f350310eed001a049f8a85b5c3f",
     "later.json": "5285c957acc7f05e5e0c82cd0ba470f4",
@@ -77,6 +80,7 @@ def check_all(store: Store, document: dict[str, Any], prefix: str = "") -> None:
         assert list(snapshot.thinned) == expected["thinned"]
         assert snapshot.world_size == expected["world_size"]
         assert snapshot.environment == expected.get("environment", {})
+        assert health_of(snapshot) == expected.get("health", {})
         for rank, keys in enumerate(expected["ranks"]):
             assert restored(store, prefix + name, rank, list(keys)) == keys
 

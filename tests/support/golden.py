@@ -22,12 +22,13 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from blake3 import blake3
 from torch.torch_version import TorchVersion
 
-from casnap import NewStore, StateDict, Store
+from casnap import NewStore, Snapshot, StateDict, Store
 from tools import read_store
 
 GOLDEN = Path(__file__).resolve().parents[1] / "fixtures" / "golden"
@@ -258,10 +259,33 @@ def make_witness(folder: Path) -> Made:
     return made
 
 
+def make_health(folder: Path) -> Made:
+    """Snapshots whose tensors were measured: whole, thinned, and one that was not."""
+    store = Store(folder, create=NewStore(chunk_size=CHUNK), environment=False, health=True)
+    made = Made(store.make(), {})
+    state = {
+        "model": StateDict(
+            w=torch.arange(40_000.0).to(torch.bfloat16),
+            b=torch.tensor([float("nan"), 1.0]),
+            c=torch.tensor([3 + 4j] * 9 + [float("inf")]),
+        ),
+        "optim": StateDict(m=torch.full((100,), float("inf")), n=torch.arange(100)),
+    }
+    made.take(state, "run/1")
+    made.store.thin({"optim": 1})
+    made.take(state, "run/2")
+    made.store.thin({"optim": 1})
+    made.states["run/1"] = [{"model": state["model"]}]
+    Store(folder, environment=False, health=False).take(state, "none/1")
+    made.states["none/1"] = [state]
+    return made
+
+
 MAKERS: dict[str, Callable[[Path], Made]] = {
     "small": make_small,
     "environment": make_environment,
     "witness": make_witness,
+    "health": make_health,
 }
 """What makes those that a version adds; those that stand were made by makers that went since."""
 
@@ -321,6 +345,7 @@ def document_of(made: Made) -> Any:
             "commit": snapshot.commit_id,
             "metadata": snapshot.metadata.user,
             "environment": dict(snapshot.environment),
+            "health": health_of(snapshot),
             "notes": described(snapshot.row.notes),
             "ranks": [
                 {key: _described_state(value) for key, value in state.items()} for state in states
@@ -331,6 +356,10 @@ def document_of(made: Made) -> Any:
         }
     assert snapshots.keys() == made.states.keys()
     return {"settings": made.store.settings, "snapshots": snapshots}
+
+
+def health_of(snapshot: Snapshot) -> dict[str, list[float]]:
+    return {path: list(msgspec.structs.astuple(each)) for path, each in snapshot.health().items()}
 
 
 def _described_state(value: Any) -> Any:

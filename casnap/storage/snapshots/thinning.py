@@ -158,7 +158,11 @@ def _without_keys(contents: Contents, patterns: list[str]) -> tuple[Manifest, li
         for rank, trees in manifest.ranks.items()
     }
     thinned = tuple(sorted({*manifest.thinned, *lost}))
-    new = msgspec.structs.replace(manifest, shared=shared, ranks=ranks, thinned=thinned)
+    left = {digest for trees in (shared, *ranks.values()) for digest in trees.values()}
+    health = {tree: record for tree, record in manifest.health.items() if tree in left}
+    new = msgspec.structs.replace(
+        manifest, shared=shared, ranks=ranks, thinned=thinned, health=health
+    )
     return new, lost
 
 

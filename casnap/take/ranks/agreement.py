@@ -83,6 +83,7 @@ def agree(
             "the option allow_pickle=": str(options.allow_pickle),
             "the option max_pending=": str(options.max_pending),
             "the option retention=": repr(options.retention),
+            "the option health=": str(options.health),
             "the verb": (
                 "try_take or try_async_take" if options.attempt.goes_on else "take or async_take"
             ),

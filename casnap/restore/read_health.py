@@ -1,0 +1,54 @@
+"""Read what a take has measured of the tensors of a snapshot."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from casnap.errors import DamagedError
+from casnap.format.entries import TensorEntry
+from casnap.format.health import TensorHealth, has_health, unpack_health
+from casnap.runtime.torch_modes import without_torch_modes
+from casnap.state.measuring import measured_together
+from casnap.storage import Contents
+
+
+@without_torch_modes()
+def read_health(contents: Contents) -> dict[str, TensorHealth]:
+    """Return the numbers about the tensors of a snapshot, by path; nothing if none were noted.
+
+    A path begins with a rank if its entry belongs to that rank.
+
+    Args:
+        contents: The snapshot.
+
+    Raises:
+        DamagedError: What is noted is malformed, or a node is missing or damaged.
+    """
+    manifest = contents.manifest
+    if not manifest.health and contents.row.unhealthy is None:
+        return {}
+    found: dict[str, TensorHealth] = {}
+    # Entries that hold their bytes: what these have is computed here.
+    inline: defaultdict[str, dict[str, bytes]] = defaultdict(dict)
+    for owner, key, digest in manifest.trees():
+        label = key if owner is None else f"{owner}/{key}"
+        tree = contents.tree(digest)
+        try:
+            noted = unpack_health(manifest.health.get(digest, [b"", b""]))
+            if any(number >= len(tree) for number in noted):
+                raise ValueError("it names more entries than there are")  # noqa: TRY301
+        except ValueError as e:
+            raise DamagedError(
+                f"{contents.label}: what is noted of the health of {label} is malformed: {e}. It "
+                "can be restored all the same"
+            ) from e
+        for number, (path, entry) in enumerate(tree.items()):
+            if not isinstance(entry, TensorEntry) or not has_health(entry):
+                continue
+            if number in noted:
+                found[label + path] = noted[number]
+            elif not entry.payload.digests:
+                inline[entry.dtype][label + path] = entry.payload.inline
+    for dtype, raws in inline.items():
+        found |= zip(raws, measured_together(dtype, [*raws.values()]), strict=True)
+    return dict(sorted(found.items()))

@@ -1,0 +1,269 @@
+"""Measure the tensors of a take, as they are hashed: NaN, infinities, norms and largest values.
+
+Each cell is hashed by one rank, or by each rank for itself, so what was measured is that which is
+stored, and no element counts twice. A device measures what it holds, in the call. The host measures
+all else right after it was hashed, also in the background. What a take of this process has measured
+is not measured again while it has the same digests.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from math import prod
+
+import msgspec
+
+from casnap.format.digest import Digest
+from casnap.format.entries import Entry, KnownEntry, TensorEntry
+from casnap.format.health import MAX_HEALTH_BYTES, TensorHealth, has_health, pack_health
+from casnap.runtime.torch_modes import without_torch_modes
+from casnap.state.measuring import (
+    elements_in,
+    elements_on_host,
+    measured,
+    measured_on_devices,
+    measured_together,
+)
+from casnap.take.capture import CapturedState
+from casnap.take.staging import Piece
+
+# Pieces of at most so many bytes are measured many at a time.
+_SMALL_BYTES = 16 << 10
+# How many pieces a device measures before it is waited for; and the bytes of their memory that are
+# held for that, if they were made for the pieces.
+_WINDOW, _WINDOW_BYTES = 64, 16 << 20
+_MOST_TEXTS = 5
+# What was measured before: by the id of the store, then by dtype and joined digests.
+_Known = dict[tuple[str, bytes], TensorHealth]
+_known: dict[str, _Known] = {}
+
+
+class Measuring:
+    """Measures the tensors of one take, on one of its ranks.
+
+    Args:
+        state: The state of this rank, with its plans.
+        store_id: The id of the store.
+        ignore: Globs of paths of tensors that may be NaN or infinite.
+    """
+
+    def __init__(self, state: CapturedState, store_id: str, ignore: Sequence[str]) -> None:
+        self._state = state
+        self._ignore = ignore
+        self._store_id = store_id
+        self._dtypes = {
+            i: entry.dtype
+            for i in state.grids
+            if isinstance(entry := state.leaves[i].entry, TensorEntry) and has_health(entry)
+        }
+        # Leaf → first cell of each piece → what was measured there.
+        self._parts: defaultdict[int, dict[int, TensorHealth]] = defaultdict(dict)
+        # The leaves whose pieces a device has measured: all but cells that ranks put together.
+        self._by_device: set[int] = set()
+        self._before = _known.get(store_id, {})
+        self._now: _Known = {}
+
+    def on_devices(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        """Yield the pieces of the state, and have devices measure those that they hold.
+
+        All of it is measured when the last piece was yielded.
+
+        Args:
+            pieces: The pieces.
+        """
+        window, nbytes = list[Piece](), 0
+        for piece in pieces:
+            memory = piece.on_device
+            if memory is not None and piece.leaf in self._dtypes:
+                window.append(piece)
+                if memory.untyped_storage().nbytes() == memory.nbytes:
+                    nbytes += memory.nbytes
+                if len(window) == _WINDOW or nbytes >= _WINDOW_BYTES:
+                    self._measure_there(window)
+                    window, nbytes = [], 0
+            yield piece
+        self._measure_there(window)
+
+    @without_torch_modes()
+    def _measure_there(self, window: Sequence[Piece]) -> None:
+        rows = [
+            elements_in(self._dtypes[piece.leaf], piece.on_device)
+            for piece in window
+            if piece.on_device is not None
+        ]
+        for piece, found in zip(window, measured_on_devices(rows), strict=True):
+            self._by_device.add(piece.leaf)
+            self._parts[piece.leaf][piece.first_cell] = found
+
+    def note(self, pieces: Iterable[Piece], digests: Sequence[Digest]) -> None:
+        """Measure pieces in the memory of the host that were hashed; any thread may call this.
+
+        Args:
+            pieces: The pieces.
+            digests: One digest for each chunk, in the order of the pieces.
+        """
+        start, small = 0, defaultdict[str, list[tuple[Piece, bytes]]](list)
+        with without_torch_modes():
+            for piece in pieces:
+                stop = start + len(piece.sizes)
+                dtype = self._dtypes.get(piece.leaf)
+                if dtype is not None and not self._is_measured(piece):
+                    joined = b"".join(digests[start:stop])
+                    known = self._before.get((dtype, joined))
+                    if known is not None:
+                        self._keep(dtype, piece, joined, known)
+                    elif len(piece.view) <= _SMALL_BYTES:
+                        small[dtype].append((piece, joined))
+                    else:
+                        found = measured(elements_on_host(dtype, piece.view))
+                        self._keep(dtype, piece, joined, found)
+                start = stop
+            for dtype, several in small.items():
+                parts = [piece.view for piece, _ in several]
+                for both, found in zip(several, measured_together(dtype, parts), strict=True):
+                    self._keep(dtype, *both, found)
+
+    def _is_measured(self, piece: Piece) -> bool:
+        """Whether a device has measured what a piece on the host has."""
+        if piece.leaf not in self._by_device:
+            return False
+        plan = self._state.plans.get(piece.leaf)
+        joints = [] if plan is None else plan.joints
+        return not any(first <= piece.first_cell < stop for first, stop in joints)
+
+    def _keep(self, dtype: str, piece: Piece, joined: bytes, found: TensorHealth) -> None:
+        self._now[dtype, joined] = self._parts[piece.leaf][piece.first_cell] = found
+
+    def keep_known(self) -> None:
+        """Once the take has stored all, let the next one use what was measured."""
+        _known[self._store_id] = self._now
+
+    @property
+    def leaves(self) -> Iterable[int]:
+        """The leaves with floating-point numbers that do not stand in their entries."""
+        return self._dtypes.keys()
+
+    def parts_of(self, leaf: int) -> list[TensorHealth]:
+        """Return the numbers about the parts of a leaf that this rank has hashed, in order."""
+        parts = self._parts.get(leaf, {})
+        return [parts[cell] for cell in sorted(parts)]
+
+    def judge(
+        self,
+        key: str,
+        entries: Mapping[str, KnownEntry],
+        measured_by_path: Mapping[str, TensorHealth],
+        notes: HealthNotes,
+        rank: int | None = None,
+    ) -> dict[str, TensorHealth]:
+        """Add to the notes which tensors of a key are unhealthy.
+
+        Args:
+            key: The key of the app state, as a component.
+            entries: The entries that this rank makes, by path below the key.
+            measured_by_path: Numbers about tensors, by path with the key.
+            notes: The notes.
+            rank: The rank whose own the entries are; None if they are global.
+
+        Returns:
+            The numbers about tensors that do not stand in their entries, by path below the key.
+        """
+        found = {p: measured_by_path[key + p] for p in entries if key + p in measured_by_path}
+        inline: defaultdict[str, dict[str, bytes]] = defaultdict(dict)
+        for path, entry in entries.items():
+            if isinstance(entry, TensorEntry) and entry.payload.inline and has_health(entry):
+                inline[entry.dtype][path] = entry.payload.inline
+        everything = dict(found)
+        with without_torch_modes():
+            for dtype, raws in inline.items():
+                everything |= zip(raws, measured_together(dtype, [*raws.values()]), strict=True)
+        for path, health in everything.items():
+            if _is_unhealthy(entries[path], health) and not self._is_ignored(key + path):
+                lead = "" if rank is None else f"{rank}/"
+                notes.add_unhealthy(f"{lead}{key}{path} ({_counts_in_words(health)})")
+        return found
+
+    def _is_ignored(self, path: str) -> bool:
+        return any(fnmatchcase(path, glob) for glob in self._ignore)
+
+
+# --- what the numbers mean ------------------------------------------------------------------------
+
+
+class HealthNotes(msgspec.Struct, array_like=True):
+    """Numbers about the tensors of a snapshot, or about those that a rank adds to it.
+
+    Attributes:
+        shared: Numbers about tensors of global entries that do not hold their bytes, by key of the
+            app state and path below it.
+        records: The record of each tree: those of a rank's own entries; at the end, of all.
+        count: How many tensors are unhealthy.
+        texts: A text for each of the first of them, with its path.
+    """
+
+    shared: dict[str, dict[str, TensorHealth]] = msgspec.field(default_factory=dict)
+    records: dict[bytes, list[bytes]] = msgspec.field(default_factory=dict)
+    count: int = 0
+    texts: list[str] = msgspec.field(default_factory=list)
+
+    def add_record(
+        self, tree: bytes, paths: Iterable[str], found: Mapping[str, TensorHealth]
+    ) -> None:
+        """Add the record of a tree.
+
+        Args:
+            tree: The digest of the tree.
+            paths: The paths of all its entries.
+            found: Numbers about some of them, by path.
+        """
+        if found:
+            numbers = enumerate(sorted(paths))
+            self.records[tree] = pack_health({i: found[p] for i, p in numbers if p in found})
+
+    def add_unhealthy(self, text: str) -> None:
+        """Count a tensor that is unhealthy.
+
+        Args:
+            text: Its path, and why.
+        """
+        self.count += 1
+        if len(self.texts) < _MOST_TEXTS:
+            self.texts.append(text)
+
+    @classmethod
+    def joined(cls, notes: Iterable[HealthNotes]) -> HealthNotes:
+        """Return what several ranks add to one snapshot."""
+        all_notes = cls()
+        for each in notes:
+            for key, found in each.shared.items():
+                all_notes.shared.setdefault(key, {}).update(found)
+            all_notes.records |= each.records
+            all_notes.count += each.count
+            all_notes.texts += each.texts[: _MOST_TEXTS - len(all_notes.texts)]
+        return all_notes
+
+    @property
+    def fitting_records(self) -> dict[bytes, list[bytes]]:
+        """The records; none if they are too large for a manifest, which each restore reads."""
+        nbytes = sum(len(part) for record in self.records.values() for part in record)
+        return self.records if nbytes <= MAX_HEALTH_BYTES else {}
+
+    def __str__(self) -> str:
+        more = f", and {self.count - len(self.texts)} more" if self.count > len(self.texts) else ""
+        return f"{', '.join(self.texts)}{more}"
+
+
+def _counts_in_words(health: TensorHealth) -> str:
+    counts = (health.nan, "NaN"), (health.infinite, "infinite")
+    return ", ".join(f"{count:,} {what}" for count, what in counts if count)
+
+
+def _is_unhealthy(entry: Entry, health: TensorHealth) -> bool:
+    """Whether a tensor has elements that no training goes on from.
+
+    An infinite tensor of one element is none: trainers keep the best loss so far in such a one.
+    """
+    assert isinstance(entry, TensorEntry)
+    return bool(health.nan or (health.infinite and prod(entry.shape) > 1))
