@@ -121,7 +121,7 @@ class FolderInPlace(ServedFolder):
 
     @override
     def of(self, store_id: str, commit: str, mapping: object) -> Version | None:
-        """Return a first version that an earlier pull wrote whole, but did not rename to the folder.
+        """Return a first version that a pull wrote whole, but did not rename to the folder.
 
         If the folder exists, return None. If not, also delete all other versions in
         ``DIR.versions``: none of them was renamed.

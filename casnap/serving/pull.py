@@ -83,7 +83,7 @@ class Source:
         return wanted
 
     def has_withdrawn(self, contents: Contents, options: PullOptions) -> bool:
-        """Whether a snapshot must not be served: the newest one now is older, or none is there.
+        """Whether a snapshot must no longer be served: the newest one is older, or none is left.
 
         Args:
             contents: The snapshot, which was the newest.

@@ -120,7 +120,7 @@ class WeightFiles:
             )
 
     def remove(self) -> None:
-        """Remove the weights that were put into the folder, and unfinished files of a kill.
+        """Delete the weights that were put into the folder, and unfinished files of a kill.
 
         A file that was changed since is not casnap's any more, and stays. The folder keeps its
         time, by which trainers sort checkpoints.
