@@ -63,8 +63,9 @@ def save_state(
     random states, the step, and what was registered for checkpointing. The keys are ``model``,
     ``model_1``, ``custom_0`` and so on. The models are stored as they are without a wrapper of DDP
     or FSDP. With FSDP, optimizers are stored by the names of parameters.
-    Snapshots beside it whose folders this process has seen and are gone, as by ``shutil.rmtree``,
-    are deleted first.
+
+    First, each snapshot beside the new one is deleted if this process has seen its folder, and the
+    folder is gone, as by ``shutil.rmtree``.
 
     Args:
         accelerator: The Accelerator.
@@ -222,8 +223,8 @@ def _engine(accelerator: Accelerator) -> Any:
 def _metadata_of(accelerator: Accelerator) -> dict[str, Any]:
     """Return the step as metadata, as the engine or an optimizer counts it; empty if none does.
 
-    The Accelerator's own count does not do: it counts only within ``accumulate()``, and begins anew
-    at the end of each data loader.
+    The Accelerator's own count does not do: it counts only within ``accumulate()``, and begins
+    again at the end of each data loader.
     """
     if (engine := _engine(accelerator)) is not None:
         return {"step": int(engine.global_steps)}
@@ -239,7 +240,7 @@ def _is_sharded(accelerator: Accelerator) -> bool:
 
 
 def _models(accelerator: Accelerator, models: list[Any] | None) -> list[Any]:
-    """Return models, or all, as they are stored: under the names that they have unwrapped."""
+    """Return the given models, or all, as they are stored: by their names without wrappers."""
     models = accelerator._models if models is None else models
     if _is_sharded(accelerator):
         return [ShardedModel(model) for model in models]

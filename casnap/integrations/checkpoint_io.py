@@ -97,7 +97,7 @@ class SnapshotIO(_Base):
         path: StrPath,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take a snapshot of a checkpoint, in this process alone. It replaces one of its name.
+        """Take a snapshot of a checkpoint, in this process alone. It replaces one of the same name.
 
         Args:
             checkpoint: The checkpoint that Lightning saves.

@@ -275,7 +275,7 @@ def _newest(load_dir: StrPath) -> str | None:
 
 
 def _check_none_later(load_dir: StrPath, last: Snapshot) -> None:
-    """Check that the last checkpoint of a folder is a snapshot, and none that DeepSpeed has saved.
+    """Check that the last checkpoint of a folder is a snapshot, not one that DeepSpeed has saved.
 
     Raises:
         StateError: DeepSpeed has written ``latest`` after the last snapshot.

@@ -258,9 +258,9 @@ class _Reload:
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """Within this ``with`` block, pause the engine; then resume it.
+        """Pause the engine for a ``with`` block, then resume it.
 
-        It stays paused if its weights may be a mix.
+        If its weights may be a mix, it stays paused.
         """
         try:
             self._engine.pause()
@@ -296,7 +296,7 @@ class _Reload:
             if not isinstance(e, Exception):
                 raise
             # If the old path is a link, or a folder that is changed in place, it has this version
-            # by now. So the version is loaded after all.
+            # already. So the version is loaded after all.
             if os.path.realpath(before) != folder:
                 raise CasnapError(f"vLLM did not load {folder}, and still has {before}: {e}") from e
         self._loaded = folder

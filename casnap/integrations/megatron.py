@@ -185,7 +185,7 @@ class CasnapSaveStrategy(AsyncSaveShardedStrategy):
 
 
 def _wait_for_end(reader: Connection, writer: Connection, saver: int) -> None:
-    """Wait until the saving process reports the end of the save. Megatron's process runs this.
+    """Wait until the saving process reports the end of the save. A process of Megatron runs this.
 
     Args:
         reader: The end of the pipe from which the report is read.
@@ -390,7 +390,7 @@ class CasnapLoadStrategy(LoadShardedStrategy, LoadCommonStrategy):
 
 
 def _described(key: str, shard: str) -> Any:
-    # By a stand-in for the key: Megatron cannot parse a unique key whose key has a slash.
+    # Use a stand-in for the key: Megatron cannot parse a unique key whose key has a slash.
     return replace(ShardedObject.empty_from_unique_key(f"key/{shard}"), key=key)
 
 

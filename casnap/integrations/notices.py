@@ -1,4 +1,4 @@
-"""Files beside a snapshot, for programs that look for those of another library.
+"""Files beside a snapshot, for programs that look for the files of another library.
 
 A notice stands where a library's own file would be, and cannot be loaded (``format/notices.py``).
 Notices are removed with the marker of their snapshot (``backends/local/backend.py``).

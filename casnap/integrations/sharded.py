@@ -35,7 +35,7 @@ class ShardedModel(NamedTuple):
         return get_model_state_dict(self.module)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load them; all ranks call it."""
+        """Load the parameters and buffers; all ranks call it."""
         set_model_state_dict(self.module, state_dict)
 
 
@@ -73,13 +73,13 @@ def adapter_of(module: torch.nn.Module) -> dict[str, Any]:
 def optimizer_for(
     snapshot: Snapshot, key: str, module: torch.nn.Module, optimizer: Any, is_sharded: bool
 ) -> Stateful:
-    """Return the object that loads an optimizer, as its stored state names parameters.
+    """Return the object that loads the stored state of an optimizer.
 
-    That is a :class:`ShardedOptimizer` for a state by the names of parameters, and the optimizer
-    itself for a state by their numbers.
+    If the state is stored by the names of parameters, that is a :class:`ShardedOptimizer`; if it is
+    stored by their numbers, the optimizer itself.
 
     Raises:
-        StateError: It was stored by the indices of parameters, and ranks have divided these.
+        StateError: The state is stored by the numbers of parameters, and ranks have divided these.
     """
     try:
         groups = snapshot.read_object(f"{key}/param_groups")

@@ -104,7 +104,7 @@ class CasnapCheckpointManager(CheckpointManager):
         self._closed = False
 
     def save(self, checkpoint_id: str, checkpoint: Mapping[str, Any]) -> Future[Any] | None:
-        """Save items as a snapshot. It replaces a snapshot of its name, unless that has a tag.
+        """Save items as a snapshot. It replaces one of the same name, unless that one has a tag.
 
         An item ``step``, ``global_step`` or ``iteration`` becomes the ``step`` of the metadata.
 

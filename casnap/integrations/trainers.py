@@ -1,9 +1,9 @@
 """The common part of all trainers: save, find the last checkpoint, delete old ones, load, refuse.
 
-An adapter knows how its framework names checkpoints, and which rank owns which part of a state. The
-rest is here. A :class:`Save` takes the snapshot, and remembers its folder
-(``folders/rotation.py``). :class:`Checkpoints` finds and prunes numbered checkpoints. All adapters
-raise the same errors.
+The module of a trainer knows how its framework names checkpoints, and which rank owns which part of
+a state. The rest is here. A :class:`Save` takes the snapshot, and remembers its folder
+(``folders/rotation.py``). :class:`Checkpoints` finds and prunes numbered checkpoints. So all
+trainers raise the same errors.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Notices(NamedTuple):
 class Save:
     """One save of a checkpoint, which all ranks make together.
 
-    First, this deletes each older snapshot beside the new one whose folder has gone since this
-    process saw it.
+    First, this deletes each older snapshot beside the new one if this process has seen its folder,
+    and the folder is gone.
 
     Args:
         path: The path of the snapshot, or its name in ``store``.
@@ -156,7 +156,7 @@ class Save:
 def plain_model(accelerator: Any, model: Any) -> Any:
     """Return a model without what Accelerate and ``torch.compile`` have put around it.
 
-    ``keep_torch_compile=False`` does the same in newer versions of Accelerate alone. Without it,
+    Only newer versions of Accelerate can do the same, by ``keep_torch_compile=False``. Without it,
     Accelerate takes DDP out of a compiled model that goes on training.
     """
     return accelerator.unwrap_model(getattr(model, "_orig_mod", model))
@@ -205,7 +205,7 @@ class Checkpoints:
         self._is_own = is_own
 
     def paths(self) -> list[Path]:
-        """Return all folders of checkpoints, told by their names, whole or not, by number."""
+        """Return all folders that are named as checkpoints, in the order of their numbers."""
         numbered = [path for path in paths_in(self._folder) if self.number(path) is not None]
         return sorted(filter(is_folder, numbered), key=lambda path: self.number(path) or 0)
 
@@ -215,7 +215,7 @@ class Checkpoints:
         return None if match is None else int(match[1])
 
     def last(self, comm: Comm) -> str | None:
-        """Return the last checkpoint from which a run can resume, by rank 0; None if there is none.
+        """Return the last checkpoint from which a run can resume, as rank 0 sees it, or None.
 
         This skips checkpoints whose save was cut off, and those whose snapshot is gone or thinned.
         """
@@ -234,10 +234,11 @@ class Checkpoints:
         return None
 
     def forget_oldest(self, keep: int) -> None:
-        """Delete the oldest snapshots beyond a number, and the files of hooks in their folders.
+        """Delete all snapshots but the newest ``keep``, and their folders with all that is in them.
 
-        Checkpoints that the trainer itself has written stay. If a folder cannot be deleted, a
-        warning says so.
+        The newest snapshot stays even if ``keep`` is 0. Snapshots that a tag or a mirror holds
+        stay, and so do checkpoints that the trainer itself has written. If a folder cannot be
+        deleted, a warning says so.
         """
         checkpoints = [
             (path, s) for path in self.paths() if not self._is_own(path) if (s := snapshot_at(path))
@@ -302,8 +303,8 @@ def both_there_error(path: StrPath, whose: str, mend: str = "move its files away
 def check_alone(path: StrPath, saver: str = "") -> None:
     """Check that the folder of a snapshot, as this rank sees it, contains no other checkpoint.
 
-    A program without casnap has saved that one there later, or somebody has copied it there. A run
-    that goes on from the snapshot would go on from another state than they expect.
+    A program without casnap may have saved one there later, or somebody may have copied it there. A
+    run that goes on from the snapshot would go on from another state than that person expects.
 
     Args:
         path: The path of the snapshot.
@@ -325,7 +326,7 @@ def check_beside(
     """Check that a snapshot's folder contains no other checkpoint, nor other weights.
 
     All ranks call this, and rank 0 looks. A run goes on from the snapshot. Whoever has put
-    something else there may think it goes on from that.
+    something else there may think that a run goes on from that.
 
     Args:
         snapshot: The snapshot.
@@ -378,7 +379,7 @@ def check_saved_by(snapshot: Snapshot, module: str, keys: Collection[str]) -> No
 
 
 def check_whole(snapshot: Snapshot, key: str) -> None:
-    """Check that no thinning has removed a key. Without it, a trainer would begin anew.
+    """Check that no thinning has removed a key, without which a trainer would start from scratch.
 
     Raises:
         EntryNotFoundError: The snapshot was thinned, and has lost the key.

@@ -134,7 +134,7 @@ def check_methods(
         tested: The integration's versions; by default those of `TESTED`.
 
     Raises:
-        ImportError: It lacks one; the message says what to install.
+        ImportError: The class lacks a method; the message says what to install.
     """
     if lacking := [name for name in methods if not hasattr(kind, name)]:
         package, _, newest, _ = tested or TESTED[integration]

@@ -1,4 +1,4 @@
-"""For trainers that may have an engine of DeepSpeed: save and load its part together with theirs.
+"""For trainers that may have an engine of DeepSpeed: save and load the engine's part with theirs.
 
 This module can be imported without DeepSpeed; ``deepspeed.py`` cannot.
 """

@@ -186,7 +186,7 @@ def _give(planner: LoadPlanner, item: ReadItem, value: object, true_keys: TrueKe
             state, path = planner.original_state_dict, planner.mappings[name]
             container = true_keys.container(state, path[:-1])
             if isinstance(container, MutableMapping):
-                # By the original key: DCP would add a second entry for a key that is no str.
+                # Use the original key: DCP would add a second entry for a key that is no str.
                 container[true_keys.key(container, path[-1])] = value
             else:
                 set_element(state, path, value)

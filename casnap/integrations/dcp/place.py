@@ -51,7 +51,7 @@ class SnapshotPath(NamedTuple):
         return cls(path, None, options, path)
 
     def at(self, checkpoint_id: CheckpointId | None) -> SnapshotPath:
-        """Return the place that ``checkpoint_id`` names; this place if it is empty.
+        """Return the place that ``checkpoint_id`` names; if that is empty, this place.
 
         Raises:
             StateError: ``checkpoint_id`` is a path outside of the store.

@@ -215,7 +215,7 @@ class _PlanReader:
         self._flattens = flattens
         self._allow_pickle = allow_pickle
         kind: Any = type(planner)
-        # If so, this reads objects as they are, not by torch.save and torch.load.
+        # Whether objects are read as they are, not by torch.save and torch.load.
         self._gives_objects = (
             isinstance(planner, DefaultSavePlanner)
             and kind.resolve_data is DefaultSavePlanner.resolve_data
@@ -244,7 +244,7 @@ class _PlanReader:
         shape = parts[0].shape
         self._check_boxes(path, items[0].index.fqn, parts)
         if 0 in shape:
-            # A tensor without elements: the rank stores it whose part begins at the offset 0.
+            # A tensor without elements is stored by the rank whose part begins at the offset 0.
             if not all(any(part.box.offsets) for part in parts):
                 yield from flatten(parts[0].tensor.new_empty(shape), path)
             return

@@ -133,9 +133,10 @@ def _new_of(kind: type) -> Callable[..., Any]:
 
 
 def _made_of_subclass(cls: type, path: Any) -> CasnapReader | None:
-    """Return a reader of casnap in place of a subclass of DCP's readers, if a snapshot is there.
+    """Return a reader of casnap in place of a subclass of DCP's readers, or None.
 
-    No reader of DCP could read the snapshot. Otherwise return None.
+    If a snapshot is at the path, no reader of DCP can read it. If none is there, the result is
+    None.
 
     Args:
         cls: The subclass.

@@ -27,7 +27,7 @@ from casnap.storage import Markers, Runs, Table, Verdict
 from casnap.view import View, view_of
 
 _log = logging.getLogger("casnap")
-# Each snapshot that an adapter has saved has one of these files beside it.
+# Each snapshot that was saved by DCP or a trainer has one of these files beside it.
 _NOTICES = (".metadata", "pytorch_model.bin")
 
 
@@ -199,8 +199,8 @@ def _key(view: View, run: str, inner: str) -> str:
 def forget(snapshot: Snapshot) -> bool:
     """Delete a snapshot that a trainer no longer wants, unless it is tagged or not mirrored yet.
 
-    A snapshot that has to stay now is deleted by a later save of this process, if its folder is
-    deleted too.
+    If the snapshot has to stay now, but its folder is deleted, a later save of this process deletes
+    it.
 
     Returns:
         Whether the snapshot is gone.

@@ -1,4 +1,4 @@
-"""The class of a Trainer with casnap: made for each class that is asked for, by its bases."""
+"""Make the class of a Trainer with casnap, from the class that is asked for."""
 
 from __future__ import annotations
 

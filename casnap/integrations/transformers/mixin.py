@@ -78,12 +78,12 @@ class CasnapTrainerMixin(_Base):
     checkpoint. A checkpoint is whole if there is a snapshot.
 
     After the commit, the weights are put into the folder too, whole, for ``from_pretrained`` and
-    other readers: of PEFT the adapter, as PEFT itself saves it. No run goes on from these files.
-    Checkpoints that the Trainer itself has written are still loaded and rotated.
+    other readers: with PEFT only the adapter, as PEFT itself saves it. No run goes on from these
+    files. Checkpoints that the Trainer itself has written are still loaded and rotated.
 
     Attributes:
-        casnap_weights: Whose folders have the weights of a model: those of the ``"last"``
-            checkpoint and of the best one, ``"all"``, or ``"none"``. A subclass may set it.
+        casnap_weights: Which checkpoints have weights in their folders: ``"last"`` for the last and
+            the best one, ``"all"``, or ``"none"``. A subclass may set it.
     """
 
     casnap_weights = "last"
@@ -96,19 +96,19 @@ class CasnapTrainerMixin(_Base):
     _engine: Any = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a Trainer of the class that stores: see the docstring of this module."""
+        """Make a Trainer of the class that stores: see the docstring of this package."""
         new, kind = super().__new__, storing(cls, CasnapTrainerMixin)  # type: ignore[arg-type]
         return new(kind) if new is object.__new__ else new(kind, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Name the class that was asked for: pickle would not find the one of this object."""
+        """Have pickle name the class that was asked for: it cannot find this object's class."""
         made: Any = super().__reduce_ex__(protocol)
         is_plain = made[0] is copyreg.__newobj__  # type: ignore[attr-defined]
         return (unpickled, (self._asked_for,), *made[2:]) if is_plain else made
 
     @property
     def deepspeed(self) -> Any:
-        """The engine of DeepSpeed, which the Trainer sets before it loads a checkpoint into it."""
+        """The engine of DeepSpeed. The Trainer sets it before the engine loads a checkpoint."""
         return self._engine
 
     @deepspeed.setter
@@ -134,7 +134,8 @@ class CasnapTrainerMixin(_Base):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kw: Any) -> Any:
         """Train, as the Trainer does. ``True`` resumes from the last checkpoint that is whole.
 
-        If only saves that were cut off have left folders, training begins anew, with a warning.
+        If only saves that were cut off have left folders, training starts from scratch, with a
+        warning.
 
         Raises:
             StateError: The Trainer is set up in a way that this class does not support.
@@ -266,7 +267,8 @@ class CasnapTrainerMixin(_Base):
     ) -> dict[str, bytes]:
         """Put the small files into the folder of a checkpoint, and return them.
 
-        All files are written to ``staged`` first, so that a killed save leaves no file of weights.
+        Before, delete the weights, optimizer and scheduler that an earlier save left there. All
+        files are written to ``staged`` first, so that a killed save leaves no file of weights.
         """
         self._save(str(staged), state_dict=weights)
         remove_weights(folder)
@@ -284,9 +286,9 @@ class CasnapTrainerMixin(_Base):
         return names
 
     def _put_weights(self, snapshot: Snapshot, run_dir: str, staged: Path) -> None:
-        """Put the weights beside the snapshot; with ``casnap_weights="last"``, remove older ones.
+        """Put the weights beside the snapshot; with ``casnap_weights="last"``, delete older ones.
 
-        The weights beside the best checkpoint stay.
+        These are the weights that casnap has put beside all other checkpoints but the best one.
         """
         folder, model = Path(snapshot.path), self._plain_model()
         checkpoints = Checkpoints(run_dir, f"{PREFIX_CHECKPOINT_DIR}-", is_its_own).paths()
@@ -390,8 +392,8 @@ def _is_newest(path: str, checkpoints: Checkpoints) -> bool:
 def _last_or_none(checkpoints: Checkpoints) -> str | None:
     """Return the path of the last whole checkpoint; None if there is none.
 
-    If there are checkpoints, but no save has ended, log a warning that training begins anew, and
-    return ``_NEVER_SAVED``.
+    If there are checkpoints, but no save has ended, log a warning that training starts from
+    scratch, and return ``_NEVER_SAVED``.
     """
     last, folders = checkpoints.find_last(), checkpoints.paths()
     if last is None and folders and not any(is_file(f / Markers.FILE) for f in folders):

@@ -19,7 +19,9 @@ _UNFINISHED = "checkpoint-is-incomplete.txt"
 
 
 def put_small_files(staged: Path, folder: Path) -> dict[str, bytes]:
-    """Put files into the folder of a checkpoint, but no weights; return all that it has then.
+    """Write all staged files but weights into a checkpoint's folder; return its small files.
+
+    Files of the same names are overwritten.
 
     Args:
         staged: The folder into which the Trainer has written them.

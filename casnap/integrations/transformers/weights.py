@@ -32,7 +32,7 @@ except ImportError:  # of Transformers 4
 
 ADAPTER = (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME)
 _LOADED = (*WEIGHTS, *ADAPTER, "pytorch_model_fsdp*")
-"""The names of what the Trainer itself loads weights from: files, or a folder of FSDP's."""
+"""Globs for the files, and the folder of FSDP, from which the Trainer itself loads weights."""
 
 
 def weights_in(folder: Path) -> list[Path]:
@@ -49,14 +49,17 @@ def weights_in(folder: Path) -> list[Path]:
 
 
 def is_its_own(folder: Path) -> bool:
-    """Whether the Trainer itself has written weights into a folder, or an engine of DeepSpeed."""
+    """Whether the Trainer itself, or an engine of DeepSpeed, has written weights into a folder."""
     if ForeignCheckpoints(folder).library() == "DeepSpeed":
         return True
     return any(path.name not in WeightFiles(path.parent).names() for path in weights_in(folder))
 
 
 def remove_weights(folder: Path) -> None:
-    """Remove all weights from the folder of a checkpoint that is saved anew."""
+    """Delete all files of weights from a checkpoint's folder, whoever has written them.
+
+    A save calls this before it puts its own files there.
+    """
     for place in {folder, *(path.parent for path in weights_in(folder))}:
         WeightFiles(place).remove()
     for path in filter(is_file, weights_in(folder)):
@@ -77,13 +80,13 @@ def may_be_others(snapshot: Snapshot, folder: Path) -> Iterator[Path]:
 
 
 def put_staged(snapshot: Snapshot, folder: Path, staged: Path) -> None:
-    """Put weights of a snapshot beside it as they were written: adapters, or a form of their own.
+    """Put weights beside a snapshot as they are: adapters, or weights in a form of their own.
 
     Args:
         snapshot: The snapshot.
         folder: Its folder.
-        staged: The folder into which PEFT or a subclass has written them. Those in a folder in it
-            are put whole, too.
+        staged: The folder into which PEFT or a subclass has written them. Weights in a folder in it
+            go into a folder of the same name.
     """
     places: dict[Path, list[Path]] = {}
     for path in sorted(staged.rglob("*")):
@@ -101,10 +104,10 @@ def _copy_into(paths: Iterable[Path], folder: Path) -> None:
 
 
 def give_up_weights(folder: Path) -> None:
-    """Remove the weights that were put into the folder of a checkpoint, or into folders in it.
+    """Delete the weights that casnap has put into a checkpoint's folder, and into folders in it.
 
     Raises:
-        OSError: Some cannot be removed.
+        OSError: Some files cannot be deleted.
         PlaceError: A folder cannot be looked at.
     """
     for place in (folder, *filter(is_folder, paths_in(folder))):
@@ -117,7 +120,7 @@ def is_weights(name: str) -> bool:
 
 
 def tied_in(model: Any) -> set[str]:
-    """Return the tensors that Transformers saves under another name alone."""
+    """Return the names of tensors that Transformers saves only under another name."""
     names = getattr(model, "all_tied_weights_keys", None)  # of Transformers 5
     return set(names or getattr(model, "_tied_weights_keys", None) or ())
 

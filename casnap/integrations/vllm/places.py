@@ -123,7 +123,7 @@ def learn(
         load: The loader. Its copies are recorded and not made.
         weights: The tensors of the checkpoint, contiguous, each in memory of its own.
         model: The model.
-        padded: Tensors of the model of which a part comes from no checkpoint.
+        padded: Tensors of the model with a part that comes from no checkpoint.
 
     Raises:
         UnknownPlacesError: The loader does more than copy parts.
@@ -220,7 +220,7 @@ class _Notes:
 
         Args:
             model: The model.
-            padded: Tensors of the model of which a part comes from no checkpoint.
+            padded: Tensors of the model with a part that comes from no checkpoint.
 
         Raises:
             UnknownPlacesError: Some parameters do not come from the checkpoint.

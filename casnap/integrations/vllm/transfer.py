@@ -209,7 +209,8 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
         if self._places is not None and self._places.fits(targets_of(self.model)):
             self._content = info.content
         else:
-            # Compared later, when the next version is prepared: it takes too long for the pause.
+            # The weights are compared later, when the next version is prepared: the pause would be
+            # too long.
             self._is_compared = False
 
     def _prepare(self, info: CasnapUpdateInfo) -> None:
