@@ -33,7 +33,7 @@ def ls(store: str | None, prefix: str | None, wide: bool, as_json: bool) -> None
 
     Without STORE, lists the store at or above the current folder. PREFIX limits the list to one
     run. METADATA begins with the tags. NEW is how much the snapshot added to the store, LOGICAL the
-    size of the state. Of the metadata, the speed of a run ("eval_runtime") is left out. On a narrow
+    size of the state. The speed of a run ("eval_runtime") is left out of the metadata. On a narrow
     terminal, long metadata are cut first; then the last columns are left out.
     """
     place = open_store(store)

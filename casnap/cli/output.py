@@ -132,7 +132,7 @@ def _asked_first(item: tuple[str, Any]) -> tuple[bool, int]:
 
 
 _LEAST_CUT = 24
-"""A column keeps at least so many characters when it is cut to make room for others."""
+"""A column keeps at least this many characters when it is cut to make room for others."""
 
 
 def table(

@@ -34,7 +34,7 @@ _ALL = 55.0
 # How many seconds to try to delete the files of the probes. A client of FUSE or NFS renames a
 # deleted file that was just in use. Some clients delete it a little later, some never.
 _TIDYING = 3.0
-# Files that did not change for so many seconds are left over from a process that was killed.
+# Files that did not change for this many seconds are left over from a process that was killed.
 _LEFT = 3600.0
 
 

@@ -36,9 +36,9 @@ _LOOK, _ASK, _SHARE = 0.01, 0.25, 20
 # How many seconds are left for the probes of speed.
 _SPEED = 8.0
 _PINGS = 3
-# The halves race for so many names, for at most so many seconds.
+# The halves race for this many names, for at most this many seconds.
 _RACES, _RACING = 64, 3.0
-# A lag of so many seconds or more makes the verdict "fair".
+# A lag of this many seconds or more makes the verdict "fair".
 _LATE = 0.5
 _DATA_BYTES = 1 << 20
 _HARMLESS = "harmless: until then a reader sees the store as it was, and a writer tries again"

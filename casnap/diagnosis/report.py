@@ -13,7 +13,7 @@ Verdict: TypeAlias = Literal["good", "fair", "bad", "unknown"]
 CLOCK = 60.0
 """Clocks that are more seconds apart could mislead a collector."""
 SECOND = 2.0
-"""Clocks that are at most so many seconds apart count as equal: servers tell whole seconds."""
+"""Clocks that are at most this many seconds apart count as equal: servers tell whole seconds."""
 
 
 class DoctorRow(NamedTuple):

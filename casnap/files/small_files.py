@@ -32,7 +32,7 @@ def is_carried(name: str, nbytes: int) -> bool:
 
 
 def small_files(folder: Path) -> dict[str, bytes]:
-    """Return the files directly in a folder that an import takes along, by name."""
+    """Return the files that an import takes along, by name: files right in a folder of weights."""
     return {
         file.name: file.read_bytes()
         for file in paths_in(folder)

@@ -27,7 +27,7 @@ from casnap.state.tensors import TENSOR_DTYPES
 
 ALIGNMENT = 64
 PAGED_BYTES = 256 << 10
-"""Tensors of at least so many bytes begin on a page."""
+"""Tensors of at least this many bytes begin on a page."""
 _LARGE = 0xFFFFFFFF
 _PIECE_BYTES = 1 << 20
 _DAY = 0x21  # 1980-01-01, the first day that zip knows

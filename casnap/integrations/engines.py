@@ -60,8 +60,8 @@ def reload_sglang(
             until it has loaded the folder. If False, the server waits for running requests to end.
         headers: Further headers, such as ``{"Authorization": "Bearer ..."}``.
         timeout: Seconds to wait for the answer, which comes after the longest running request. A
-            folder that pulls change in place must not change before the answer, so for such a
-            folder the callback waits as long as the host of the server is alive.
+            folder that is changed in place must not change before the answer, so for such a folder
+            the callback waits as long as the host of the server is alive.
 
     Raises:
         ValueError: The URL is none of HTTP.
@@ -103,8 +103,8 @@ def reload_vllm(llm: Any, *, patches: bool = False, timeout: float | None = None
         patches: Whether the engine has the backend ``casnap`` for its weights
             (``weight_transfer_config={"backend": "casnap"}``). If its workers hold the version
             before, only changed elements are then written.
-        timeout: Seconds to wait for the workers; None: as long as it takes. A folder that pulls
-            change in place is always waited for.
+        timeout: Seconds to wait for the workers; None: as long as it takes. For a folder that is
+            changed in place, the callback always waits.
 
     Raises:
         TypeError: ``llm`` is something else, such as an ``AsyncLLM``, a URL, or an actor of Ray.
@@ -137,7 +137,7 @@ def reload_vllm_async(
             (``weight_transfer_config={"backend": "casnap"}``). If its workers hold the version
             before, only changed elements are then written in the pause.
         loop: The event loop of the engine; by default the one that runs now.
-        timeout: Seconds to wait for each step, except the load of a folder that pulls change in
+        timeout: Seconds to wait for each step, except the load of a folder that is changed in
             place. With ``wait``, the pause takes as long as the longest request.
 
     Raises:
@@ -176,8 +176,8 @@ def reload_vllm_server(
             (``weight_transfer_config={"backend": "casnap"}``). If its workers hold the version
             before, only changed elements are then written in the pause.
         headers: Further headers, such as ``{"Authorization": "Bearer ..."}``.
-        timeout: Seconds to wait for each answer, except that to the load of a folder that pulls
-            change in place. With ``wait``, the pause takes as long as the longest request.
+        timeout: Seconds to wait for each answer, except the answer to the load of a folder that is
+            changed in place. With ``wait``, the pause takes as long as the longest request.
 
     Raises:
         ValueError: The URL is none of HTTP, or there is no such mode.

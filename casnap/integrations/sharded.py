@@ -40,7 +40,7 @@ class ShardedModel(NamedTuple):
 
 
 class ShardedOptimizer(NamedTuple):
-    """An optimizer of a model, by the names of the parameters.
+    """An optimizer, whose state goes by the names of the model's parameters.
 
     Attributes:
         module: The model.

@@ -354,7 +354,7 @@ class Mirror:
 
         def check(table: Table, seq: int) -> None:
             # Another process may have moved the tag at the mirror to a later publish. This commit
-            # then begins anew, calls this again, and sees the later publish.
+            # then begins again, calls this again, and sees the later publish.
             if self.lag().number != number:
                 raise _OvertakenError
             succession.place(table, seq)

@@ -200,7 +200,7 @@ def _changes(note: str | None) -> dict[str, Any]:
 
 
 def notes_of_renamed(root: Root, uri: str) -> dict[str, Any]:
-    """Return the changes of notes for a snapshot that gets another name.
+    """Return the changes to the notes of a snapshot that gets another name.
 
     If the store has a mirror, the mirror holds the snapshot under its old name alone.
 

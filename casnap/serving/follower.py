@@ -253,7 +253,7 @@ class Follower:
             )
         commit, thread = self.version.commit, threading.get_ident()
         with self._looking:
-            # Set at once, before any other call: a signal handler that runs after such a call would
+            # Set first, before any other call: a signal handler that runs after such a call would
             # wait for its own thread.
             self._looker = thread
             try:

@@ -153,7 +153,7 @@ class Following:
             yield event
 
     def _is_pulled(self, version: Version) -> bool:
-        """Whether a version is the one of the last pull. A later pull in place may have failed."""
+        """Whether a version is from the last pull. A later pull in place may have failed."""
         return self._report is None or version.record.commit == self._report.commit
 
     def _event_of_call(self, on_version: OnVersion) -> FollowEvent | None:

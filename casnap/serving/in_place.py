@@ -221,7 +221,7 @@ def change(
                 fd = stack.enter_context(opened(file.name, _OPENED, folder=folder.fd))
             except OSError as e:
                 if e.errno in {*ABSENT, errno.ENXIO, errno.EACCES, errno.EPERM}:
-                    continue  # the file is made anew
+                    continue  # the file is written as a new one
                 raise
             if served.can_change(fd, file):
                 files[file.name] = fd

@@ -20,11 +20,11 @@ class PullOptions:
 
     Args:
         tag: Only snapshots with this tag.
-        match: Only snapshots whose name this glob matches. The name is the part below the folder
+        match: Only snapshots whose name matches this glob. The name is the part below the folder
             that is pulled from. ``*`` matches ``/`` too.
         path: The part of the snapshot that holds the weights; None for all of it. The names of
             tensors are the keys below it, joined by dots.
-        rename: Changes of names, in this order, in the syntax of sed, such as ``s/^module\.//``.
+        rename: Changes to names, in this order, in the syntax of sed, such as ``s/^module\.//``.
             The patterns are Python's.
         dtype: Cast floating-point tensors to this dtype, such as ``bfloat16``. The tensors are then
             not those of the training bit for bit, and the version file says so.
@@ -95,9 +95,9 @@ class FollowerOptions:
 
     Args:
         tag: Only snapshots with this tag. :meth:`casnap.Store.publish` moves it.
-        match: Only snapshots whose name, below the folder, this glob matches.
+        match: Only snapshots whose name below the folder matches this glob.
         path: Where the weights are in a snapshot, as for :meth:`casnap.Snapshot.load_into`.
-        rename: Gives names of the snapshot their names in the target: a mapping, or a function.
+        rename: A mapping or function from names in the snapshot to names in the target.
         strict: Whether it is an error if only the snapshot, or only the target, has a name.
         every: Ranks agree at each forward whose number is a multiple of this.
         timeout: The seconds that a rank waits for another (by default 600), and that a version

@@ -308,8 +308,7 @@ class Version:
     def name_of(folder: Path) -> str:
         """Return the name of the version in a folder.
 
-        It is the folder's own name, or for a folder that is changed in place, the name by its
-        record.
+        It is the folder's own name. If the folder is changed in place, its record gives the name.
         """
         record = read_record(folder / RECORD) if Version.is_in_place(folder) else None
         return folder.name if record is None else folder_name(record.snapshot, record.commit)

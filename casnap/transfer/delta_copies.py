@@ -14,7 +14,7 @@ from casnap.runtime.threads import cores, mapped, works_in_background
 from casnap.storage import ChunkBuffer, Repository, Session
 
 Report = Callable[[Digest, int], None]
-# In the estimate of memory, a chunk counts as at least so many bytes.
+# In the estimate of memory, a chunk counts as at least this many bytes.
 _LEAST = 1 << 20
 # More threads would wait for Python's lock, and would need too much memory for large chunks.
 _MOST_THREADS, _MOST_BYTES = 8, 128 << 20

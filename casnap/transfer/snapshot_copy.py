@@ -265,7 +265,7 @@ class SnapshotCopy:
         return settings.codec is not Codec.RAW or is_small
 
     def _candidates_for(self, session: Session) -> dict[Digest, Digest]:
-        """Return, by chunk, the chunk of its cell in an earlier snapshot of the destination."""
+        """Return chunk → the chunk of the same cell in an earlier snapshot of the destination."""
         if self._candidates is None:
             contents = Contents(self._source, self._job.name, self._job.row)
             there = _Presence(session, self._job)
@@ -365,7 +365,7 @@ class SnapshotCopy:
         Args:
             session: The session of the destination.
             change: Given the table, the number of the next root, and the placement, returns the
-                changes of rows.
+                changes to rows.
             chunks: How many chunks the session has written.
             update_root: Returns the next root with further changes.
         """

@@ -1,8 +1,9 @@
 """Delete snapshots whose folders a training loop has deleted, as it rotates its checkpoints.
 
 A process knows the folders of the snapshots that it saved through DCP or a trainer. It also knows
-folders of earlier processes that it saw at its first save beside them. When the next save begins,
-it deletes each snapshot whose known folder is gone (``docs/decisions/0060-rotated-folders.md``).
+the folders of earlier processes that it found at its first save beside them. When the next save
+begins, it deletes each snapshot whose known folder is gone
+(``docs/decisions/0060-rotated-folders.md``).
 
 A checkpoint may also be a folder of several snapshots, with the same names in each checkpoint, as
 Accelerate saves with FSDP. The loop deletes the folder of such a checkpoint.

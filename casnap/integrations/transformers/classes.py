@@ -44,7 +44,7 @@ def alone(kind: type) -> Iterator[tuple[type, str]]:
 
 
 def has_own_form(kind: type) -> bool:
-    """Whether a class writes weights in a form of its own: by a ``_save`` without the Trainer's."""
+    """Whether a class writes weights in a form of its own: its ``_save`` calls no Trainer's."""
     return any(_replacing(kind, {"_save"}))
 
 
