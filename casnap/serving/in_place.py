@@ -121,10 +121,10 @@ class FolderInPlace(ServedFolder):
 
     @override
     def of(self, store_id: str, commit: str, mapping: object) -> Version | None:
-        """Return a first version that a pull wrote whole, but did not rename to the folder.
+        """Return a snapshot's version that a pull wrote whole, but did not move into place.
 
         If the folder exists, return None. If not, also delete all other versions in
-        ``DIR.versions``: none of them was renamed.
+        ``DIR.versions``: none of them was moved into place either.
         """
         if self.is_there:
             return None

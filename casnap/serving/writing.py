@@ -359,7 +359,7 @@ class Writer:
     def _put_delta(
         self, fd: int, chunk: ChunkToWrite, stored_form: memoryview, raw: memoryview
     ) -> None:
-        """Write the verified bytes of a chunk that the store has as a delta to their place.
+        """Write a chunk that the store has as a delta: its verified bytes go to their place.
 
         Args:
             fd: The file.
