@@ -4,10 +4,10 @@ Each subcommand is a module that is imported when it is called. Only subcommands
 and values import torch: ``import``, ``export``, ``pull --dtype``, ``diff --elements``, ``check``,
 ``repair``.
 
-The highest layer: no other module but ``__main__`` imports it. It imports the public classes,
-``view.py``, ``proving``, ``report``, ``integrations/folders``, and what lower folders offer (the
-contract ``verbs`` in pyproject.toml). Begin with ``__init__.py``, this module, then read a
-subcommand, such as ``rm.py``.
+The highest layer: no other module but ``__main__`` imports it. It may import the public classes,
+``view.py``, ``proving``, ``report``, ``integrations/folders``, and the public functions of lower
+folders; the contract ``verbs`` in pyproject.toml lists these. Begin with ``__init__.py``, this
+module; then read one subcommand, such as ``rm.py``.
 """
 
 from __future__ import annotations

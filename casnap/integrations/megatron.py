@@ -374,7 +374,7 @@ class CasnapLoadStrategy(LoadShardedStrategy, LoadCommonStrategy):
         )
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Check that this backend, or Megatron's own of the common part, has saved a folder.
+        """Check that the folder to load was saved by this backend, or by Megatron's own ("torch").
 
         Raises:
             StateError: Another backend has saved the folder.

@@ -106,7 +106,8 @@ def _warn_once(text: str) -> None:
 def _of_process() -> dict[str, str]:
     """Return the part of the environment that does not change while the process runs.
 
-    It is computed once. Libraries read the variables only once, too.
+    It is computed once, at the first call. Later changes of environment variables are not seen;
+    libraries do not see them either.
     """
     cudnn = ""
     if torch.version.cuda:

@@ -209,21 +209,22 @@ class TakeOptions:
     """The options of a take. :meth:`casnap.Store.take` says more about each.
 
     Attributes:
-        metadata: Metadata to keep with the snapshot, in types of JSON; rank 0's are kept.
+        metadata: Metadata to keep with the snapshot, as JSON types. Of many ranks, only rank 0's
+            metadata are kept.
         overwrite: Whether a snapshot of this name is replaced.
         allow_pickle: Whether values without a safe encoding are pickled.
-        max_staging_bytes: The most bytes that copies of pending takes may have.
+        max_staging_bytes: The most bytes that copies of pending takes may occupy.
         max_pending: How many takes may be pending.
         progress: Called with the phase, the bytes done, and the total.
-        retention: The rules by which other snapshots of the folder are deleted in the same commit.
+        retention: The rules by which older snapshots of the run are deleted in the same commit.
         replicated: Globs of paths that are equal on all ranks.
         per_rank: Globs of paths whose values belong to their rank, even if they are equal.
         threads: How many threads of this process may work on the take.
         timeout: For how many seconds a rank waits for another.
         environment: Whether to note what the take was made with, such as the version of torch.
         health: How to measure tensors; None if they are not to be measured.
-        hooks: Called on the rank that commits.
-        attempt: Decides whether the run goes on after an error.
+        hooks: Called before and after the commit, on the rank that commits.
+        attempt: Decides whether the training goes on if the take fails.
     """
 
     metadata: Mapping[str, Any] | None = None

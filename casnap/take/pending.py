@@ -110,7 +110,7 @@ class PendingTake:
         store_id: The id of the store.
         name: The name of the snapshot.
         finish: Does the background part of the take.
-        attempt: Says whether the run goes on after an error of the take.
+        attempt: Decides whether the training goes on if the take fails.
 
     Attributes:
         number: The place of this take among all that this process has started, from 1 on.
