@@ -16,8 +16,8 @@ from casnap.extending import ForeignCheckpoints, is_taken, put_whole
 _log = logging.getLogger("casnap")
 
 
-def put_notices(snapshot: Snapshot, subject: str, *names: str) -> None:
-    """Put notices beside the marker of a snapshot; do not replace other files.
+def put_notices(snapshot: Snapshot, subject: str, *names: str) -> bool:
+    """Put the notices that are missing beside the marker of a snapshot; replace no other file.
 
     An error is only logged as a warning, since the snapshot is committed.
 
@@ -25,17 +25,25 @@ def put_notices(snapshot: Snapshot, subject: str, *names: str) -> None:
         snapshot: The snapshot.
         subject: The message: what the snapshot has, and how to read it.
         names: The names of the files.
+
+    Returns:
+        Whether each of them is there now.
     """
     repository = snapshot.contents.store
     if repository.backend.folder is None or not repository.marks:
-        return
-    for path in (Path(snapshot.path, name) for name in names):
+        return not names
+    paths, content = [Path(snapshot.path, n) for n in names], ForeignCheckpoints.notice(subject)
+    are_there = True
+    for path in paths:
         try:
-            if not is_taken(path) or is_notice(path):
+            if not is_taken(path) or (is_notice(path) and path.read_bytes() != content):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                put_whole(path, ForeignCheckpoints.notice(subject))
+                put_whole(path, content)
+            are_there = is_notice(path) and are_there
         except (OSError, *PLACE_ERRORS) as e:
+            are_there = False
             _log.warning("%s is committed, but %s cannot be written: %s", snapshot.path, path, e)
+    return are_there
 
 
 def is_notice(path: Path) -> bool:

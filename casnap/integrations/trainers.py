@@ -86,6 +86,10 @@ class Notices(NamedTuple):
     subject: str
     names: Sequence[str]
 
+    def put(self, snapshot: Snapshot) -> bool:
+        """Put those that are missing, as ``put_notices`` does; return whether all are there."""
+        return put_notices(snapshot, self.subject, *self.names)
+
 
 class Save:
     """One save of a checkpoint, which all ranks make together.
@@ -148,7 +152,7 @@ class Save:
     def _note(self, snapshot: Snapshot) -> None:
         """Put the notices of a durable snapshot, and remember its folder."""
         if self._notices is not None:
-            put_notices(snapshot, self._notices.subject, *self._notices.names)
+            self._notices.put(snapshot)
         if self.comm.rank == 0:
             note_saved(self._take.view, self._take.full_name, snapshot.row.commit)
 

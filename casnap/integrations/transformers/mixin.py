@@ -235,20 +235,19 @@ class CasnapTrainerMixin(_Base):
             weights = adapter_of(self.model)
         with TemporaryDirectory(prefix="casnap-") as staged:
             files = self._put_files(folder, Path(staged), weights) if self.args.should_save else {}
+            notices = Notices(_NOTICE, self._notices(folder) if self.args.should_save else [])
             snapshot = with_deepspeed.take(
                 self._engine,
                 state | {"files": Value(files)},
                 folder.absolute(),
                 TakeOptions(overwrite=True, metadata=self._casnap_metadata()),
-                Notices(_NOTICE, self._notices(folder) if self.args.should_save else []),
+                notices,
                 # The folder of the user: a search of hyperparameters has a folder for each trial.
                 self.args.output_dir,
             )
             if self.args.should_save:
-                if self._has_adapter:
-                    put_staged(snapshot, folder, Path(staged))
-                elif self.casnap_weights != "none" and own_rank() == 0:
-                    self._put_weights(snapshot, run_dir, Path(staged))
+                if self._has_adapter or (self.casnap_weights != "none" and own_rank() == 0):
+                    self._put_weights(snapshot, run_dir, Path(staged), notices)
                 self._rotate(run_dir)
 
     def _optimizer_and_scheduler(self) -> dict[str, Stateful]:
@@ -285,20 +284,33 @@ class CasnapTrainerMixin(_Base):
             names.append(f"global_step{self.state.global_step}")
         return names
 
-    def _put_weights(self, snapshot: Snapshot, run_dir: str, staged: Path) -> None:
+    def _put_weights(
+        self, snapshot: Snapshot, run_dir: str, staged: Path, notices: Notices
+    ) -> None:
         """Put the weights beside the snapshot; with ``casnap_weights="last"``, delete older ones.
 
         These are the weights that casnap has put beside all other checkpoints but the best one.
+        None are put without the notices: from weights alone, a Trainer without casnap would go on
+        with a fresh optimizer.
         """
-        folder, model = Path(snapshot.path), self._plain_model()
+        folder, model, has_adapter = Path(snapshot.path), self._plain_model(), self._has_adapter
         checkpoints = Checkpoints(run_dir, f"{PREFIX_CHECKPOINT_DIR}-", is_its_own).paths()
         others = [path for path in reversed(checkpoints) if path.name != folder.name]
         best = self.state.best_model_checkpoint
         outdated = [
             path
-            for path in (others if self.casnap_weights == "last" else ())
+            for path in (others if self.casnap_weights == "last" and not has_adapter else ())
             if best is None or os.path.realpath(path) != os.path.realpath(best)
         ]
+        if not notices.put(snapshot):  # once more, since the save has put them
+            _remove_weights_of(outdated)
+            if not notices.put(snapshot):
+                text = "%s gets no weights, since a Trainer without casnap would go on from them"
+                _log.warning(f"{text}; `casnap pull` makes a folder with them", folder)
+                return
+        if has_adapter:
+            put_staged(snapshot, folder, staged)
+            return
         if has_own_form(type(self)):
             if self._has_own_form:
                 put_staged(snapshot, folder, staged)

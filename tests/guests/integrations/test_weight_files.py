@@ -20,7 +20,7 @@ from casnap.extending import WeightFiles
 from casnap.integrations.notices import is_notice
 from tests.support.bitwise import assert_same
 from tests.support.cli_calls import COMMAND
-from tests.support.faults import in_child, kill
+from tests.support.faults import disk_full, in_child, kill
 from tests.support.hf_trainer import loaded, stored, trainer_of, with_weights
 from tests.support.launched import launched
 from tests.support.mounts import fill, tmpfs
@@ -233,6 +233,36 @@ def test_a_subclass_that_writes_weights_in_its_own_form(tmp_path: Path) -> None:
         assert (older / "config.json").exists()
 
     assert in_child(go) == 0
+
+
+@pytest.mark.parametrize(
+    ("until", "adapter"), [("room", None), ("ever", None), ("ever", "wrapped")]
+)
+def test_no_weights_without_the_notice_that_stops_a_plain_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: str, adapter: str | None
+) -> None:
+    """It would go on from the weights alone, with a fresh optimizer, and say nothing."""
+    older, replace = tmp_path / "checkpoint-2/model.safetensors", os.replace
+
+    def full(source: Any, target: Any) -> None:
+        in_the_way = until == "ever" or older.exists()
+        if str(target).endswith("checkpoint-4/scheduler.pt") and in_the_way:
+            disk_full()
+        replace(source, target)
+
+    def go() -> None:
+        monkeypatch.setattr(os, "replace", full)
+        trainer_of(tmp_path, max_steps=4, adapter=adapter).train()
+
+    def go_on_without_casnap() -> None:
+        trainer = trainer_of(tmp_path, max_steps=6, adapter=adapter, plain=True)
+        with pytest.raises((KeyError, ValueError), match=r"^'casnap|find a valid checkpoint"):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+    assert in_child(go) == 0
+    snapshots = Store(tmp_path, create=False).snapshots()
+    assert [s.name for s in snapshots] == ["checkpoint-2", "checkpoint-4"]
+    assert in_child(go_on_without_casnap) == 0
 
 
 # --- kills, links, and places that fail: on a snapshot alone, without a Trainer -----------------
