@@ -8,9 +8,9 @@ import logging
 import math
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import DTensor
@@ -43,7 +43,7 @@ from casnap.integrations.trainers import (
     snapshot_at,
 )
 from casnap.integrations.transformers.classes import alone, has_own_form, storing, unpickled
-from casnap.integrations.transformers.small_files import put_small_files
+from casnap.integrations.transformers.small_files import put_small_files, staging
 from casnap.integrations.transformers.storing import STATE, load_engine
 from casnap.integrations.transformers.weights import (
     give_up_weights,
@@ -233,8 +233,8 @@ class CasnapTrainerMixin(_Base):
             weights = None
         if self._has_adapter and self.is_fsdp_enabled:
             weights = adapter_of(self.model)
-        with TemporaryDirectory(prefix="casnap-") as staged:
-            files = self._put_files(folder, Path(staged), weights) if self.args.should_save else {}
+        with staging(folder) if self.args.should_save else nullcontext(folder) as staged:
+            files = self._put_files(folder, staged, weights) if self.args.should_save else {}
             notices = Notices(_NOTICE, self._notices(folder) if self.args.should_save else [])
             snapshot = with_deepspeed.take(
                 self._engine,
@@ -247,7 +247,7 @@ class CasnapTrainerMixin(_Base):
             )
             if self.args.should_save:
                 if self._has_adapter or (self.casnap_weights != "none" and own_rank() == 0):
-                    self._put_weights(snapshot, run_dir, Path(staged), notices)
+                    self._put_weights(snapshot, run_dir, staged, notices)
                 self._rotate(run_dir)
 
     def _optimizer_and_scheduler(self) -> dict[str, Stateful]:

@@ -6,32 +6,64 @@ The Trainer looks for them in the folder. A resume puts back what the folder lac
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from casnap import Snapshot
-from casnap.extending import Markers, is_file, is_file_name, is_taken, paths_in
-from casnap.integrations.transformers.weights import is_weights
+from casnap.extending import Markers, is_file, is_file_name, is_folder, is_taken, paths_in
+from casnap.integrations.transformers.weights import STAGED, is_weights
 
 _log = logging.getLogger("casnap")
 _UNFINISHED = "checkpoint-is-incomplete.txt"
 """A file that the Trainer puts into the folder while it saves after a SIGTERM."""
 
 
+@contextmanager
+def staging(folder: Path) -> Iterator[Path]:
+    """Make a folder in that of a checkpoint, for files that are not put yet; delete it afterwards.
+
+    First, those that killed saves have left in any checkpoint of the run are deleted.
+
+    Args:
+        folder: The folder of the checkpoint.
+    """
+    for left in (path / STAGED for path in paths_in(folder.parent) if is_folder(path / STAGED)):
+        info = left.parent.stat()
+        _delete(left)
+        # By this time, trainers sort checkpoints.
+        os.utime(left.parent, ns=(info.st_atime_ns, info.st_mtime_ns))
+    staged = folder / STAGED
+    staged.mkdir(parents=True, exist_ok=True)
+    try:
+        yield staged
+    finally:
+        _delete(staged)
+
+
+def _delete(staged: Path) -> None:
+    try:
+        shutil.rmtree(staged)
+    except OSError as e:
+        _log.warning("%s is left, and may be deleted: %s", staged, e)
+
+
 def put_small_files(staged: Path, folder: Path) -> dict[str, bytes]:
-    """Write all staged files but weights into a checkpoint's folder; return its small files.
+    """Move all staged files but weights into a checkpoint's folder; return its small files.
 
     Files of the same names are overwritten.
 
     Args:
-        staged: The folder into which the Trainer has written them.
+        staged: The folder in it into which the Trainer has written them.
         folder: The folder of the checkpoint.
     """
     for path in sorted(staged.rglob("*")):
         if is_file(path) and not is_weights(path.name):
             target = folder / path.relative_to(staged)
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes())
+            path.replace(target)
     files = (path for path in paths_in(folder) if is_file(path))
     return {p.name: p.read_bytes() for p in files if p.name not in (Markers.FILE, _UNFINISHED)}
 

@@ -34,6 +34,9 @@ ADAPTER = (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME)
 _LOADED = (*WEIGHTS, *ADAPTER, "pytorch_model_fsdp*")
 """Globs for the files, and the folder of FSDP, from which the Trainer itself loads weights."""
 
+STAGED = "casnap-files"
+"""The name of the folder in that of a checkpoint into which the Trainer writes its files first."""
+
 
 def weights_in(folder: Path) -> list[Path]:
     """Return the files and folders from which a Trainer without casnap would load weights.
@@ -43,7 +46,7 @@ def weights_in(folder: Path) -> list[Path]:
     """
     weights = matching(folder, *_LOADED)
     for inner in filter(is_folder, paths_in(folder)):
-        if inner.name != WeightFiles.STAGED:
+        if inner.name not in (STAGED, WeightFiles.STAGED):
             weights += matching(inner, *ADAPTER)
     return [path for path in weights if not is_notice(path)]
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +376,8 @@ def test_a_save_with_an_adapter_that_is_killed_is_passed_over(tmp_path: Path) ->
     """Killed right before and right after the commit."""
 
     def train(name: str, *, resume: bool = False, **arguments: Any) -> None:
+        (tmp_path / "tmp").mkdir(exist_ok=True)
+        tempfile.tempdir = str(tmp_path / "tmp")
         run(
             tmp_path / name, tmp_path / f"{name}-end", resume=resume, adapter="wrapped", **arguments
         )
@@ -405,8 +408,11 @@ def test_a_save_with_an_adapter_that_is_killed_is_passed_over(tmp_path: Path) ->
         assert not weights(when)
         kept = [s.name for s in Store(tmp_path / when, create=False).snapshots()]
         assert kept[-1] == f"checkpoint-{last}"
+        assert [*(tmp_path / when).glob("checkpoint-*/casnap-files/*.safetensors")]
         assert in_child(lambda when=when: train(when, resume=True)) == 0
         assert_same(load(tmp_path / f"{when}-end"), load(tmp_path / "whole-end"))
+        assert not [*(tmp_path / when).glob("checkpoint-*/casnap-files")]
+    assert not [*(tmp_path / "tmp").iterdir()]
 
 
 def test_a_checkpoint_that_is_saved_again_has_no_weights_of_before(tmp_path: Path) -> None:
