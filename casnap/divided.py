@@ -18,7 +18,7 @@ from casnap.files.dcp_names import ObjectPath, casnap_path
 from casnap.format.entries import Entry, TensorEntry
 from casnap.format.region import Region
 from casnap.ranks.comm import Comm
-from casnap.restore.loading import Loading
+from casnap.restore.loading import Loading, warn_of_health
 from casnap.restore.shared_reads import fetch_shared
 from casnap.restore.targets import why_unfit
 from casnap.runtime.later import ModuleLater
@@ -218,6 +218,7 @@ def load_together(
             memory.zero_()
         leaves = loading.load(fetch=fetch)
     comm.all_gather(b"")
+    warn_of_health(snapshot.contents)
     return {value: inflate(path, leaves, known=known) for value, path in paths.items()}
 
 

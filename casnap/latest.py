@@ -6,6 +6,7 @@ This module imports ``view.py`` and lower layers; ``store.py`` imports it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from casnap.errors import SnapshotError, SnapshotNotFoundError, StoreError, shell_word
@@ -15,6 +16,8 @@ from casnap.storage import Contents, Table
 from casnap.view import View
 
 _log = logging.getLogger("casnap")
+# How many snapshots a warning names.
+_MOST_NAMED = 5
 
 
 class FoundRow(NamedTuple):
@@ -117,18 +120,25 @@ def _note_returned(view: View, found: FoundRow, seq: int) -> None:
         view.mirror.note_returned(found.name, max(seq, found.row.seq))
 
 
-def newest_row(view: View, prefix: str | None, *, thinned: bool) -> FoundRow | None:
+def newest_row(
+    view: View, prefix: str | None, *, thinned: bool, healthy: bool = False
+) -> FoundRow | None:
     """Find the snapshot to resume from, as :meth:`casnap.Store.latest` describes.
 
     Args:
         view: The store.
         prefix: Look only below this folder; None for the whole view.
         thinned: Whether a thinned snapshot counts too.
+        healthy: Whether an unhealthy snapshot does not count. A warning then names it.
     """
-    newest, last = _newest(view, prefix, thinned=thinned)
+    newest, last, passed = _newest(view, prefix, thinned=thinned, healthy=healthy)
     if newest is None and last is not None:
         error = _all_thinned_error if last.row.is_thinned else _all_rewound_error
+        if last.row.unhealthy and not last.row.is_rewound:
+            error = all_unhealthy_error
         raise error(last.view.path_of(last.name))
+    if newest is not None and passed:
+        _log.warning("%s", passed_over_text(passed, newest.view.path_of(newest.name)))
     if newest is None:
         from casnap.storage import ForeignCheckpoints, Location
 
@@ -165,44 +175,88 @@ def _all_thinned_error(path: str) -> SnapshotError:
     )
 
 
-def _newest(
-    view: View, prefix: str | None, *, thinned: bool
-) -> tuple[FoundRow | None, FoundRow | None]:
-    """Return the snapshot to resume from, and the last snapshot, here or at the mirror.
+def all_unhealthy_error(path: str) -> SnapshotError:
+    """Return the error for a run that has only snapshots with NaN or infinite elements.
 
-    The snapshot to resume from is the last one that no rewind has moved aside, and that is not
-    thinned unless ``thinned``; None if there is none. The error for that case names the last
-    snapshot: a whole one if there is one, else a thinned one.
+    Args:
+        path: The path of the last of them.
+    """
+    return SnapshotError(
+        "only snapshots are left that have NaN or infinite elements; the last one is "
+        f"{path}: `casnap show {shell_word(path)} --health` says where. To go on from it after "
+        "all, open it by its name. Tensors that may have such elements are named by "
+        "HealthOptions(ignore=...), for later takes"
+    )
+
+
+def passed_over_text(names: Sequence[str], found: str) -> str:
+    """Return the warning about unhealthy snapshots that a resume passes over.
+
+    Args:
+        names: Their names or paths, the last one at the end.
+        found: The name or path of the snapshot that the run resumes from.
+    """
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return (
+        f"passed over, since they have NaN or infinite elements: {', '.join(names[-_MOST_NAMED:])}"
+        f"{more}. The last one before is {found}"
+    )
+
+
+class _Newest(NamedTuple):
+    """The result of looking for the snapshot to resume from, here or at the mirror.
+
+    Attributes:
+        found: The snapshot; None if there is none.
+        last: The last snapshot of all, for the error if ``found`` is None: the last of those that
+            are only unhealthy if there is one, else of those that are whole, else of all.
+        passed: The paths of the later snapshots that were passed over, since they are unhealthy.
+    """
+
+    found: FoundRow | None
+    last: FoundRow | None
+    passed: list[str]
+
+
+def _newest(view: View, prefix: str | None, *, thinned: bool, healthy: bool) -> _Newest:
+    """Find the snapshot to resume from, here or at the mirror.
+
+    It is the last one that no rewind has moved aside, that is not thinned unless ``thinned``, and
+    with ``healthy`` not unhealthy.
 
     Args:
         view: The store.
         prefix: Look only below this folder; None for the whole view.
         thinned: Whether a thinned snapshot counts too.
+        healthy: Whether an unhealthy snapshot does not count.
     """
     rows = [FoundRow(view, *named_row) for named_row in view.rows(prefix)]
     here = [found for found in rows if thinned or not found.row.is_thinned]
-    last = next(reversed(here or rows), None)
-    newest = next((found for found in reversed(here) if not found.row.is_rewound), None)
+    live = [found for found in here if not found.row.is_rewound]
+    well = [found for found in live if not (healthy and found.row.unhealthy)]
+    newest = next(reversed(well), None)
+    passed = [view.path_of(f.name) for f in live[live.index(well[-1]) + 1 :]] if well else []
+    at_home = _Newest(newest, next(reversed(live or here or rows), None), passed)
     try:
         mirror = view.at_mirror()
         if mirror is None:
-            return newest, last
+            return at_home
         seq = mirror.repository.newest().seq
-        mirrored, last_mirrored = _newest(mirror, prefix, thinned=thinned)
+        there = _newest(mirror, prefix, thinned=thinned, healthy=healthy)
     except StoreError as e:
         if newest is None:
             raise
         _log.warning("%s is the newest snapshot here; its mirror fails: %s", newest.name, e)
-        return newest, last
-    last = last or last_mirrored
+        return at_home
+    mirrored = there.found
     if mirrored is None:
-        return newest, last
+        return at_home._replace(last=at_home.last or there.last)
     is_known = any(found.row.commit == mirrored.row.commit for found in here)
     if newest is not None and not is_known:
         from casnap.mirror.notes import is_newer_here
 
         mirror_id = mirror.repository.config.store_id
         if is_newer_here(view.repository, mirror_id, newest[1:], mirrored[1:]):
-            return newest, last
+            return at_home
     _note_returned(view, mirrored, seq)
-    return (newest if is_known else mirrored), last
+    return at_home if is_known else there

@@ -536,7 +536,9 @@ class Store:
         view = self._view
         return [Snapshot.of(view, *row, store=self) for row in view.rows(prefix)]
 
-    def latest(self, prefix: str | None = None, *, thinned: bool = False) -> Snapshot | None:
+    def latest(
+        self, prefix: str | None = None, *, thinned: bool = False, healthy: bool = False
+    ) -> Snapshot | None:
         """Return the snapshot that was committed last, or None if there is no snapshot.
 
         This skips thinned snapshots, since no run can resume from them, and snapshots from which
@@ -553,14 +555,19 @@ class Store:
         Args:
             prefix: Look only below this folder.
             thinned: Return a thinned snapshot too, for its weights.
+            healthy: Pass over snapshots in which the take has found NaN or infinite elements, with
+                a warning that names them; see :attr:`Snapshot.unhealthy`. A snapshot whose take did
+                not measure counts as healthy. If the run is to go on from the one that is returned,
+                and to take the names of the others again, :meth:`rewind` to it.
 
         Raises:
             StoreError: This store has no snapshot, and its mirror cannot be reached.
-            SnapshotError: All snapshots were thinned, or their runs went back from them.
+            SnapshotError: All snapshots were thinned, or their runs went back from them; or, with
+                ``healthy``, all others are unhealthy.
         """
         from casnap.latest import newest_row
 
-        found = newest_row(self._view, prefix, thinned=thinned)
+        found = newest_row(self._view, prefix, thinned=thinned, healthy=healthy)
         return None if found is None else Snapshot.of(*found, store=self)
 
     def rewind(self, name: str) -> Snapshot:

@@ -20,7 +20,7 @@ from casnap.ranks.comm import Comm
 from casnap.restore.comparison import compare, load_what_fits, load_whole, why_refused
 from casnap.restore.key_state import KeyState, key_state
 from casnap.restore.loaders import known_loader
-from casnap.restore.loading import Loading
+from casnap.restore.loading import Loading, warn_of_health
 from casnap.restore.moments import taken_parameters, without_misfits, without_named_misfits
 from casnap.restore.renaming import Rename, renamed
 from casnap.restore.restore_report import NewRanks, RestoreReport, mismatch_message
@@ -153,6 +153,7 @@ def restore(
         known |= state.known
         known |= with_versions(state, known)
     _log_changes(contents, changes, entries, comm)
+    warn_of_health(contents)
     # No rank changes its state before all ranks have read everything.
     comm.all_gather(b"")
     comm.enter_phase("loading states")

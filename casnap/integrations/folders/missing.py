@@ -50,15 +50,16 @@ def judge_folders(store: Repository, table: Table, folder: str) -> list[Verdict]
     return [
         Verdict(name, rows[name], (reason,) if reason else ())
         for run, rows in runs.items()
-        for name, reason in _judge_run(store, run, rows).items()
+        for name, reason in _judge_run(store, table, run, rows).items()
     ]
 
 
-def _judge_run(store: Repository, run: str, rows: dict[str, Row]) -> dict[str, str]:
+def _judge_run(store: Repository, table: Table, run: str, rows: dict[str, Row]) -> dict[str, str]:
     """Return, by name of each snapshot, why it is kept; "" if it counts as deleted.
 
     Args:
         store: The store.
+        table: Its table.
         run: The full name of the run's folder.
         rows: The snapshots of the run, by full name.
     """
@@ -68,14 +69,15 @@ def _judge_run(store: Repository, run: str, rows: dict[str, Row]) -> dict[str, s
     if rows.keys() <= listed:
         return dict.fromkeys(rows, "its folder stands")
     markers = Markers(store)
+    holds = Runs.holds(table, rows)
     standing = {markers.commit_in(name) for name in listed}
     had_markers = any(row.commit in standing for row in rows.values())
 
     def reason(name: str, row: Row) -> str:
         if name in listed:
             return "its folder stands"
-        if holds := row.holds:
-            return holds[0]
+        if holds[name]:
+            return holds[name][0]
         if row.commit in standing:
             return "its folder was renamed"
         if not had_markers:

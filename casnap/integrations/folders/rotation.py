@@ -198,7 +198,9 @@ def _key(view: View, run: str, inner: str) -> str:
 
 
 def forget(snapshot: Snapshot) -> bool:
-    """Delete a snapshot that a trainer no longer wants, unless it is tagged or not mirrored yet.
+    """Delete a snapshot that a trainer no longer wants, unless it must stay.
+
+    It must if it is tagged or not mirrored yet, or if all later ones of its run have NaN.
 
     If the snapshot has to stay now, but its folder is deleted, a later save of this process deletes
     it.
@@ -238,7 +240,7 @@ def _forget_unheld(
     find: Callable[[Table], Mapping[str, Row]],
     on_release: Callable[[Sequence[Row]], None],
 ) -> bool:
-    """Delete some snapshots, except those that a tag or a mirror holds.
+    """Delete some snapshots, except those that must stay, such as those that a mirror still lacks.
 
     Args:
         view: The store.
@@ -250,7 +252,9 @@ def _forget_unheld(
     """
 
     def judge(table: Table) -> list[Verdict]:
-        return [Verdict(name, row, tuple(row.holds)) for name, row in find(table).items()]
+        found = find(table)
+        holds = Runs.holds(table, found)
+        return [Verdict(name, row, tuple(holds[name])) for name, row in found.items()]
 
     # A dry run first: most often there is nothing to delete, and a look is cheaper than a commit.
     report = Runs(view.repository).prune_judged(judge, on_release, dry_run=True)

@@ -24,6 +24,8 @@ Best: TypeAlias = tuple[str, int] | tuple[str, int, Literal["min", "max"]]
 _NUMBER = re.compile("[0-9]{1,255}")
 _NAMED_STEP = re.compile(r"(?<![a-zA-Z])step[=_]([0-9]{1,255})(?!\.?[0-9])")
 _MODES = ("min", "max")
+LAST_HEALTHY = "all later ones have NaN or infinite elements"
+"""The reason to keep a snapshot to which a run with NaN may have to go back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +34,10 @@ class Retention:
 
     The rules apply to each *run* on its own: the snapshots of one folder, in the order of their
     commits. Tagged snapshots are always kept, and so are snapshots that wait for their copy in
-    another store. Snapshots that a rewind has moved aside (see :meth:`Store.rewind`) count as the
-    oldest of their run for ``keep_last``; ``keep_every`` and ``keep_best`` skip them.
+    another store. If the last snapshot of a run is unhealthy (see :class:`HealthOptions`), the last
+    one that is not is kept whole too. Snapshots that a rewind has moved aside (see
+    :meth:`Store.rewind`) count as the oldest of their run for ``keep_last``; ``keep_every`` and
+    ``keep_best`` skip them.
 
     Args:
         keep_last: How many of the newest snapshots to keep.
@@ -103,6 +107,8 @@ class Retention:
     def _reasons_to_keep(self, run: Run, now: float) -> Iterator[tuple[str, str]]:
         live = [(name, row) for name, row in run.snapshots if not row.is_rewound]
         yield from ((name, hold) for name, row in run.snapshots for hold in row.holds)
+        if run.last_healthy:
+            yield run.last_healthy, LAST_HEALTHY
         if not any((self.keep_last, self.keep_every, self.keep_within, self.keep_best)):
             yield from ((name, "only thinned") for name, _ in run.snapshots)
         if self.keep_last is not None:

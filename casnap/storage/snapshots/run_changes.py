@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from casnap.format.records import Root
+from casnap.format.records import Root, Row
 from casnap.storage.reading.repository import Repository
+from casnap.storage.reading.table import Table
 from casnap.storage.snapshots.changes import Changes
 from casnap.storage.snapshots.marker_files import unmark
 from casnap.storage.snapshots.pruning import (
@@ -18,8 +19,14 @@ from casnap.storage.snapshots.pruning import (
     prune,
     unmark_pruned,
 )
-from casnap.storage.snapshots.retention import PruneReport, Retention, check_retention
+from casnap.storage.snapshots.retention import (
+    LAST_HEALTHY,
+    PruneReport,
+    Retention,
+    check_retention,
+)
 from casnap.storage.snapshots.rewinding import Rewound, rewind
+from casnap.storage.snapshots.runs import runs_of
 from casnap.storage.snapshots.thinning import Rules, Thinned, check_keys, check_rules, thin
 
 
@@ -34,6 +41,19 @@ class Runs:
     def __init__(self, store: Repository, folder: str = "") -> None:
         self._store = store
         self._folder = folder
+
+    @staticmethod
+    def holds(table: Table, rows: Mapping[str, Row]) -> dict[str, list[str]]:
+        """Return, by name, why snapshots must stay: own holds, and that all later ones have NaN.
+
+        Args:
+            table: The table.
+            rows: The rows of the snapshots, by full name.
+        """
+        folders = {row.run_of(name) for name, row in rows.items()}
+        runs = (run for each in folders for run in runs_of(table.rows_of_run(each).items()))
+        last = {run.last_healthy for run in runs}
+        return {n: [*row.holds, *([LAST_HEALTHY] if n in last else [])] for n, row in rows.items()}
 
     @staticmethod
     def check_retention(retention: object) -> None:

@@ -29,6 +29,17 @@ class Run(NamedTuple):
         """Return all snapshots except the ``count`` newest."""
         return self.snapshots[: max(0, len(self.snapshots) - count)]
 
+    @property
+    def last_healthy(self) -> str:
+        """The name of the snapshot to resume from, if the last one is unhealthy; "" if it is well.
+
+        No other snapshot can be resumed from without NaN, so it must stay.
+        """
+        rows = [(n, row) for n, row in self.snapshots if not (row.is_rewound or row.is_thinned)]
+        if not rows or not rows[-1][1].unhealthy:
+            return ""
+        return next((name for name, row in reversed(rows) if not row.unhealthy), "")
+
 
 def runs_of(rows: Iterable[tuple[str, Row]]) -> list[Run]:
     """Group snapshots by run, for rules about the newest snapshots of a run.

@@ -85,7 +85,8 @@ def thin_table(
 ) -> tuple[dict[str, Row], dict[str, Thinned]]:
     """Thin the snapshots to which rules must still be applied. The caller commits the new rows.
 
-    A snapshot with a hold, such as a tag, stays whole.
+    A snapshot with a hold, such as a tag, stays whole. So does the last healthy one of a run with
+    NaN.
 
     Args:
         store: The store.
@@ -104,9 +105,10 @@ def thin_table(
     due: dict[str, list[str]] = {}
     by_name: dict[str, Row] = {}
     for run in runs_of(rows):
+        stay = {added, run.last_healthy}
         for pattern, count in rules.items():
             for name, row in run.older(count):
-                is_kept = name == added or bool(row.holds or row.unknown_features)
+                is_kept = name in stay or bool(row.holds or row.unknown_features)
                 if not is_kept and pattern not in _applied_to(row):
                     due.setdefault(name, []).append(pattern)
                     by_name[name] = row
