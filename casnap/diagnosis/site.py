@@ -12,16 +12,16 @@ from casnap.runtime.descriptors import Descriptor, opened
 
 
 class Site:
-    """The part of a place at which one process works, and the time that is left for it.
+    """The keys that one process may use at a place, and the time left for its probes.
 
     Args:
-        backend: A backend of the place, which only the probes use.
+        backend: A backend for the place. Nothing but the probes uses it.
         seconds: How many seconds all probes together may take.
 
     Attributes:
         backend: The backend of the place.
         end: When all probes must be over, by the monotonic clock.
-        me: A random id of this process, as others work at the same place.
+        me: A random id of this process. It keeps its keys apart from those of other processes.
         key: The prefix of the keys of this process.
     """
 

@@ -575,11 +575,14 @@ class Link:
         )
 
     def _all_come_again(self, apart: str, given_up: threading.Event) -> bool:
-        """Wait until every rank has noticed that some ranks are not connected; return True.
+        """Wait until every rank knows that some ranks are not connected, so that all try again.
 
         Args:
-            apart: The key in the store below which each rank reports that it has noticed.
-            given_up: Set once the caller has stopped waiting for the result.
+            apart: The key in torch's store below which each rank reports that it knows.
+            given_up: Set once nobody waits for this call any more. The wait then ends early.
+
+        Returns:
+            True: an error is raised if the ranks cannot try again.
 
         Raises:
             LinkFailedError: Some ranks have died, or have not reported in time.

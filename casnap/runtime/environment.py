@@ -307,8 +307,8 @@ def google_metadata_server() -> tuple[str, int] | None:
     """Return host and port of the server that gives credentials to machines of Google's cloud.
 
     Returns:
-        Host and port; None if the environment names credentials or another server, or forbids
-        asking the server.
+        Host and port; None if the environment names credentials or another metadata server, or
+        forbids asking this one.
     """
     variables = ("GOOGLE_APPLICATION_CREDENTIALS", "GCE_METADATA_HOST", "GCE_METADATA_ROOT")
     if any(map(os.environ.get, variables)) or os.environ.get("NO_GCE_CHECK") == "true":

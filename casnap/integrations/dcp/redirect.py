@@ -1,4 +1,4 @@
-"""Redirect saves and loads of programs that give DCP only a path."""
+"""Have programs that give DCP only a path save to casnap, and load from it."""
 
 from __future__ import annotations
 
