@@ -492,6 +492,7 @@ class Snapshot:
                 there and ``path`` does not name the rank.
             DamagedError: Stored bytes are missing or damaged.
         """
+        from casnap.comparing.standstill import look_at_neighbors
         from casnap.files.exporting import export
         from casnap.files.file_reports import ExportOptions, format_of, tied_names
 
@@ -504,8 +505,12 @@ class Snapshot:
             tied=names,
             dry_run=dry_run,
         )
-        with self.contents.reading():
-            return export(self.contents, Path(local_path(out)), options, callback_of(progress))
+        contents = self.contents
+        with contents.reading():
+            report = export(contents, Path(local_path(out)), options, callback_of(progress))
+        if not dry_run:
+            look_at_neighbors(contents.store, contents.name, self.commit_id)
+        return report
 
     # --- reading: no method here talks to other ranks ---
 

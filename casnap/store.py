@@ -718,6 +718,7 @@ class Store:
             InvalidNameError: The tag is not valid.
             SnapshotError: The snapshot has 100 tags, or the store has 100 published tags.
         """
+        from casnap.comparing.standstill import look_at_neighbors
         from casnap.mirror.notes import lacking_again
         from casnap.storage import Tags
 
@@ -730,6 +731,7 @@ class Store:
         again = partial(lacking_again, tag=tag)
         move = Tags(view.repository).publish(tag, full, commit_id, again=again)
         view.hooks.on_commit()
+        look_at_neighbors(view.repository, full, commit_id)
         return move
 
     def tagged(self, tag: str) -> Snapshot:

@@ -275,11 +275,19 @@ class View:
 
     @property
     def hooks(self) -> CommitHooks:
-        """The hooks of each commit to the store: for its mirror, and for garbage on its disk."""
-        hooks = _disk_hooks(self.repository)
+        """The hooks of each commit to the store: for its mirror, and for garbage on its disk.
+
+        They also look at each snapshot that was taken: see ``comparing/standstill.py``.
+        """
+        hooks = replace(_disk_hooks(self.repository), on_taken=self._look_at_take)
         if self.mirror is None:
             return hooks
         return replace(hooks, notes=self.mirror.notes, on_commit=self.mirror.wake)
+
+    def _look_at_take(self, name: str, row: Row) -> None:
+        from casnap.comparing.standstill import look_at_take
+
+        look_at_take(self.repository, name, row)
 
     # --- names ---
 

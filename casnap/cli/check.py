@@ -8,7 +8,13 @@ from typing import Any
 import click
 
 from casnap.backends.uris import store_uri
-from casnap.cli.arguments import open_snapshot, open_store, open_whole_store, reading_options
+from casnap.cli.arguments import (
+    open_snapshot,
+    open_store,
+    open_whole_store,
+    reading_options,
+    snapshots_of,
+)
 from casnap.cli.option_types import positive_share
 from casnap.cli.output import (
     CommandError,
@@ -17,6 +23,7 @@ from casnap.cli.output import (
     print_warnings,
     progress_bars,
     report_fields,
+    safe,
     say,
     size,
 )
@@ -42,9 +49,15 @@ BEYOND_REPAIR = {"lost", "malformed"}
     "--sample", type=positive_share, metavar="SHARE", help="Read a random share, like 5%."
 )
 @click.option("--seed", type=int, help="Choose the same share as an earlier check.")
+@click.option("--history", metavar="RUN", help="Also list its steps whose weights are equal.")
 @reading_options
 def check(
-    store: str | None, data: bool, sample: float | None, seed: int | None, as_json: bool
+    store: str | None,
+    data: bool,
+    sample: float | None,
+    seed: int | None,
+    history: str | None,
+    as_json: bool,
 ) -> None:
     """Check that a store, or one snapshot, is whole.
 
@@ -54,12 +67,19 @@ def check(
     Reads every root, index segment and tree, and looks up every pack. --data also reads every
     chunk, at each of its places. To check one snapshot, it reads only what that needs. It changes
     nothing, and takes may run meanwhile.
+
+    --history RUN also asks whether the training went on: it lists the snapshots of a folder whose
+    weights are all equal.
     """
     if sample is None and seed is not None:
         raise click.UsageError("--seed chooses what --sample reads; give both")
     if sample is not None and data:
         raise click.UsageError("--data reads everything, --sample a share; give one of them")
     place, name = _place(store)
+    if history is not None:
+        if name is not None:
+            raise click.UsageError("--history compares all snapshots of a run; name the store")
+        snapshots_of(place, history)  # a CommandError, if there is none
     if sample is not None and seed is None:
         seed = random.SystemRandom().randrange(1 << 32)
     with progress_bars(lambda: place.requests) as progress:
@@ -71,11 +91,15 @@ def check(
             name=name,
             progress=progress,
         )
+    # Without all trees, equal weights cannot be told; the damages say what is wrong.
+    groups = place.equal_weights(history) if history is not None and report.ok else None
     uri = repository_of(place).backend.uri
     if as_json:
-        emit({**_document(uri, report), "name": name}, place)
+        emit({**_document(uri, report), "name": name, "equal_names": groups or []}, place)
     else:
         _print(uri, report)
+        if history is not None:
+            print_equal_weights(groups)
         print_requests(place.requests)
     if not report.ok or report.unsupported:
         raise click.exceptions.Exit(1)
@@ -183,6 +207,17 @@ def _print_counts(uri: str, report: CheckReport) -> None:
     if report.orphan_segments:
         segments = amount(report.orphan_segments, "object")
         say(f"of these, {segments} of the index: takes that merge its segments leave the old ones")
+
+
+def print_equal_weights(groups: list[list[str]] | None) -> None:
+    """Print groups of snapshots with equal weights; None if they are not known."""
+    if groups is None:
+        say("whether weights are equal can be told once the damage is repaired")
+        return
+    for names in groups:
+        say(safe(f"equal weights: {', '.join(names)}"))
+    if not groups:
+        say("no two snapshots have equal weights")
 
 
 def print_damages(damages: list[Damage]) -> None:

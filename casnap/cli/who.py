@@ -8,6 +8,7 @@ import click
 
 from casnap.backends.local_files import is_taken
 from casnap.cli.arguments import open_store, reading_options, snapshots_of, store_fields
+from casnap.cli.check import print_equal_weights
 from casnap.cli.output import emit, safe, say
 from casnap.errors import InvalidNameError
 from casnap.snapshot import Snapshot
@@ -50,10 +51,7 @@ def who(
         if as_json:
             emit({**store_fields(place), "equal_names": groups}, place)
             return
-        for names in groups:
-            say(safe(f"equal weights: {', '.join(names)}"))
-        if not groups:
-            say("no two snapshots have equal weights")
+        print_equal_weights(groups)
         return
     report = place.who(_source(place, what), key=key, prefix=prefix)
     if as_json:

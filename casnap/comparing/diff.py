@@ -35,9 +35,9 @@ def diff(a: Contents, b: Contents, *, elements: bool = False) -> Diff:
         )
     changes = [
         _change(a, b, path, entry_a, entry_b)
-        for prefix, digest_a, digest_b in _subtrees(a, b)
+        for prefix, digest_a, digest_b in subtrees(a, b)
         if digest_a != digest_b
-        for path, entry_a, entry_b in _entries(a, b, prefix, digest_a, digest_b)
+        for path, entry_a, entry_b in entries_apart(a, b, prefix, digest_a, digest_b)
     ]
     if elements:
         from casnap.comparing.elements import with_elements
@@ -46,7 +46,7 @@ def diff(a: Contents, b: Contents, *, elements: bool = False) -> Diff:
     return Diff(sorted(changes, key=lambda change: change.path))
 
 
-def _subtrees(a: Contents, b: Contents) -> Iterator[tuple[str, bytes | None, bytes | None]]:
+def subtrees(a: Contents, b: Contents) -> Iterator[tuple[str, bytes | None, bytes | None]]:
     """Yield each key, with its rank as a prefix if it has one, and its subtree in each snapshot.
 
     A subtree is given by its digest; None if a snapshot lacks it.
@@ -61,7 +61,7 @@ def _subtrees(a: Contents, b: Contents) -> Iterator[tuple[str, bytes | None, byt
             yield prefix + key, digest_a.get(key), digest_b.get(key)
 
 
-def _entries(
+def entries_apart(
     a: Contents, b: Contents, prefix: str, digest_a: bytes | None, digest_b: bytes | None
 ) -> Iterator[tuple[str, Entry | None, Entry | None]]:
     """Yield path, old entry and new entry wherever two trees differ.

@@ -12,7 +12,7 @@ from casnap.errors import StateError
 from casnap.format.entries import Entry, TensorEntry, type_text, unknown_in
 from casnap.format.tree import Tree
 from casnap.state.containers import is_sparse
-from casnap.state.roles import role_of
+from casnap.state.roles import is_buffer, role_of
 from casnap.state.tensors import check_tensor
 from casnap.storage import Contents
 
@@ -25,10 +25,6 @@ SUM_DTYPES = {
     "complex128": torch.complex128,
 }
 """The dtype of a tensor that can be averaged → the dtype of the sum."""
-
-# The statistics of BatchNorm. Their mean fits no model: `torch.optim.swa_utils.update_bn` computes
-# them for an averaged model. A plain state dict does not say that they are buffers.
-_OF_BATCHES = frozenset({"running_mean", "running_var"})
 
 
 @dataclass(frozen=True)
@@ -171,7 +167,9 @@ def _why_no_mean(found: _Found) -> str:
         return role
     if found.is_part:
         return "a part of a sparse tensor"
-    if entry.kind == "buffer" or path.rpartition(".")[2] in _OF_BATCHES:
+    # The mean of the statistics of BatchNorm fits no model: `torch.optim.swa_utils.update_bn`
+    # computes them for an averaged model.
+    if is_buffer(path, entry):
         return "a buffer"
     if entry.dtype not in SUM_DTYPES:
         return f"of {entry.dtype}"

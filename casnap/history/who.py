@@ -25,7 +25,7 @@ from casnap.format.tree import LeafNode
 from casnap.runtime.sizes import size
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.flatten import flatten
-from casnap.state.roles import role_of
+from casnap.state.roles import is_trained
 from casnap.state.tensors import TENSOR_DTYPES, Leaf
 from casnap.storage import Contents
 from casnap.take.capture import DividedLeaves
@@ -190,6 +190,8 @@ def who(snapshots: Mapping[str, Contents], asked: Asked, chunk_size: int) -> Who
 def equal_weights(snapshots: Mapping[str, Contents]) -> list[list[str]]:
     """Return groups of snapshots; the snapshots of one group have equal weights.
 
+    Buffers do not count, since each forward of a model may change them.
+
     Args:
         snapshots: The snapshots, by the names to return, in the order of their commits.
 
@@ -206,7 +208,7 @@ def equal_weights(snapshots: Mapping[str, Contents]) -> list[list[str]]:
         return [
             (inner, identity)
             for inner, entry in items
-            if (identity := _identity(entry)) and role_of(component + inner, entry) == "weights"
+            if (identity := _identity(entry)) and is_trained(component + inner, entry)
         ]
 
     groups: dict[bytes, list[str]] = {}

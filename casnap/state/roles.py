@@ -81,6 +81,22 @@ def role_of(path: str, entry: Entry) -> Role:
     return "weights" if is_fractions else "values"
 
 
+# The statistics of BatchNorm. A plain state dict does not say that they are buffers.
+_OF_BATCHES = frozenset({"running_mean", "running_var"})
+
+
+def is_buffer(path: str, entry: Entry) -> bool:
+    """Whether an entry is a buffer of a module, or has the name of a statistic of BatchNorm."""
+    if not isinstance(entry, TensorEntry):
+        return False
+    return entry.kind == "buffer" or path.rpartition("/")[2].rpartition(".")[2] in _OF_BATCHES
+
+
+def is_trained(path: str, entry: Entry) -> bool:
+    """Whether an entry is one of the weights that a training changes: it is no buffer."""
+    return role_of(path, entry) == "weights" and not is_buffer(path, entry)
+
+
 _ONE = ((), (1,))
 _FORMS: tuple[Entry, ...] = tuple(
     TensorEntry(Payload(0), dtype, shape) for dtype in ("int64", "float32") for shape in ((2,), ())

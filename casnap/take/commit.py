@@ -122,6 +122,7 @@ class TakeCommit:
             comm.broadcast_message(_Instruction(result=result), _Instruction)
         except RankError as e:
             _log.warning("it is committed, but rank 0 could not tell all ranks: %s", e)
+        self.options.hooks.on_taken(self.name, result.row)
         return result
 
     def _gather_handovers(self) -> list[Handover]:

@@ -42,8 +42,8 @@ def hints_of(state: State, caplog: pytest.LogCaptureFixture, takes: int = 3) -> 
         torch.nn.functional.dropout(torch.ones(99), 0.5)
         store.take(state, f"step_{step}")
     for record in caplog.records:
-        if record.name == "casnap.hints":
-            assert record.message.startswith(left_out.LEFT_OUT)
+        # The weights of these trainings stand still, which is another hint.
+        if record.name == "casnap.hints" and record.message.startswith(left_out.LEFT_OUT):
             yield record.message
 
 
@@ -104,7 +104,7 @@ def test_seeds_and_other_numbers_are_no_loss(
         torch.manual_seed(step + 1)
         torch.rand(99)
         store.take(training, f"seeds/step_{step}")
-    assert not caplog.records
+    assert left_out.LEFT_OUT not in caplog.text
 
 
 def test_a_filter_silences_them() -> None:

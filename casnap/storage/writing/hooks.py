@@ -37,13 +37,17 @@ def _do_nothing() -> None:
     pass
 
 
+def _ignore_taken(_name: str, _row: Row) -> None:
+    pass
+
+
 def _freed_nothing() -> int:
     return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommitHooks:
-    """The functions that takes and copies call around a commit, in this order.
+    """The functions that takes and copies call around a commit.
 
     Attributes:
         notes: Returns the notes for the row of a new snapshot, given its full name.
@@ -53,6 +57,7 @@ class CommitHooks:
             raises.
         on_release: Called after a commit, with the rows of the snapshots that the commit removed.
         on_commit: Called after ``on_release``.
+        on_taken: Called once a take has committed, with the full name and the row of its snapshot.
         count_freed: Returns how many bytes were freed since its last call, for the stats of a take.
     """
 
@@ -61,4 +66,5 @@ class CommitHooks:
     on_full: Callable[[StorageFullError, CountBytes], None] = _raise_full
     on_release: Callable[[Sequence[Row]], None] = _ignore
     on_commit: Callable[[], None] = _do_nothing
+    on_taken: Callable[[str, Row], None] = _ignore_taken
     count_freed: Callable[[], int] = _freed_nothing
