@@ -178,7 +178,8 @@ class CasnapTrainerMixin(_Base):
                 "or run without casnap"
             )
         names = ("is_fsdp_xla_enabled", "is_distributed_loading_by_transformers")
-        unsupported = [name for name in names if getattr(self, name, False)]
+        instead = "take TrainingArguments(fsdp=...), or FSDP of `accelerate launch`"
+        unsupported = [f"{name} ({instead})" for name in names if getattr(self, name, False)]
         if self.is_deepspeed_enabled:
             unsupported += ["save_only_model with DeepSpeed"] * self.args.save_only_model
             unsupported += ["PEFT with DeepSpeed"] * self._has_adapter
@@ -188,13 +189,10 @@ class CasnapTrainerMixin(_Base):
         if self.is_fsdp_enabled and not getattr(self.accelerator, "is_fsdp2", False):
             unsupported += ["PEFT with FSDP1 (take fsdp_version=2)"] * self._has_adapter
         if self.args.push_to_hub and self.args.hub_strategy != "end":
-            unsupported.append(f"hub_strategy={self.args.hub_strategy!r}")
+            why = "they have no weights before their commit"
+            unsupported.append(f'pushing checkpoints to the hub ({why}; take hub_strategy="end")')
         if unsupported:
-            raise StateError(
-                f"CasnapTrainerMixin does not support {', '.join(unsupported)}. FSDP is that of "
-                "TrainingArguments(fsdp=...) or of `accelerate launch`; a checkpoint gets its "
-                'weights after its commit, too late to be pushed to the hub: hub_strategy="end"'
-            )
+            raise StateError(f"CasnapTrainerMixin does not support {', '.join(unsupported)}")
 
     # --- saving ---
 

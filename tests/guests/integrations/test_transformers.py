@@ -620,7 +620,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
     trainer = trainer_of(tmp_path / "out")
     trainer.args.push_to_hub = True
-    with pytest.raises(StateError, match='hub_strategy="end"'):
+    words = "Mixin does not support pushing checkpoints to the hub"
+    with pytest.raises(StateError, match=rf'{words} [(].*; take hub_strategy="end"[)]$'):
         trainer.train()
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
@@ -638,7 +639,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path / "out")
     weight = torch.zeros(2).as_subclass(Wrapped)
     trainer.model.register_parameter("extra", torch.nn.Parameter(weight, requires_grad=False))
-    with pytest.raises(StateError, match="parameters of the type Wrapped"):
+    with pytest.raises(StateError, match=r"does not support parameters of the type Wrapped$"):
         trainer.train()
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
