@@ -52,6 +52,7 @@ from casnap.integrations.transformers.weights import (
     put_staged,
     remove_weights,
     tied_in,
+    without_progress_bars,
 )
 
 if TYPE_CHECKING:
@@ -267,7 +268,8 @@ class CasnapTrainerMixin(_Base):
         Before, delete the weights, optimizer and scheduler that an earlier save left there. All
         files are written to ``staged`` first, so that a killed save leaves no file of weights.
         """
-        self._save(str(staged), state_dict=weights)
+        with without_progress_bars():
+            self._save(str(staged), state_dict=weights)
         remove_weights(folder)
         for file in filter(is_file, (folder / name for name in STATE)):
             file.unlink()  # of an earlier run
@@ -328,7 +330,8 @@ class CasnapTrainerMixin(_Base):
 
     def _write_weights(self, snapshot: Snapshot, folder: Path) -> None:
         """Have Transformers write the weights, in the form that it reads."""
-        self._save(str(folder), state_dict=dict(snapshot.get_state_dict_for_key("model")))
+        with without_progress_bars():
+            self._save(str(folder), state_dict=dict(snapshot.get_state_dict_for_key("model")))
 
     @property
     def _has_own_form(self) -> bool:

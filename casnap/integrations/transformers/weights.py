@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase as fnmatch
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
+from transformers.utils import logging as transformers_logging
 
 from casnap import Snapshot
 from casnap.extending import (
@@ -120,6 +122,20 @@ def give_up_weights(folder: Path) -> None:
 def is_weights(name: str) -> bool:
     """Whether a file has a name that weights have."""
     return any(fnmatch(name, pattern) for pattern in (*WEIGHTS, *ADAPTER))
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Within this ``with`` block, Transformers shows no progress bar, such as that of its shards.
+
+    Its public function would also change what is set for Hugging Face's hub.
+    """
+    was_active = transformers_logging._tqdm_active
+    transformers_logging._tqdm_active = False
+    try:
+        yield
+    finally:
+        transformers_logging._tqdm_active = was_active
 
 
 def tied_in(model: Any) -> set[str]:

@@ -438,6 +438,11 @@ def test_trials_share_the_store_of_the_output_dir(tmp_path: Path) -> None:
             trainer = trainer_of(tmp_path / "out", max_steps=2)
             trainer._get_output_dir = lambda trial, run=trial: str(tmp_path / f"out/run-{run}")
             trainer.train()
+def test_a_save_shows_no_progress_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert in_child(lambda: trainer_of(tmp_path, max_steps=2).train()) == 0
+    assert "Writing model shards" not in capfd.readouterr().err
+
+
 
     assert in_child(search) == 0
     first, second = Store(tmp_path / "out", create=False).snapshots()
