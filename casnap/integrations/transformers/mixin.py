@@ -43,7 +43,11 @@ from casnap.integrations.trainers import (
     snapshot_at,
 )
 from casnap.integrations.transformers.classes import alone, has_own_form, storing, unpickled
-from casnap.integrations.transformers.small_files import put_small_files, staging
+from casnap.integrations.transformers.small_files import (
+    naming_full_disk,
+    put_small_files,
+    staging,
+)
 from casnap.integrations.transformers.storing import STATE, load_engine
 from casnap.integrations.transformers.weights import (
     give_up_weights,
@@ -208,7 +212,8 @@ class CasnapTrainerMixin(_Base):
         try:
             # This writes the state of the Trainer. The methods below then write nothing, since the
             # snapshot has their state; and no checkpoint is removed before the snapshot exists.
-            super()._save_checkpoint(model, trial)
+            with naming_full_disk(folder):
+                super()._save_checkpoint(model, trial)
         finally:
             self._saving_checkpoint = False
             self.args.save_total_limit = limit
@@ -268,12 +273,13 @@ class CasnapTrainerMixin(_Base):
         Before, delete the weights, optimizer and scheduler that an earlier save left there. All
         files are written to ``staged`` first, so that a killed save leaves no file of weights.
         """
-        with without_progress_bars():
-            self._save(str(staged), state_dict=weights)
-        remove_weights(folder)
-        for file in filter(is_file, (folder / name for name in STATE)):
-            file.unlink()  # of an earlier run
-        return put_small_files(staged, folder)
+        with naming_full_disk(folder):
+            with without_progress_bars():
+                self._save(str(staged), state_dict=weights)
+            remove_weights(folder)
+            for file in filter(is_file, (folder / name for name in STATE)):
+                file.unlink()  # of an earlier run
+            return put_small_files(staged, folder)
 
     def _notices(self, folder: Path) -> list[str]:
         """Return the names of the files that a Trainer without casnap would load."""

@@ -5,6 +5,7 @@ The Trainer looks for them in the folder. A resume puts back what the folder lac
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -13,12 +14,24 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from casnap import Snapshot
-from casnap.extending import Markers, is_file, is_file_name, is_folder, is_taken, paths_in
+from casnap.errors import CasnapError, StorageFullError
+from casnap.extending import (
+    Markers,
+    is_file,
+    is_file_name,
+    is_folder,
+    is_taken,
+    paths_in,
+    put_whole,
+)
 from casnap.integrations.transformers.weights import STAGED, is_weights
 
 _log = logging.getLogger("casnap")
 _UNFINISHED = "checkpoint-is-incomplete.txt"
 """A file that the Trainer puts into the folder while it saves after a SIGTERM."""
+
+_LITTLE_ROOM = 64 << 10
+"""A disk with fewer free bytes counts as full once a write has failed."""
 
 
 @contextmanager
@@ -36,7 +49,8 @@ def staging(folder: Path) -> Iterator[Path]:
         # By this time, trainers sort checkpoints.
         os.utime(left.parent, ns=(info.st_atime_ns, info.st_mtime_ns))
     staged = folder / STAGED
-    staged.mkdir(parents=True, exist_ok=True)
+    with naming_full_disk(folder):
+        staged.mkdir(parents=True, exist_ok=True)
     try:
         yield staged
     finally:
@@ -48,6 +62,36 @@ def _delete(staged: Path) -> None:
         shutil.rmtree(staged)
     except OSError as e:
         _log.warning("%s is left, and may be deleted: %s", staged, e)
+
+
+@contextmanager
+def naming_full_disk(folder: Path) -> Iterator[None]:
+    """Within this ``with`` block, an error of a full disk says what to do.
+
+    Args:
+        folder: The folder of the checkpoint.
+
+    Raises:
+        StorageFullError: A file could not be written, since the disk is full.
+    """
+    try:
+        yield
+    except Exception as e:
+        if isinstance(e, CasnapError) or not _is_of_full_disk(e, folder):
+            raise
+        raise StorageFullError(
+            f"no space left to write the small files of {folder}, such as its config; this "
+            "checkpoint is not saved, and earlier ones are whole. Free some space, then resume "
+            "from the last one"
+        ) from e
+
+
+def _is_of_full_disk(error: Exception, folder: Path) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    # safetensors raises an error of its own, and torch one that does not say the reason.
+    is_full = is_folder(folder) and shutil.disk_usage(folder).free < _LITTLE_ROOM
+    return is_full or os.strerror(errno.ENOSPC) in str(error)
 
 
 def put_small_files(staged: Path, folder: Path) -> dict[str, bytes]:
@@ -90,7 +134,8 @@ def put_back(snapshot: Snapshot, folder: Path) -> None:
         if not (is_there and stays):
             # Made only if a file is missing: this user may have no right to write there.
             folder.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+            with naming_full_disk(folder):
+                put_whole(path, data)
     if bad:
         text = "%s: files of the snapshot are left out, for their names (%.500s)"
         _log.warning(text, folder, ", ".join(map(repr, bad)))

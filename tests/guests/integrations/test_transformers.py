@@ -15,13 +15,19 @@ import pytest
 import torch
 
 from casnap import Snapshot, Store
-from casnap.errors import EntryNotFoundError, SnapshotNotFoundError, StateError
+from casnap.errors import (
+    EntryNotFoundError,
+    SnapshotNotFoundError,
+    StateError,
+    StorageFullError,
+)
 from casnap.integrations.notices import is_notice
 from tests.support.bitwise import assert_same
 from tests.support.exports import assert_exports
 from tests.support.faults import backend_faults, in_child, kill, start, wait
 from tests.support.hf_trainer import FROZEN, trainer_of
 from tests.support.launched import kill_all
+from tests.support.mounts import fill, tmpfs
 from tests.support.pages import run_examples
 from tests.support.trainer_contract import RunContract, TrainerContract
 from tests.support.volumes import volume
@@ -224,6 +230,23 @@ def test_small_files_of_a_second_save_that_was_cut_off_are_replaced(
     assert in_child(resume) == 0
 
 
+@pytest.mark.parametrize("leave", [0, 4096, 12288])
+def test_a_full_disk_is_named_where_small_files_are_written(tmp_path: Path, leave: int) -> None:
+    """By the Trainer, by Transformers and by torch, which raise other errors."""
+    with tmpfs(tmp_path, "16M") as disk:
+        out = disk / "out"
+
+        def go() -> None:
+            words = f"no space left to write the small files of {out}/checkpoint-4, .* then resume"
+            with pytest.raises(StorageFullError, match=words):
+                run(out, disk / "end", at=3, strike=lambda: fill(disk, leave), max_steps=4)
+
+        assert in_child(go) == 0
+        (disk / "fill").unlink()
+        assert in_child(lambda: run(out, disk / "end", resume=True, max_steps=4)) == 0
+        assert [s.name for s in Store(out).snapshots()] == ["checkpoint-2", "checkpoint-4"]
+
+
 def test_a_thinned_checkpoint_is_not_resumed_with_a_fresh_optimizer(
     uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -415,6 +438,11 @@ def test_a_save_with_an_adapter_that_is_killed_is_passed_over(tmp_path: Path) ->
     assert not [*(tmp_path / "tmp").iterdir()]
 
 
+def test_a_save_shows_no_progress_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert in_child(lambda: trainer_of(tmp_path, max_steps=2).train()) == 0
+    assert "Writing model shards" not in capfd.readouterr().err
+
+
 def test_a_checkpoint_that_is_saved_again_has_no_weights_of_before(tmp_path: Path) -> None:
     def go() -> None:
         trainer_of(tmp_path / "out", plain=True, max_steps=2).train()
@@ -438,11 +466,6 @@ def test_trials_share_the_store_of_the_output_dir(tmp_path: Path) -> None:
             trainer = trainer_of(tmp_path / "out", max_steps=2)
             trainer._get_output_dir = lambda trial, run=trial: str(tmp_path / f"out/run-{run}")
             trainer.train()
-def test_a_save_shows_no_progress_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert in_child(lambda: trainer_of(tmp_path, max_steps=2).train()) == 0
-    assert "Writing model shards" not in capfd.readouterr().err
-
-
 
     assert in_child(search) == 0
     first, second = Store(tmp_path / "out", create=False).snapshots()
