@@ -149,7 +149,7 @@ def load_state(
             input_dir = checkpoints.last(comm)
         if input_dir is None:
             raise not_found_error(_project(accelerator), _ITS_OWN)
-        accelerator.project_configuration.iteration = (checkpoints.number(input_dir) or 0) + 1
+        accelerator.project_configuration.iteration = checkpoints.next_number()
     snapshot = snapshot_at(_absolute(input_dir))
     if snapshot is None:
         if not _is_its_own(input_dir):

@@ -19,7 +19,7 @@ import torch
 from fsspec.core import url_to_fs
 
 from casnap import Snapshot
-from casnap.errors import StateError, UnsupportedTypeError
+from casnap.errors import StateError, UnsupportedTypeError, shell_word
 from casnap.extending import (
     JoinedTake,
     LiveState,
@@ -33,6 +33,7 @@ from casnap.extending import (
     key_of,
     local_path,
     map_leaves,
+    own_rank,
 )
 from casnap.integrations.folders.rotation import forget
 from casnap.integrations.trainers import (
@@ -228,6 +229,9 @@ class SnapshotIO(_Base):
                 return self._load_file(path, map_location, weights_only)
             raise not_found_error(path, "a file")
         check_alone(path)
+        if snapshot.unhealthy and own_rank() == 0:
+            text = "%s has NaN or infinite elements: `casnap show %s --health` names them"
+            _log.warning(text, snapshot.path, shell_word(snapshot.path))
         allow_pickle = self._allow_pickle or weights_only is False
         return _move_to(_values_of(snapshot, allow_pickle=allow_pickle), map_location)
 

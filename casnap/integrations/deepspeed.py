@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from casnap import PendingSnapshot, Retention, Snapshot, Stateful, Store
+from casnap import HealthOptions, PendingSnapshot, Retention, Snapshot, Stateful, Store
 from casnap.errors import StateError
 from casnap.extending import (
     Comm,
@@ -261,7 +261,7 @@ def _options(
 
 def _newest(load_dir: StrPath) -> str | None:
     """Return the path of the newest snapshot of a folder; None if there is none."""
-    last = Store(local_path(load_dir)).latest()
+    last = Store(local_path(load_dir)).latest(healthy=HealthOptions.are_obeyed())
     if last is None and (itself := snapshot_at(load_dir)) is not None:
         folder, _, name = itself.path.rpartition("/")
         raise StateError(

@@ -18,11 +18,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from casnap import PendingSnapshot, Snapshot, Stateful
+from casnap import HealthOptions, PendingSnapshot, Snapshot, Stateful
 from casnap.errors import (
     NotAStoreError,
+    SnapshotError,
     SnapshotNotFoundError,
     StateError,
+    shell_word,
 )
 from casnap.extending import (
     Comm,
@@ -31,6 +33,7 @@ from casnap.extending import (
     StateSource,
     TakeOptions,
     WeightFiles,
+    amount,
     component_of,
     exists,
     is_folder,
@@ -221,21 +224,62 @@ class Checkpoints:
     def last(self, comm: Comm) -> str | None:
         """Return the last checkpoint from which a run can resume, as rank 0 sees it, or None.
 
-        This skips checkpoints whose save was cut off, and those whose snapshot is gone or thinned.
+        This skips checkpoints whose save was cut off, and those whose snapshot is gone, thinned or
+        unhealthy.
+
+        Raises:
+            SnapshotError: All checkpoints are unhealthy.
         """
         return agreed(comm, self.find_last)
 
     def find_last(self) -> str | None:
-        """Return the last checkpoint from which a run can resume, as this rank sees it."""
+        """Return the last checkpoint from which a run can resume, as this rank sees it.
+
+        Raises:
+            SnapshotError: All checkpoints are unhealthy.
+        """
+        unhealthy: Snapshot | None = None
         for path in reversed(self.paths()):
             snapshot = snapshot_at(path)
-            if (snapshot is not None and not snapshot.thinned) or self._is_own(path):
+            if self._is_own(path):
                 return str(path)
             why = "its save was cut off, or its snapshot is gone"
-            if snapshot is not None:
+            if snapshot is not None and snapshot.thinned:
                 why = f"its snapshot was thinned, and has lost {', '.join(snapshot.thinned)}"
+            elif snapshot is not None:
+                if not (snapshot.unhealthy and HealthOptions.are_obeyed()):
+                    return str(path)
+                unhealthy = unhealthy or snapshot
+                why = f"NaN or infinite elements in {amount(snapshot.unhealthy, 'tensor')}"
             _log.warning("%s is passed over: %s", path, why)
-        return None
+        return None if unhealthy is None else self._without_folder(unhealthy)
+
+    def _without_folder(self, unhealthy: Snapshot) -> str:
+        """Return the last healthy checkpoint, of which a limit of the trainer has left no folder.
+
+        Args:
+            unhealthy: The last of the checkpoints that have one.
+
+        Raises:
+            SnapshotError: There is none.
+        """
+        run = unhealthy.name.rpartition("/")[0]
+        for snapshot in reversed(unhealthy.store.snapshots(run or None)):
+            place, is_well = self._folder / snapshot.name.rpartition("/")[2], not snapshot.unhealthy
+            is_of_run = snapshot.row.run_of(snapshot.name) == run and not snapshot.row.is_rewound
+            if is_well and is_of_run and self.number(place) is not None and not snapshot.thinned:
+                _log.warning("%s is taken: its folder is gone, but not its snapshot", place)
+                return str(place)
+        raise SnapshotError(
+            f"all checkpoints in {self._folder} have NaN or infinite elements; the last one is "
+            f"{unhealthy.path}: `casnap show {shell_word(unhealthy.path)} --health` says where. To "
+            "resume from it after all, set CASNAP_HEALTH=off, or name it"
+        )
+
+    def next_number(self) -> int:
+        """Return the number for the next checkpoint: one more than that of any there is."""
+        whole = (path for path in self.paths() if self._is_own(path) or snapshot_at(path))
+        return max((self.number(path) or 0 for path in whole), default=-1) + 1
 
     def forget_oldest(self, keep: int) -> None:
         """Delete all snapshots but the newest ``keep``, and their folders with all that is in them.

@@ -211,6 +211,11 @@ def health_asked() -> OnUnhealthy | None:
             raise StoreError(f"CASNAP_HEALTH is {word!r:.80}; set it to warn, raise or off")
 
 
+def obeys_health() -> bool:
+    """Whether trainers pass over unhealthy snapshots: ``CASNAP_HEALTH`` is not "off"."""
+    return os.environ.get("CASNAP_HEALTH", "").strip() != "off"
+
+
 def collects_by_itself() -> bool:
     """Whether this process may collect garbage by itself: ``CASNAP_GC`` is not "off"."""
     return os.environ.get("CASNAP_GC") != "off"

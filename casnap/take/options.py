@@ -22,7 +22,7 @@ from casnap.errors import (
     UnsupportedTypeError,
 )
 from casnap.format.records import Row
-from casnap.runtime.environment import OnUnhealthy, health_asked
+from casnap.runtime.environment import OnUnhealthy, health_asked, obeys_health
 from casnap.runtime.later import ModuleLater
 from casnap.runtime.progress import Progress
 from casnap.runtime.units import Size, bytes_if_given, count_if_given, count_of
@@ -182,6 +182,14 @@ class HealthOptions:
         _check_globs("ignore", self.ignore)
         # Ranks compare the texts of options, so each has one form.
         object.__setattr__(self, "ignore", tuple(self.ignore or ()))
+
+    @staticmethod
+    def are_obeyed() -> bool:
+        """Whether trainers that resume pass over snapshots that were found unhealthy.
+
+        They do, unless ``CASNAP_HEALTH`` of the environment is "off".
+        """
+        return obeys_health()
 
     @classmethod
     def of(cls, asked: HealthOptions | bool | None) -> HealthOptions | None:
