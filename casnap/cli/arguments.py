@@ -340,5 +340,6 @@ def snapshot_fields(snapshot: Snapshot, lacking: Collection[str]) -> dict[str, A
         "unmirrored": snapshot.commit_id in lacking,
         "thinned": snapshot.row.is_thinned,
         "rewound": snapshot.row.is_rewound,
+        "unhealthy": snapshot.unhealthy,
         "unknown_features": list(snapshot.row.unknown_features),
     }

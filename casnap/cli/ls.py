@@ -32,9 +32,10 @@ def ls(store: str | None, prefix: str | None, wide: bool, as_json: bool) -> None
     """List the snapshots of a store, the newest last.
 
     Without STORE, lists the store at or above the current folder. PREFIX limits the list to one
-    run. METADATA begins with the tags. NEW is how much the snapshot added to the store, LOGICAL the
-    size of the state. The speed of a run ("eval_runtime") is left out of the metadata. On a narrow
-    terminal, long metadata are cut first; then the last columns are left out.
+    run. METADATA begins with the tags, and says if a snapshot has NaN. NEW is how much the snapshot
+    added to the store, LOGICAL the size of the state. The speed of a run ("eval_runtime") is left
+    out of the metadata. On a narrow terminal, long metadata are cut first; then the last columns
+    are left out.
     """
     place = open_store(store)
     snapshots = snapshots_of(place, prefix)
@@ -92,6 +93,7 @@ def _told(snapshot: Snapshot, *, brief: bool, only: Collection[str] | None = Non
         row.tags,
         holds=row.awaited,
         thinned=row.is_thinned,
+        unhealthy=row.unhealthy,
         unknown_features=row.unknown_features,
         brief=brief,
     )

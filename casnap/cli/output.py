@@ -89,6 +89,7 @@ def summary(
     *,
     holds: Sequence[str] = (),
     thinned: bool = False,
+    unhealthy: int | None = None,
     unknown_features: Sequence[str] = (),
     brief: bool = False,
 ) -> str:
@@ -99,6 +100,7 @@ def summary(
         tags: The tags.
         holds: Why no rule may delete the snapshot, in words.
         thinned: Whether it is thinned.
+        unhealthy: How many of its tensors have NaN or infinite elements; None if that is unknown.
         unknown_features: Features of it that this version does not know.
         brief: Whether to leave out the metadata about speed.
     """
@@ -107,6 +109,8 @@ def summary(
         words.append(f"(update casnap to read it: {', '.join(unknown_features)})")
     if thinned:
         words.append("(thinned)")
+    if unhealthy:
+        words.append(f"(NaN or infinite: {amount(unhealthy, 'tensor')})")
     words += [f"({hold})" for hold in holds]
     if metadata is None:
         words.append("(metadata damaged)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
 from typing import Any
 
 import click
@@ -51,9 +52,19 @@ Facts = dict[str, Any]
 @click.option(
     "--environment", is_flag=True, help="Show what the take was made with, such as versions."
 )
+@click.option(
+    "--health",
+    is_flag=True,
+    help="Show what the take has measured of each tensor: NaN, infinities, norm. The worst first.",
+)
 @reading_options
 def show(
-    snapshot: str, path: str | None, limit: int | None, environment: bool, as_json: bool
+    snapshot: str,
+    path: str | None,
+    limit: int | None,
+    environment: bool,
+    health: bool,
+    as_json: bool,
 ) -> None:
     """Show the contents of a snapshot, or one entry of it: a tensor, value or container.
 
@@ -61,8 +72,9 @@ def show(
     a path, containers included. KEY is the key of an element, if its path does not show it. SHARED
     is how much of a tensor an earlier snapshot had stored.
     """
-    if environment and path is not None:
-        raise click.UsageError("--environment is about the whole snapshot; give no PATH")
+    for option, is_given in (("--environment", environment), ("--health", health)):
+        if is_given and path is not None:
+            raise click.UsageError(f"{option} is about the whole snapshot; give no PATH")
     open_place = open_snapshot(snapshot)
     if path is None:
         from casnap.cli.mirror import commits_lacking
@@ -72,9 +84,12 @@ def show(
             "keys": list(_keys(open_place.contents)),
             "thinned_keys": list(open_place.thinned),
             "environment": open_place.environment,
+            **({"health": _health(open_place)} if health else {}),
         }
         if as_json:
             emit({**document}, open_place.store)
+        elif health:
+            _print_health(document["health"], limit or 50)
         elif environment:
             noted = document["environment"] or {"environment": "not noted"}
             _print_facts({safe(key): text for key, text in noted.items()})
@@ -106,6 +121,21 @@ def _keys(contents: Contents) -> Iterator[Facts]:
                 "entry_count": len(tree),
                 "logical_bytes": sum(entry.payload.nbytes for _, entry in tree.items()),
             }
+
+
+def _health(snapshot: Snapshot) -> list[Facts]:
+    """Return a row for each tensor that was measured, those with NaN and infinities first."""
+    measured = sorted(snapshot.health().items(), key=lambda item: item[1].is_finite)
+    return [
+        {
+            "entry": path,
+            "nan_count": each.nan,
+            "infinite_count": each.infinite,
+            "norm": each.norm if isfinite(each.norm) else None,
+            "largest": each.largest,
+        }
+        for path, each in measured
+    ]
 
 
 def _entry(contents: Contents, path: str) -> tuple[Facts, Entry]:
@@ -190,6 +220,7 @@ def _print_snapshot(snapshot: Snapshot, document: Facts) -> None:
             "logical": f"{size(stats.logical_bytes)} in {amount(stats.entries, 'entry')}",
             "new": _new_text(stats),
             "thinned": safe(", ".join(document["thinned_keys"])),
+            "unhealthy": amount(snapshot.unhealthy, "tensor") if snapshot.unhealthy else "",
             "metadata": summary(metadata_of(snapshot), snapshot.tags),
         }
     )
@@ -198,6 +229,24 @@ def _print_snapshot(snapshot: Snapshot, document: Facts) -> None:
         (k["entry"], f"{k['entry_count']:,}", size(k["logical_bytes"])) for k in document["keys"]
     ]
     table(("KEY", "ENTRIES", "BYTES"), rows, numbers={"ENTRIES", "BYTES"})
+
+
+def _print_health(measured: list[Facts], limit: int) -> None:
+    if not measured:
+        say("nothing was measured; Store(..., health=True) has takes do that")
+        return
+    rows = [
+        (
+            row["entry"],
+            *(f"{row[count]:,}" if row[count] else "" for count in ("nan_count", "infinite_count")),
+            "" if row["norm"] is None else f"{row['norm']:.6g}",
+            f"{row['largest']:.6g}",
+        )
+        for row in measured[:limit]
+    ]
+    header = ("PATH", "NAN", "INFINITE", "NORM", "LARGEST")
+    table(header, rows, numbers={*header[1:]})
+    print_rest(len(measured) - limit, "tensor")
 
 
 def _new_text(stats: Stats) -> str:

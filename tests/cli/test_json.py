@@ -45,6 +45,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     one = store / "run1/step_1"
     later = forged(tmp / "later", leaf_with(lambda payload: ["z", payload]))
     Store(tmp / "keys").take({"s": StateDict(best={(1, "a"): 0.5})}, "step_0")
+    Store(tmp / "measured", health=True).take({"s": StateDict(x=torch.ones(9))}, "step_0")
     torch.save({"model": {"w": torch.ones(3)}, "step": 4}, tmp / "old.pt")
     half = tmp / "half.pt"  # a tensor that was cast to more bits, and one that nobody has
     rounded = torch.randn(100).to(torch.bfloat16)
@@ -60,6 +61,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
             document("show", one, "progress/step"),
             document("show", later / LATER, "s/x"),
             document("show", tmp / "keys/step_0", "s/best"),
+            document("show", tmp / "measured/step_0", "--health"),
         ],
         "diff": [
             document("diff", store / "run1/step_2", store / "run2/step_0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from math import inf, nan
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from casnap import Retention, Snapshot, StateDict, Store
+from casnap.cli import run as command
 from casnap.errors import SnapshotError, SnapshotExistsError
 from casnap.integrations.folders import prune_missing_folders
 from tests.support.ranks import Worlds
@@ -193,3 +195,34 @@ def resumed_by_ranks(path: Path) -> list[str]:
 
 def test_all_ranks_find_one(world: Worlds, tmp_path: Path) -> None:
     assert world(2).run(resumed_by_ranks, tmp_path / "store") == [["run/1"], ["run/1"]]
+
+
+# --- the commands ---------------------------------------------------------------------------------
+
+
+def test_show_and_ls(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    run_of(store, "fi")
+    Store(store.uri, health=False).take(state(nan), "run/2")
+    bad = store.path_of("run/1")
+    assert command(["show", bad, "--health"]) == 0
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert shown == [
+        ["PATH", "NAN", "INFINITE", "NORM", "LARGEST"],
+        ["optim/exp_avg", "1", "9.94987", "1"],
+        ["model/w", "3.16228", "1"],
+    ]
+    assert command(["show", bad, "--health", "--limit", "1"]) == 0
+    assert "… and 1 tensor more" in capsys.readouterr().out
+    assert command(["show", bad, "--health", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["unhealthy"] == 1
+    assert [each["infinite_count"] for each in answer["health"]] == [1, 0]
+    assert command(["show", bad, "optim", "--health"]) == 2
+    assert "give no PATH" in capsys.readouterr().err
+    assert command(["show", store.path_of("run/2"), "--health"]) == 0
+    assert "nothing was measured" in capsys.readouterr().out
+    assert command(["show", bad]) == 0
+    assert "unhealthy  1 tensor" in capsys.readouterr().out
+    assert command(["ls", store.uri]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert ["NaN" in line for line in lines] == [False, True, False]
