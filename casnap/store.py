@@ -1062,9 +1062,13 @@ class Store:
         """Find the snapshots that hold given tensors, by digests: whose weights does a file have?
 
         A tensor is found under any path. A tensor that was cast to more bits is found too, if the
-        cast lost nothing: the report names the dtype. A tensor that was cast to fewer bits is not
-        found. The tensors of a file are streamed and hashed. From the store, only the trees of its
-        snapshots are read.
+        cast lost nothing: the report names the dtype. The tensors of a file are streamed and
+        hashed. From the store, only the trees of its snapshots are read.
+
+        If no snapshot holds all tensors, this also looks for what was cast to fewer bits: it reads
+        tensors of the same shape and the same path below the key, in the 16 newest snapshots, and
+        casts them. It reads a tensor up to its first chunk that differs, and leaves a snapshot
+        after eight tensors that differ, if none is equal.
 
         Args:
             source: The path of a file or folder, as :meth:`import_file` takes it; an object with
@@ -1080,7 +1084,7 @@ class Store:
             StateError: There is no tensor with elements; or a snapshot is of a store with chunks of
                 another size.
             UnsupportedTypeError: The source is none of the things that ``source`` may be.
-            DamagedError: A node of a snapshot is missing or damaged.
+            DamagedError: A node or a chunk of a snapshot is missing or damaged.
         """
         from casnap.history.who import Asked, tensors_of, who
 

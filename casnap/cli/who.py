@@ -36,7 +36,7 @@ def who(
     """Say which snapshots hold the weights of a file or a snapshot.
 
     The command compares digests. It hashes the tensors of the file, and finds them under any path.
-    It reads nothing of the store but the trees of its snapshots.
+    It reads little of the store but the trees of its snapshots.
 
     Without an argument, it lists groups of snapshots. The snapshots of one group have equal
     weights: if they are steps of one run, the training has changed no weight between them.
@@ -66,6 +66,7 @@ def who(
                 {"entry": path, "names": names} for path, names in report.elsewhere.items()
             ],
             "cast": [{"entry": path, "dtype": dtype} for path, dtype in report.cast.items()],
+            "rounded": [{"entry": path, "dtype": dtype} for path, dtype in report.rounded.items()],
         }
         emit({**store_fields(place), **facts}, place)
         return

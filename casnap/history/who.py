@@ -1,6 +1,7 @@
-"""Find the snapshots that hold given weights, by digests alone.
+"""Find the snapshots that hold given weights, by digests.
 
 Tensors that were cast to a wider dtype are found by their narrower form, if the cast lost nothing.
+For tensors that were cast to a narrower dtype, the elements of stored ones are read and cast.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from casnap.format.digest import Digest, digest_of
 from casnap.format.entries import Entry, TensorEntry
 from casnap.format.records import encode
 from casnap.format.tree import LeafNode
+from casnap.history.rounded import MOST_SNAPSHOTS, RoundedSearch
 from casnap.runtime.sizes import size
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.flatten import flatten
@@ -64,12 +66,15 @@ class WhoReport:
         elsewhere: For each tensor that the first holder lacks, the names of other holders, the
             newest first; empty if no snapshot has it.
         cast: For each tensor that is held in another dtype, that dtype. Both have the same values.
+        rounded: For each tensor that is held in a dtype of more bits, that dtype. The tensor equals
+            what is held, cast to its own dtype.
     """
 
     tensors: int
     holders: list[Holder]
     elsewhere: dict[str, list[str]] = field(default_factory=dict)
     cast: dict[str, str] = field(default_factory=dict)
+    rounded: dict[str, str] = field(default_factory=dict)
 
     @property
     def whole(self) -> list[str]:
@@ -91,6 +96,10 @@ class WhoReport:
             lines += [f"… and {more:,} more tensors"] if more > 0 else []
         for dtype, count in Counter(self.cast.values()).items():
             lines.append(f"{count:,} of these tensors are held as {dtype}, with the same values")
+        for dtype, count in Counter(self.rounded.values()).items():
+            lines.append(
+                f"{count:,} of these tensors are held as {dtype}, and equal once it is cast"
+            )
         return "\n".join(lines)
 
 
@@ -151,7 +160,7 @@ def who(snapshots: Mapping[str, Contents], asked: Asked, chunk_size: int) -> Who
     Raises:
         StateError: There is no tensor with elements; or the tensors were cut into chunks of another
             size, and so have other digests.
-        DamagedError: A node of a snapshot is missing or damaged.
+        DamagedError: A node or a chunk of a snapshot is missing or damaged.
     """
     forms = {path: [i] for path, entry in asked.entries.items() if (i := _identity(entry))}
     if not forms:
@@ -167,6 +176,7 @@ def who(snapshots: Mapping[str, Contents], asked: Asked, chunk_size: int) -> Who
             if path in forms:
                 forms[path] += _narrowed(leaf, asked.chunk_size)
         held = _held(snapshots, forms)
+    rounded = _add_rounded(held, snapshots, asked, forms)
     order = {name: i for i, name in enumerate(snapshots)}
     names = sorted(held, key=lambda name: (-len(held[name]), -order[name]))
     holders = [
@@ -182,9 +192,46 @@ def who(snapshots: Mapping[str, Contents], asked: Asked, chunk_size: int) -> Who
     cast = {
         path: identity[0]
         for path, identity in (held[first.name].items() if first else ())
-        if identity != forms[path][0]
+        if identity != forms[path][0] and (path, identity) not in rounded
     }
-    return WhoReport(len(forms), holders, elsewhere, cast)
+    of_more_bits = {
+        path: identity[0]
+        for path, identity in (held[first.name].items() if first else ())
+        if (path, identity) in rounded
+    }
+    return WhoReport(len(forms), holders, elsewhere, cast, of_more_bits)
+
+
+def _add_rounded(
+    held: dict[str, dict[str, TensorContent]],
+    snapshots: Mapping[str, Contents],
+    asked: Asked,
+    forms: Mapping[str, Sequence[TensorContent]],
+) -> set[tuple[str, TensorContent]]:
+    """Add the tensors that were cast to fewer bits, if no snapshot holds all.
+
+    Args:
+        held: What each snapshot holds, as :func:`_held` returns it. This adds to it.
+        snapshots: The snapshots, in the order of their commits.
+        asked: The tensors.
+        forms: The paths of the tensors that are looked for.
+
+    Returns:
+        Path and stored form of each tensor that was added.
+    """
+    if any(len(paths) == len(forms) for paths in held.values()):
+        return set()
+    search = RoundedSearch({path: leaf for path, leaf in asked.leaves.items() if path in forms})
+    added = set[tuple[str, TensorContent]]()
+    for name in list(snapshots)[: -MOST_SNAPSHOTS - 1 : -1]:
+        found = search.found_in(snapshots[name])
+        more = {path: form for path, form in found.items() if path not in held.get(name, ())}
+        if more:
+            added.update(more.items())
+            held.setdefault(name, {}).update(more)
+            if len(held[name]) == len(forms):
+                break
+    return added
 
 
 def equal_weights(snapshots: Mapping[str, Contents]) -> list[list[str]]:

@@ -47,10 +47,10 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     Store(tmp / "keys").take({"s": StateDict(best={(1, "a"): 0.5})}, "step_0")
     Store(tmp / "measured", health=True).take({"s": StateDict(x=torch.ones(9))}, "step_0")
     torch.save({"model": {"w": torch.ones(3)}, "step": 4}, tmp / "old.pt")
-    half = tmp / "half.pt"  # a tensor that was cast to more bits, and one that nobody has
-    rounded = torch.randn(100).to(torch.bfloat16)
-    Store(store).take({"model": StateDict(w=rounded)}, "half/step_0")
-    torch.save({"w": rounded.float(), "other": torch.ones(7)}, half)
+    half = tmp / "half.pt"  # tensors that were cast to more and fewer bits; one that nobody has
+    rounded, whole = torch.randn(100).to(torch.bfloat16), torch.randn(100)
+    Store(store).take({"model": StateDict(w=rounded, v=whole)}, "half/step_0")
+    torch.save({"w": rounded.float(), "v": whole.bfloat16(), "other": torch.ones(7)}, half)
     result: dict[str, list[dict[str, Any]]] = {
         "init": [document("init", tmp / "new")],
         "ls": [document("ls", store)],

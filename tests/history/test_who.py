@@ -70,6 +70,27 @@ def test_weights_that_were_cast_to_more_bits(store: Store) -> None:
     assert store.who(model_at(7)).whole == []
 
 
+def test_weights_that_were_cast_to_fewer_bits(store: Store, tmp_path: Path) -> None:
+    tensors = {f"{name}": tensor for name, tensor in tensors_at(2).items()}
+    half = {n: t.bfloat16() if t.is_floating_point() else t for n, t in tensors.items()}
+    save_file(half, tmp_path / "half.safetensors")
+    for source in (tmp_path / "half.safetensors", half):
+        report = store.who(source)
+        assert report.whole == ["run/step_2"]
+        assert report.rounded["model/0.weight"] == "float32"
+        assert report.cast == {}
+        assert "held as float32, and equal once it is cast" in str(report)
+    # A head of another step; and a single bit in the last chunk of a tensor.
+    half["2.weight"] = tensors_at(1)["2.weight"].bfloat16()
+    bits = half["0.weight"].view(torch.int16)
+    bits[-1, -1] ^= 1
+    report = store.who(half)
+    assert report.holders[0].name == "run/step_2"
+    assert set(report.holders[0].lacking) == {"model/0.weight", "model/2.weight"}
+    assert report.elsewhere["model/2.weight"] == ["run/step_1"]
+    assert store.who(model_at(9).half()).holders[0].found < 9
+
+
 def test_two_tensors_that_were_exchanged(store: Store) -> None:
     """Paths do not count, which the page says: all tensors are there."""
     tensors = tensors_at(0)
