@@ -22,6 +22,7 @@ from casnap.integrations import with_deepspeed
 from casnap.integrations.sharded import ShardedModel, ShardedOptimizer, optimizer_for
 from casnap.integrations.trainers import (
     WEIGHTS,
+    WEIGHTS_ALONE,
     Checkpoints,
     Notices,
     StrPath,
@@ -46,8 +47,7 @@ __all__ = ["load_state", "save_state"]
 
 _NOTICE = (
     "This is a snapshot of casnap; load it by "
-    "casnap.integrations.accelerate.load_state(accelerator, folder), or its weights by "
-    'casnap.Snapshot(folder).restore({"model": model})'
+    f"casnap.integrations.accelerate.load_state(accelerator, folder). {WEIGHTS_ALONE}"
 )
 _ITS_OWN = "one of the Accelerator's own"
 _ONE_COPY = ("NO", "MULTI_CPU", "MULTI_GPU")

@@ -53,6 +53,11 @@ WEIGHTS = (
     *("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*-of-*.bin"),
 )
 """The names of the files that trainers of Hugging Face load a model from, as globs."""
+WEIGHTS_ALONE = (
+    "For its weights, `casnap pull FOLDER NEW`, with this folder and a new one, writes a folder "
+    'that every program opens, or use casnap.Snapshot(folder).restore({"model": model})'
+)
+"""How to get weights, for notices of trainers."""
 OTHER_WEIGHTS = "these are not the weights of the snapshot in that folder"
 """The message about weights that somebody else has put beside a snapshot, after their paths."""
 

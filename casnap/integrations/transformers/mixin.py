@@ -35,6 +35,7 @@ from casnap.integrations import with_deepspeed
 from casnap.integrations.folders.rotation import forget
 from casnap.integrations.sharded import ShardedModel, ShardedOptimizer, adapter_of
 from casnap.integrations.trainers import (
+    WEIGHTS_ALONE,
     Checkpoints,
     Notices,
     Value,
@@ -68,9 +69,8 @@ _WEIGHTS = ("last", "all", "none")
 _NEVER_SAVED = ""
 _NOTICE = (
     "This checkpoint is a snapshot of casnap, which holds the weights, the optimizer and all else "
-    "that a run goes on with. Use `casnap run COMMAND`, a Trainer with "
-    "casnap.integrations.transformers.CasnapTrainerMixin, or "
-    'casnap.Snapshot(folder).restore({"model": model})'
+    "that a run goes on with. To resume, use `casnap run COMMAND`, or a Trainer with "
+    f"casnap.integrations.transformers.CasnapTrainerMixin. {WEIGHTS_ALONE}"
 )
 
 

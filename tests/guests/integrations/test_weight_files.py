@@ -19,7 +19,7 @@ from casnap.errors import SnapshotNotFoundError, StateError
 from casnap.extending import WeightFiles
 from casnap.integrations.notices import is_notice
 from tests.support.bitwise import assert_same
-from tests.support.cli_calls import COMMAND
+from tests.support.cli_calls import COMMAND, invoke
 from tests.support.faults import disk_full, in_child, kill
 from tests.support.hf_trainer import loaded, stored, trainer_of, with_weights
 from tests.support.launched import launched
@@ -40,6 +40,15 @@ def test_the_last_folder_is_as_the_trainer_saves_it(tmp_path: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(last)
         assert_same(dict(model.state_dict()), dict(ours.model.state_dict()))
         assert with_weights(tmp_path / "ours") == ["checkpoint-8"]
+        # An older one says how to get its weights, and so it is done.
+        older = tmp_path / "ours/checkpoint-6"
+        with pytest.raises(
+            KeyError, match=r"^'casnap: .*`casnap pull FOLDER NEW`, with this folder"
+        ):
+            AutoModelForCausalLM.from_pretrained(older)
+        invoke("pull", older, tmp_path / "new")
+        AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+        assert_same(loaded(tmp_path / "new"), stored(Snapshot(older)))
         # It has all but the optimizer, with which a plain Trainer would go on anew.
         with pytest.raises(KeyError, match=r"^'casnap: This checkpoint is a snapshot of casnap"):
             trainer_of(tmp_path / "ours", plain=True).train(resume_from_checkpoint=True)
