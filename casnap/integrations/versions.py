@@ -45,12 +45,20 @@ class Versions(NamedTuple):
         oldest: The oldest version that was tested.
         newest: The newest version that was tested. Its later patches count as tested.
         failing: The versions that are known to fail, inside or outside of this range.
+        last_of_majors: The newest version that was tested of each older major version.
     """
 
     package: str
     oldest: str
     newest: str
     failing: tuple[Failing, ...] = ()
+    last_of_majors: tuple[str, ...] = ()
+
+    def instead_of(self, installed: str) -> str:
+        """Return the command that installs a tested version, of the same major one if it can be."""
+        major = _release(installed)[0]
+        same = [v for v in (*self.last_of_majors, self.newest) if _release(v)[0] == major]
+        return f"pip install '{self.package}=={same[0] if same else self.newest}'"
 
 
 TESTED: Mapping[str, Versions] = MappingProxyType(
@@ -75,7 +83,7 @@ TESTED: Mapping[str, Versions] = MappingProxyType(
                 ),
             ),
         ),
-        "transformers": Versions("transformers", "4.51.3", "5.24.0"),
+        "transformers": Versions("transformers", "4.51.3", "5.24.0", last_of_majors=("4.57.6",)),
     }
 )
 """Integration → versions. The integration's name is that of its module, and of an extra."""
@@ -92,7 +100,8 @@ def check_version(integration: str, tested: Versions | None = None) -> None:
         ImportError: The package is not installed, or its version is known to fail; the message says
             what to install.
     """
-    package, oldest, newest, failing = tested or TESTED[integration]
+    tested = tested or TESTED[integration]
+    package, oldest, newest, failing, _ = tested
     module = f"casnap.integrations.{integration}"
     try:
         installed = version(package)
@@ -117,6 +126,8 @@ def check_version(integration: str, tested: Versions | None = None) -> None:
             f"{module} was tested with {package} {range_}, and this is "
             f"{'a newer' if is_newer else 'an older'} one, {installed}. It goes on; let a short "
             "run save and resume before you rely on it"
+            + f", or run: {tested.instead_of(installed)}"
+            * (not is_newer)
         )
 
 
@@ -137,11 +148,12 @@ def check_methods(
         ImportError: The class lacks a method; the message says what to install.
     """
     if lacking := [name for name in methods if not hasattr(kind, name)]:
-        package, _, newest, _ = tested or TESTED[integration]
+        tested = tested or TESTED[integration]
+        package, installed = tested.package, version(tested.package)
         raise ImportError(
-            f"casnap.integrations.{integration} does not work with {package} {version(package)}: "
-            f"its {kind.__name__} has no {', '.join(lacking)}. "
-            f"Run: pip install '{package}=={newest}'",
+            f"casnap.integrations.{integration} does not work with {package} {installed}: "
+            f"its {kind.__name__} has no {', '.join(lacking)}. It was tested with {tested.oldest} "
+            f"to {tested.newest}. Run: {tested.instead_of(installed)}",
             name=package,
         )
 

@@ -74,9 +74,23 @@ def test_a_framework_whose_methods_have_other_names_is_refused() -> None:
     """They would never be called, and the framework would save by itself."""
     tested = Versions("msgspec", "0.1", "9000")
     check_methods("some", msgspec.Raw, ["copy"], tested)
-    wanted = f"msgspec {MSGSPEC}: its Raw has no save, load. Run: pip install 'msgspec==9000'"
+    wanted = f"msgspec {MSGSPEC}: its Raw has no save, load. .* Run: pip install 'msgspec==9000'"
     with pytest.raises(ImportError, match=wanted):
         check_methods("some", msgspec.Raw, ["save", "copy", "load"], tested)
+
+
+@pytest.mark.parametrize(
+    ("installed", "advised"), [("4.46.3", "4.57.6"), ("3.5", "5.24.0"), ("6.0.0rc1", "5.24.0")]
+)
+def test_a_tested_version_of_the_same_major_one_is_advised(installed: str, advised: str) -> None:
+    """A project that is written for Transformers 4 cannot take 5."""
+    assert TESTED["transformers"].instead_of(installed) == f"pip install 'transformers=={advised}'"
+
+
+def test_an_older_version_is_told_what_to_take(caplog: pytest.LogCaptureFixture) -> None:
+    major = int(MSGSPEC.partition(".")[0])
+    check_version("other", Versions("msgspec", f"{major}.9000", f"{major}.9001"))
+    assert caplog.text.rstrip().endswith(f"or run: pip install 'msgspec=={major}.9001'")
 
 
 def test_the_page_has_the_ranges_that_were_tested() -> None:
@@ -85,12 +99,13 @@ def test_the_page_has_the_ranges_that_were_tested() -> None:
         oldest, newest = tested.oldest, tested.newest
         text = oldest if oldest == newest else f"{oldest} to {newest}"
         assert re.search(rf"^\| \[.*\]\(guides/[^)]*\) {text} \|", page.read_text(), re.MULTILINE)
+        assert all(f" {version}, " in page.read_text() for version in tested.last_of_majors)
 
 
 @pytest.mark.parametrize("framework", TESTED)
 def test_the_extra_has_the_range_that_was_tested(framework: str) -> None:
     """Without an upper bound, unless all that is newer is known to fail."""
-    package, oldest, _, failing = TESTED[framework]
+    package, oldest, _, failing, _ = TESTED[framework]
     ends = [f",<{fails.first}" for fails in failing if not fails.below]
     extra = re.search(
         rf"^{framework.replace('_', '-')} = \[(.*)\]$", PYPROJECT.read_text(), re.MULTILINE
