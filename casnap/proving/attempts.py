@@ -23,6 +23,10 @@ _ENDED = (b"Z", b"X")
 _LOOK = 0.02
 
 
+class AttemptError(CasnapError):
+    """An attempt failed by itself, or did not end in time; the message names its log."""
+
+
 class Attempt:
     """A command that runs, with its output in a file.
 
@@ -65,7 +69,7 @@ class Attempt:
             Whether the command was killed.
 
         Raises:
-            CasnapError: The command failed by itself, or did not end in time. The message has
+            AttemptError: The command failed by itself, or did not end in time. The message has
                 the last line of its output.
         """
         stop = time.monotonic() + timeout
@@ -74,7 +78,7 @@ class Attempt:
                 if look() and self._process.poll() is None:
                     return True
                 if time.monotonic() > stop:
-                    raise CasnapError(
+                    raise AttemptError(
                         f"a run did not end within {timeout:g} s; let it end by itself, or stop it "
                         f"by --snapshots, or give it more time by --timeout{self._last_line()}"
                     )
@@ -84,7 +88,7 @@ class Attempt:
         if self._process.returncode:
             status = self._process.returncode
             how = f"signal {-status}" if status < 0 else f"exit status {status}"
-            raise CasnapError(f"a run failed by itself ({how}){self._last_line()}")
+            raise AttemptError(f"a run failed by itself ({how}){self._last_line()}")
         return False
 
     def kill(self) -> None:

@@ -7,13 +7,14 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from casnap import Diff, Store
 from casnap.errors import CasnapError
 from casnap.extending import LEFT_OUT, amount, is_folder, is_taken, paths_in
-from casnap.proving.attempts import Attempt
+from casnap.proving.attempts import Attempt, AttemptError
 from casnap.proving.causes import Cause, causes_of
 
 PLACE = "{store}"
@@ -63,6 +64,7 @@ class Run:
         began_again: The newest snapshot at a kill after which the run took an older one anew; "" if
             it never did.
         replaced: The names that it took more than once, such as that of a last snapshot.
+        failure: How an attempt after a kill failed, or that it did not end; "" if none did.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Run:
     kills: list[str] = field(default_factory=list)
     began_again: str = ""
     replaced: frozenset[str] = frozenset()
+    failure: str = ""
 
 
 class LeftOut(NamedTuple):
@@ -149,7 +152,8 @@ class Proof:
     @property
     def ok(self) -> bool:
         """Whether the killed run has stored what the unbroken one has."""
-        return self.is_deterministic and self.result.equal and not self.killed.began_again
+        has_resumed = not self.killed.began_again and not self.killed.failure
+        return self.is_deterministic and self.result.equal and has_resumed
 
 
 def prove(options: Options) -> Proof:
@@ -157,7 +161,7 @@ def prove(options: Options) -> Proof:
 
     Raises:
         CasnapError: The folder is not new, the command does not say where to store, takes too few
-            snapshots, fails by itself or does not end.
+            snapshots, fails by itself before a kill, or does not end.
     """
     check_command(options.command, options.resume_command)
     store = make_room(options.room)
@@ -177,7 +181,7 @@ def prove(options: Options) -> Proof:
         unbroken,
         killed,
         noise.paths,
-        ended_alone=ended_alone,
+        ended_alone=ended_alone and not killed.failure,
         only_global=bool(options.resume_command),
     )
     proof = Proof(unbroken, again, killed, noise, result, [], options.seed, runs.hints("unbroken"))
@@ -298,15 +302,22 @@ class _Runs:
         # A run that is killed as it takes the first one may not see that one, and begin again.
         begun = unbroken.names.index(once[:2][-1]) + 1
         aims = range(min(begun, count - 1), count)
-        targets = sorted(self._random.sample(aims, min(options.kills, len(aims))))
+        targets = self._targets(aims)
         gap = 0.0 if is_last else self._gap
-        kills, began_again = list[str](), ""
+        kills, began_again, failure = list[str](), "", ""
         while True:
             at_start = watch.look()
-            aim = max(targets[len(kills)], at_start + bool(kills)) if targets[len(kills) :] else 0
-            moment = _Moment(watch, aim, self._random.uniform(0, gap), options.snapshots)
+            target = targets[len(kills)] if len(kills) < len(targets) else _Target(0, 0.0)
+            aim = max(target.after, at_start + bool(kills)) if target.after else 0
+            delay = self._random.uniform(0, gap) * target.lateness
+            moment = _Moment(watch, aim, delay, options.snapshots)
             command = options.resume_command if kills and options.resume_command else None
-            was_killed = self._attempt(name, command).watch(moment.look, options.timeout)
+            try:
+                was_killed = self._attempt(name, command).watch(moment.look, options.timeout)
+            except AttemptError as e:
+                if not kills:
+                    raise
+                was_killed, failure = False, str(e)
             watch.look()
             # A trainer may not see the newest one either, if the kill cut off what it does after.
             unseen = {*kills[-1:]} - {once[0]}
@@ -321,7 +332,28 @@ class _Runs:
                 break  # nothing is left that a resume could get wrong
             kills.append(next((n for n in reversed(watch.seen) if n not in unbroken.replaced), ""))
             options.say(f"killed after {kills[-1]}")
-        return Run(name, list(watch.seen), time.monotonic() - began, kills, began_again)
+        seconds = time.monotonic() - began
+        return Run(name, list(watch.seen), seconds, kills, began_again, failure=failure)
+
+    def _targets(self, aims: range) -> list[_Target]:
+        """Choose after how many snapshots to kill, in order.
+
+        One lies in each of equal parts, since some faults show only after an early kill, or only
+        after a late one. One more is the next after one of these, and kills as soon as the snapshot
+        is there: else all might fall where nothing is under way, as between two accumulations.
+        """
+        count = min(self._options.kills, len(aims))
+        parts = max(1, count - 1)
+        cuts = [len(aims) * number // parts for number in range(parts + 1)]
+        chosen = {self._random.choice(aims[a:b]) for a, b in pairwise(cuts)}
+        neighbor = 0
+        if count > 1:
+            one = self._random.choice(sorted(chosen))
+            neighbor = one + 1 if one + 1 in aims else one
+            chosen |= {neighbor, neighbor - 1}
+        others = [aim for aim in aims if aim not in chosen]
+        chosen.update(self._random.sample(others, count - len(chosen)))
+        return [_Target(each, float(each != neighbor)) for each in sorted(chosen)]
 
     def hints(self, name: str) -> list[str]:
         """Return what a run has said that its app state leaves out."""
@@ -336,6 +368,18 @@ class _Runs:
 
     def _log(self, name: str) -> Path:
         return self._options.room / "logs" / f"{name}.log"
+
+
+class _Target(NamedTuple):
+    """After how many snapshots to kill.
+
+    Attributes:
+        after: How many; 0 for not at all.
+        lateness: Up to which share of the time to the next snapshot to wait.
+    """
+
+    after: int
+    lateness: float
 
 
 class _Moment:
@@ -466,7 +510,7 @@ def _causes(store: Store, proof: Proof) -> list[Cause]:
                 "the retention keep more snapshots",
             )
         )
-    elif proof.result.lacking:
+    elif proof.result.lacking and not proof.killed.failure:
         causes.append(
             Cause(
                 "run",
@@ -478,4 +522,8 @@ def _causes(store: Store, proof: Proof) -> list[Cause]:
         snapshot = store[f"{proof.unbroken.name}/{proof.result.differing[0]}"]
         roles = {path: handle.role for path, handle in snapshot.handles().items()}
         causes += causes_of(proof.result.first, roles)
+    # Last: a state that is restored wrongly may fail to be restored the next time.
+    if proof.killed.failure:
+        kill = proof.killed.kills[-1]
+        causes.append(Cause("run", f"after the kill at {kill} {proof.killed.failure}"))
     return causes

@@ -137,6 +137,19 @@ def test_a_run_that_ends_after_a_kill_is_not_proven(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_that_fails_after_a_kill_is_not_proven(tmp_path: Path) -> None:
+    """What differs before is named first: it may be why."""
+    for fault, roles in (("", ["run"]), ("weight.zero_(); ", ["loader", "weights", "run"])):
+        fault += "sys.exit('no more') if progress['step'] > 3 else None"
+        command = (sys.executable, light(tmp_path / "train.py", fault), "{store}")
+        options = ("--json", "--kills", 4, "--room", tmp_path / f"room{len(roles)}")
+        document = json.loads(prove_light(*options, *command, status=1)[0])
+        assert not document["proven"]
+        assert [cause["role"] for cause in document["causes"]] == roles
+        assert "its last line: no more" in document["causes"][-1]["text"]
+
+
+@pytest.mark.slow
 def test_a_run_that_begins_again_is_not_proven(tmp_path: Path) -> None:
     """What it takes anew under names that are there is equal."""
     script = light(tmp_path / "train.py")
