@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from casnap import Diff
+from casnap.extending import TensorEntry
 
 _MEANS = {
     "scheduler": (
@@ -29,6 +31,7 @@ _LACKING = {
     "loader": "the app state has no place in the data: the loader may begin its epoch again",
     "generators": "the app state has no random states, no RNGState: the numbers begin again",
 }
+_HALVES = frozenset({"bfloat16", "float16"})
 _SMALL = 1e-5
 """A relative difference below this looks like another order of additions."""
 
@@ -37,7 +40,8 @@ class Cause(NamedTuple):
     """A usual cause of a difference.
 
     Attributes:
-        role: What the paths that show it are to a training; ``run`` for the run as a whole.
+        role: What the paths that show it are to a training; or ``run`` for the run as a whole,
+            ``environment`` for its settings, ``ranks`` for another number of ranks.
         text: The cause in words.
     """
 
@@ -45,7 +49,7 @@ class Cause(NamedTuple):
     text: str
 
 
-def causes_of(diff: Diff, roles: Mapping[str, str]) -> list[Cause]:
+def causes_of(diff: Diff, roles: Mapping[str, str], own_keys: Collection[str] = ()) -> list[Cause]:
     """Return what may have caused a difference, the most likely first.
 
     Weights and moments tell the least: after one step, every cause makes them differ. So
@@ -54,50 +58,124 @@ def causes_of(diff: Diff, roles: Mapping[str, str]) -> list[Cause]:
     Args:
         diff: The first difference between an unbroken run and one that was resumed.
         roles: What each path of the snapshot is to the training.
+        own_keys: Keys of what single ranks had for themselves, if the run went on with other ranks.
     """
     found = diff.by_role()
-    causes = list[Cause]()
+    causes = [*_of_ties(diff), *_of_names(diff)]
     known = set(roles.values())
     # An optimizer has groups, also one without moments.
     if "moments" not in known and not any("/param_groups/" in path for path in roles):
         causes.append(Cause("moments", _LACKING["moments"]))
         known.add("moments")
-    moments = found.get("moments", [])
-    steps = [c for c in moments if c.path.rpartition("/")[2] == "step"]
-    if steps or any(change.kind != "changed" for change in moments):
-        shown = f" ({steps[0].path}: {steps[0].difference})" if steps else ""
-        causes.append(
+    causes += _of_moments(diff)
+    causes += [Cause(role, _MEANS[role]) for role in found if role in _MEANS]
+    return causes or _of_weights(diff, known, own_keys)
+
+
+def environment_cause(before: Mapping[str, str], after: Mapping[str, str]) -> list[Cause]:
+    """Return as a cause how the environments of two takes differ; nothing if they do not."""
+    changed = [
+        f"{key} {before.get(key, 'none')} → {after.get(key, 'none')}"
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key) != after.get(key)
+        # Some are noted late, as the device; variables are there from the start, or never.
+        and (key.isupper() or (key in before and key in after))
+    ]
+    text = f"the run went on with other settings: {', '.join(changed)}"
+    return [Cause("environment", text)] if changed else []
+
+
+def _of_ties(diff: Diff) -> list[Cause]:
+    """Return as a cause that weights were equal, as tied ones are, and are not any more."""
+    alike = defaultdict[object, list[tuple[str, object]]](list)
+    for change in diff.of("changed"):
+        old, new = change.old, change.new
+        if change.role == "weights" and old and new and old.payload.digests:
+            key = change.path.partition("/")[0]  # an average of its own is no tie
+            alike[key, old.payload].append((change.path, new.payload))
+    for tensors in alike.values():
+        if len({payload for _, payload in tensors}) > 1:
+            names = " and ".join(path for path, _ in tensors[:2])
+            return [Cause("weights", f"a tie is lost: {names} were equal, and are not any more")]
+    return []
+
+
+def _of_names(diff: Diff) -> list[Cause]:
+    """Return as a cause that weights have come or gone."""
+    parts = [
+        f"{path} is {word}"
+        for changes, word in ((diff.of("removed"), "gone"), (diff.of("added"), "new"))
+        for path in [change.path for change in changes if change.role == "weights"][:1]
+    ]
+    text = f"the weights have other names: {', '.join(parts)}; with strict=False nothing fills them"
+    return [Cause("weights", text)] if parts else []
+
+
+def _of_moments(diff: Diff) -> list[Cause]:
+    """Return a cause that moments show by their steps and names; each other one changes them."""
+    moments = [change for change in diff.changes if change.role == "moments"]
+    steps = [c for c in moments if c.path.rpartition("/")[2] == "step" and c.kind != "added"]
+    new = [change for change in moments if change.kind == "added"]
+    if new and not steps and all(change.kind != "removed" for change in moments):
+        return [
             Cause(
                 "moments",
-                "the optimizer has other moments: it was made, or rebuilt, after the restore, or "
-                f"is not in the app state{shown}",
+                f"the optimizer has more moments, as {new[0].path}: it trains parameters that it "
+                "did not, such as a part that was frozen",
             )
+        ]
+    if not steps and all(change.kind == "changed" for change in moments):
+        return []
+    shown = f" ({steps[0].path}: {steps[0].difference})" if steps else ""
+    return [
+        Cause(
+            "moments",
+            "the optimizer has other moments: it was made, or rebuilt, after the restore, or is "
+            f"not in the app state{shown}",
         )
-    causes += [Cause(role, _MEANS[role]) for role in found if role in _MEANS]
-    return causes or _of_weights(diff, known)
+    ]
 
 
-def _of_weights(diff: Diff, roles: Collection[str]) -> list[Cause]:
-    """Return causes of a difference that only weights and moments show."""
-    causes = [Cause(role, text) for role, text in _LACKING.items() if role not in roles]
-    weights = [c for c in diff.changes if c.role == "weights"]
+def _of_weights(diff: Diff, known: Collection[str], own_keys: Collection[str]) -> list[Cause]:
+    """Return causes of a difference that only weights and moments show.
+
+    A role that the app state lacks is a cause as well, but less so than what the weights tell.
+    """
+    lacking = [Cause(role, text) for role, text in _LACKING.items() if role not in known]
+    weights = [change for change in diff.changes if change.role == "weights"]
     largest = max((c.elements.largest_relative for c in weights if c.elements), default=1.0)
     if largest < _SMALL:
-        causes.append(
+        return [
+            *lacking,
             Cause(
                 "weights",
                 f"all differ by less than {_SMALL:g} of their value, as after another order of "
-                "additions: other kernels, threads or ranks, or TF32",
+                "additions: other kernels, threads or ranks",
+            ),
+        ]
+    causes = list[Cause]()
+    if own_keys:
+        causes.append(
+            Cause(
+                "ranks",
+                f"single ranks keep {', '.join(own_keys)} for themselves: a new rank has nothing "
+                "of it, and what moves to another rank is left behind. Let shards be DTensors",
             )
         )
-    else:
-        keys = sorted({c.path.partition("/")[0] for c in weights})
+    dtypes = {c.old.dtype for c in weights if isinstance(c.old, TensorEntry)}
+    if dtypes and dtypes <= _HALVES:
         causes.append(
             Cause(
                 "weights",
-                f"something that the app state lacks changes {', '.join(keys) or 'the state'}: a "
-                "generator of its own, gradients that were being accumulated, averages or master "
-                "weights that are not stored, a tie, or a hook that changes what is loaded",
+                f"the app state has weights in {' and '.join(sorted(dtypes))} alone: if there are "
+                "master weights in float32, they are not stored",
             )
         )
-    return causes
+    keys = sorted({c.path.partition("/")[0] for c in weights})
+    rest = Cause(
+        "weights",
+        f"something that the app state lacks changes {', '.join(keys) or 'the state'}: a generator "
+        "of its own, gradients that were being accumulated, averages or master weights that are "
+        "not stored, a hook that changes what is loaded, or a compiled graph with older values",
+    )
+    return [*causes, *lacking, rest]

@@ -15,7 +15,7 @@ from casnap import Diff, Store
 from casnap.errors import CasnapError
 from casnap.extending import LEFT_OUT, amount, is_folder, is_taken, paths_in
 from casnap.proving.attempts import Attempt, AttemptError
-from casnap.proving.causes import Cause, causes_of
+from casnap.proving.causes import Cause, causes_of, environment_cause
 
 PLACE = "{store}"
 """What stands for the folder of a run in the arguments of the command."""
@@ -519,9 +519,13 @@ def _causes(store: Store, proof: Proof) -> list[Cause]:
             )
         )
     if proof.result.first is not None:
-        snapshot = store[f"{proof.unbroken.name}/{proof.result.differing[0]}"]
-        roles = {path: handle.role for path, handle in snapshot.handles().items()}
-        causes += causes_of(proof.result.first, roles)
+        name = proof.result.differing[0]
+        before, after = (store[f"{run.name}/{name}"] for run in (proof.unbroken, proof.killed))
+        causes += environment_cause(before.environment, after.environment)
+        roles = {path: handle.role for path, handle in before.handles().items()}
+        of_ranks = (each.path for each in proof.result.left_out if each.why == _OF_RANK)
+        own_keys = sorted({path.partition("/")[2] for path in of_ranks})
+        causes += causes_of(proof.result.first, roles, own_keys)
     # Last: a state that is restored wrongly may fail to be restored the next time.
     if proof.killed.failure:
         kill = proof.killed.kills[-1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from casnap import StateDict, Store
-from casnap.proving.causes import causes_of
+from casnap.proving.causes import causes_of, environment_cause
 
 
 def state(**changes: Any) -> dict[str, Any]:
@@ -35,7 +35,8 @@ def state(**changes: Any) -> dict[str, Any]:
 
 
 TRAINED_ON = {"model": {"weight": torch.zeros(30)}}
-FRESH = {"state": {"0": {"exp_avg": torch.zeros(30), "step": torch.tensor(2.0)}}}
+OLD: dict[str, Any] = {"state": {"0": state()["optim"]["state"]["0"]}}
+FRESH: dict[str, Any] = {"state": {"0": {"exp_avg": torch.zeros(30), "step": torch.tensor(2.0)}}}
 CASES: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({}, {"optim": FRESH}, ["moments"]),
     ({}, {"optim": {"state": {}}}, ["moments"]),
@@ -50,6 +51,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"loader": None}, {"loader": None}, ["loader", "weights"]),
     ({"optim": None}, {"optim": None}, ["moments"]),
     ({"optim": None}, {"optim": None, "sched": {"last_epoch": 2}}, ["moments", "scheduler"]),
+    ({}, {"optim": {"state": {**OLD["state"], "1": FRESH["state"]["0"]}}}, ["moments"]),
 ]
 
 
@@ -71,3 +73,38 @@ def test_small_differences_look_like_another_order_of_additions() -> None:
     known = {path: handle.role for path, handle in snapshot.handles().items()}
     (cause,) = causes_of(diff, known)
     assert "another order of additions" in cause.text
+
+
+def cause_named_first(before: dict[str, Any], after: dict[str, Any], *own: str) -> tuple[str, str]:
+    store = Store(f"memory://{uuid.uuid4().hex}")
+    snapshot = store.take(state(**before), "unbroken")
+    store.take(state(**after), "killed")
+    diff = store.diff("unbroken", "killed", elements=True)
+    known = {path: handle.role for path, handle in snapshot.handles().items()}
+    return causes_of(diff, known, own)[0]
+
+
+def test_what_weights_tell() -> None:
+    """Ties, names, and dtypes lead to a cause by themselves; so do keys that are single ranks'."""
+    head = {"head": torch.ones(30)}  # as `weight`
+    role, text = cause_named_first({"model": head}, {"model": {**head, "weight": torch.zeros(30)}})
+    assert role == "weights"
+    assert "model/head and model/weight" not in text  # only one of them differs
+    changed = {"weight": torch.zeros(30), "head": torch.full((30,), 2.0)}
+    role, text = cause_named_first({"model": head}, {"model": changed})
+    assert (role, "tie" in text) == ("weights", True)
+    role, text = cause_named_first({"model": head}, {"model": {"tail": torch.ones(30)}})
+    assert (role, "model/head is gone, model/tail is new" in text) == ("weights", True)
+    halves = ({"model": {"weight": torch.full((30,), x).bfloat16()}} for x in (1.0, 1.25))
+    role, text = cause_named_first(*halves)
+    assert (role, "master weights" in text) == ("weights", True)
+    role, text = cause_named_first({}, TRAINED_ON, "table")
+    assert (role, "table" in text) == ("ranks", True)
+
+
+def test_other_settings_are_a_cause() -> None:
+    assert environment_cause({"threads": "1"}, {"threads": "1"}) == []
+    before = {"threads": "1", "device": "GPU", "OMP_NUM_THREADS": "1"}
+    (cause,) = environment_cause(before, {"threads": "2"})
+    assert cause.role == "environment"
+    assert cause.text.endswith("threads 1 → 2, OMP_NUM_THREADS 1 → none")
