@@ -13,6 +13,8 @@ import click
 
 from casnap.cli.option_types import duration
 from casnap.cli.output import emit, json_option, say, table
+from casnap.cli.shell_command import EndingSignals
+from casnap.proving.attempts import AttemptError
 from casnap.proving.proof import Comparison, Options, Proof, Run, check_command, remove_room
 from casnap.proving.proof import prove as proved
 from casnap.runtime.environment import local_path
@@ -84,30 +86,44 @@ def prove(
     current folder; whatever else it writes is its own affair. The exit status is 1 if the killed
     run differs, or if unbroken runs differ in weights or moments.
     """
-    resume = shlex.split(resume_with or "")
+    try:
+        resume = shlex.split(resume_with or "")
+    except ValueError as e:
+        raise click.BadParameter(f"{e}", param_hint="--resume-with") from e
     check_command(command, resume)
-    temporary = room is None
-    place = Path(tempfile.mkdtemp(prefix="casnap-prove-") if room is None else local_path(room))
-    options = Options(
-        command=command,
-        environment=dict(os.environ),
-        room=place,
-        resume_command=resume,
-        kills=kills,
-        snapshots=snapshots,
-        seed=secrets.randbelow(1 << 32) if seed is None else seed,
-        timeout=timeout,
-        say=lambda line: say(line, err=as_json),
-    )
-    proof = proved(options)
+    signals = EndingSignals(once=True)
+    temporary: Path | None = None
+    try:
+        if room is None:
+            with signals.held():
+                temporary = Path(tempfile.mkdtemp(prefix="casnap-prove-"))
+        options = Options(
+            command=command,
+            environment=dict(os.environ),
+            room=temporary or Path(local_path(room or "")),
+            resume_command=resume,
+            kills=kills,
+            snapshots=snapshots,
+            seed=secrets.randbelow(1 << 32) if seed is None else seed,
+            timeout=timeout,
+            say=lambda line: say(line, err=as_json),
+            held=signals.held,
+        )
+        proof = proved(options)
+    except AttemptError:  # it names a log in the room
+        raise
+    except BaseException:
+        if temporary is not None:
+            remove_room(temporary)
+        raise
     if as_json:
-        emit(_document(proof, place))
+        emit(_document(proof, options.room))
     else:
-        _print(proof, place)
+        _print(proof, options.room)
     if not proof.ok:
         raise click.exceptions.Exit(1)
-    if temporary:
-        remove_room(place)
+    if temporary is not None:
+        remove_room(temporary)
 
 
 def _print(proof: Proof, place: Path) -> None:

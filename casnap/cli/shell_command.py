@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -20,30 +21,46 @@ _GRACE = 5.0
 class EndingSignals:
     """Makes the signals that end a program raise KeyboardInterrupt.
 
-    A signal that the program was started to ignore, as by ``nohup``, stays ignored.
+    A signal that the program was started to ignore, as by ``nohup``, stays ignored. Only the main
+    thread hears signals: in another one, nothing changes.
+
+    Args:
+        once: Whether only the first signal raises, so that no other one interrupts what is done
+            then.
     """
 
-    def __init__(self) -> None:
-        self._is_held = self._came = False
-        for number in _SIGNALS:
+    def __init__(self, *, once: bool = False) -> None:
+        self._once = once
+        self._is_held = self._came = self._has_raised = False
+        is_main = threading.current_thread() is threading.main_thread()
+        for number in _SIGNALS if is_main else ():
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._came = True
         if not self._is_held:
+            self._raise()
+
+    def _raise(self) -> None:
+        if not (self._once and self._has_raised):
+            self._has_raised = True
             raise KeyboardInterrupt
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold signals back for a ``with`` block. If one came, raise KeyboardInterrupt after it."""
+    def held(self) -> Iterator[Callable[[], bool]]:
+        """Hold signals back for a ``with`` block. If one came, raise KeyboardInterrupt after it.
+
+        Yields:
+            A function that returns whether a signal has come.
+        """
         self._is_held, self._came = True, False
         try:
-            yield
+            yield lambda: self._came
         finally:
             self._is_held = False
             if self._came:
-                raise KeyboardInterrupt
+                self._raise()
 
 
 def run_command(

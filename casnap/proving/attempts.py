@@ -8,8 +8,9 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from typing import TypeAlias
 
 from casnap.errors import CasnapError
 
@@ -21,6 +22,9 @@ Its value has the mark of each attempt that a process is part of, since a comman
 _ENDED = (b"Z", b"X")
 """States of processes that have ended, and for which nobody has waited."""
 _LOOK = 0.02
+_TAIL_BYTES = 1 << 16
+Held: TypeAlias = Callable[[], AbstractContextManager[Callable[[], bool]]]
+"""Returns a context that holds signals back until its end, and yields whether one has come."""
 
 
 class AttemptError(CasnapError):
@@ -34,32 +38,27 @@ class Attempt:
         command: The command and its arguments.
         environment: The environment to run it in.
         log: The file for its output; more is appended to it.
-
-    Raises:
-        CasnapError: The command cannot be started.
+        held: Entered from the start of the command until all that it has started is killed.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        mark = secrets.token_hex(16)
-        self._mark = mark.encode()
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        held: Held,
+    ) -> None:
+        self._command = command
+        self._environment = environment
         self._log = log
-        self._killed = False
-        log.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with log.open("ab") as output:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**environment, _MARK: f"{environment.get(_MARK, '')} {mark}"},
-                    start_new_session=True,
-                )
-        except OSError as e:
-            raise CasnapError(f"{command[0]} cannot be started: {e.strerror or e}") from e
+        self._held = held
+        self._mark = secrets.token_hex(16)
+        self._process: subprocess.Popen[bytes] | None = None
 
     def watch(self, look: Callable[[], bool], timeout: float) -> bool:
-        """Wait until the command ends, or until it is to be killed.
+        """Start the command; wait until it ends, or until it is to be killed.
+
+        Whatever is raised, none of its processes is left.
 
         Args:
             look: Called again and again. If it returns True, the command is killed.
@@ -69,59 +68,99 @@ class Attempt:
             Whether the command was killed.
 
         Raises:
-            AttemptError: The command failed by itself, or did not end in time. The message has
-                the last line of its output.
+            AttemptError: The command failed by itself, did not end in time, or has a process that
+                cannot be killed. The message has the last line of its output.
+            CasnapError: The command cannot be started.
         """
         stop = time.monotonic() + timeout
-        try:
-            while self._process.poll() is None:
-                if look() and self._process.poll() is None:
-                    return True
-                if time.monotonic() > stop:
-                    raise AttemptError(
-                        f"a run did not end within {timeout:g} s; let it end by itself, or stop it "
-                        f"by --snapshots, or give it more time by --timeout{self._last_line()}"
-                    )
-                time.sleep(_LOOK)
-        finally:
-            self.kill()
-        if self._process.returncode:
-            status = self._process.returncode
+        with self._held() as is_interrupted:
+            try:
+                process = self._start()
+                while process.poll() is None and not is_interrupted():
+                    if look() and process.poll() is None:
+                        return True
+                    if time.monotonic() > stop:
+                        raise AttemptError(
+                            f"a run did not end within {timeout:g} s; let it end by itself, or "
+                            "stop it by --snapshots, or give it more time by --timeout"
+                            f"{self._last_line()}"
+                        )
+                    time.sleep(_LOOK)
+            finally:
+                self._kill()
+        if process.returncode:
+            status = process.returncode
             how = f"signal {-status}" if status < 0 else f"exit status {status}"
             raise AttemptError(f"a run failed by itself ({how}){self._last_line()}")
         return False
 
-    def kill(self) -> None:
-        """Kill the command, and all that it has started, by SIGKILL."""
-        while pids := self._processes():
-            for pid in pids:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            self._process.poll()
-            time.sleep(_LOOK / 4)
-        self._process.wait()
+    def _start(self) -> subprocess.Popen[bytes]:
+        marks = f"{self._environment.get(_MARK, '')} {self._mark}"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as output:
+            try:
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**self._environment, _MARK: marks},
+                    start_new_session=True,
+                )
+            except OSError as e:
+                raise CasnapError(f"{self._command[0]} cannot be started: {e.strerror or e}") from e
+        return self._process
 
-    def _processes(self) -> list[int]:
-        """Return the ids of the attempt's processes, the command's first.
+    def _kill(self) -> None:
+        """Kill the command, and all that it has started, by SIGKILL."""
+        process = self._process
+        if process is None:
+            return
+        others = set[int]()
+        while pids := [pid for pid in self._processes(process.pid) if pid not in others]:
+            for pid in pids:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+                except PermissionError:
+                    others.add(pid)
+            process.poll()
+            time.sleep(_LOOK / 4)
+        if process.pid not in others:
+            process.wait()
+        if others:
+            raise AttemptError(
+                f"process {min(others)} of the command runs as another user, so it cannot be "
+                f"killed, and still runs; a proof starts all as one user{self._last_line()}"
+            )
+
+    def _processes(self, first: int) -> list[int]:
+        """Return the ids of the attempt's processes, the command's own first.
 
         A caller that kills them in this order kills the command before it can start others.
         """
         found = []
         for path in Path("/proc").iterdir():
             with suppress(OSError):
-                if path.name.isdigit() and self._is_part(path):
+                if path.name.isdigit() and self._is_part(path, first):
                     found.append(int(path.name))
-        return sorted(found, key=lambda pid: (pid != self._process.pid, pid))
+        return sorted(found, key=lambda pid: (pid != first, pid))
 
-    def _is_part(self, process: Path) -> bool:
-        """Whether a process has the mark, or is in the session: some have another environment."""
-        if self._mark in (process / "environ").read_bytes():
-            return True
+    def _is_part(self, process: Path, session: int) -> bool:
+        """Whether a process is in the session, or has the mark: some have a session of their own.
+
+        Others have another environment, or are another user's, who alone may read it.
+        """
         # The name of the program comes before, in brackets, and may have any letters.
-        state, _, _, session = (process / "stat").read_bytes().rpartition(b")")[2].split()[:4]
-        return state not in _ENDED and int(session) == self._process.pid
+        state, _, _, found = (process / "stat").read_bytes().rpartition(b")")[2].split()[:4]
+        if state in _ENDED:
+            return False
+        return int(found) == session or self._mark.encode() in (process / "environ").read_bytes()
 
     def _last_line(self) -> str:
-        lines = self._log.read_text(errors="replace").strip().splitlines()
+        with self._log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").strip().splitlines()
         last = f"; its last line: {lines[-1].strip():.300}" if lines else ""
         return f"{last}; all that it has printed is in {self._log}"

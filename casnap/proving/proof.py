@@ -6,6 +6,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import NamedTuple
 
 from casnap import Diff, Store
 from casnap.errors import CasnapError
-from casnap.extending import LEFT_OUT, amount, is_folder, is_taken, paths_in
-from casnap.proving.attempts import Attempt, AttemptError
+from casnap.extending import amount, is_folder, is_taken, paths_in
+from casnap.proving.attempts import Attempt, AttemptError, Held
 from casnap.proving.causes import Cause, causes_of, environment_cause
 
 PLACE = "{store}"
@@ -38,6 +39,7 @@ class Options:
         seed: The seed of the moments of the kills.
         timeout: Seconds that each attempt may take.
         say: Called with a line about what has happened.
+        held: Entered while processes run: they are killed before a signal raises.
     """
 
     command: Sequence[str]
@@ -49,6 +51,7 @@ class Options:
     seed: int = 0
     timeout: float = 3600.0
     say: Callable[[str], None] = lambda line: None
+    held: Held = lambda: nullcontext(lambda: False)
 
 
 @dataclass(frozen=True)
@@ -189,12 +192,14 @@ def prove(options: Options) -> Proof:
 
 
 def check_command(command: Sequence[str], resume_command: Sequence[str] = ()) -> None:
-    """Check that commands say where to store.
+    """Check that commands say where to store, and are there.
 
     Raises:
-        CasnapError: A command does not.
+        CasnapError: A command does not, or is not.
     """
     for each in filter(None, (command, resume_command)):
+        if shutil.which(each[0]) is None:
+            raise CasnapError(f"{each[0]} cannot be started: there is no such program")
         if not any(PLACE in argument for argument in each):
             raise CasnapError(
                 f"no argument of `{' '.join(each)}` has {PLACE}: write it where the command takes "
@@ -206,13 +211,19 @@ def make_room(room: Path) -> Store:
     """Make the store that all runs share, in a folder that is new or empty.
 
     Raises:
-        CasnapError: There is something in the folder, or it is no folder.
+        CasnapError: There is something in the folder, it is no folder, or lies in a store.
     """
     if is_taken(room) and (not is_folder(room) or any(paths_in(room))):
         raise CasnapError(
             f"{room} is not new: a proof runs in a folder of its own, and touches no other store"
         )
-    return Store(room).make()
+    store = Store(room)
+    if store.prefix:
+        raise CasnapError(
+            f"{room} lies in a store, {store.whole().uri}: a proof makes a store of its own, and "
+            "touches no other one; name a folder elsewhere, by --room or TMPDIR"
+        )
+    return store.make()
 
 
 def remove_room(room: Path) -> None:
@@ -265,16 +276,17 @@ class _Runs:
         """Run the command to its end, or until it has taken enough snapshots.
 
         Raises:
-            CasnapError: The run takes fewer than two snapshots.
+            AttemptError: The run fails, does not end, or takes fewer than two snapshots.
         """
         watch, began = _Watch(self._store, name), time.monotonic()
         most = self._options.snapshots
         self._attempt(name).watch(lambda: watch.look() >= (most or 1 << 62), self._options.timeout)
         if watch.look() < 2:
             found = amount(len(watch.seen), "snapshot")
-            raise CasnapError(
+            raise AttemptError(
                 f"the run took {found} below {self._options.room / name}; a proof needs two or "
-                f"more. Does it store where {PLACE} stands? Let it take some more often"
+                f"more. Does it store where {PLACE} stands? Let it take some more often. All that "
+                f"it has printed is in {self._log(name)}"
             )
         self._gap = watch.gap
         seconds, replaced = time.monotonic() - began, frozenset(watch.replaced)
@@ -357,14 +369,16 @@ class _Runs:
 
     def hints(self, name: str) -> list[str]:
         """Return what a run has said that its app state leaves out."""
-        lines = self._log(name).read_text(errors="replace").splitlines()
-        found = (line.partition(LEFT_OUT) for line in lines)
-        return list(dict.fromkeys(hint for _, is_hint, hint in found if is_hint))
+        from casnap.extending import LEFT_OUT  # it imports torch
+
+        with self._log(name).open(errors="replace") as lines:
+            found = (line.rstrip("\n").partition(LEFT_OUT) for line in lines)
+            return list(dict.fromkeys(hint for _, is_hint, hint in found if is_hint))
 
     def _attempt(self, name: str, command: Sequence[str] | None = None) -> Attempt:
         place = str(self._options.room / name)
         filled = [each.replace(PLACE, place) for each in command or self._options.command]
-        return Attempt(filled, self._options.environment, self._log(name))
+        return Attempt(filled, self._options.environment, self._log(name), self._options.held)
 
     def _log(self, name: str) -> Path:
         return self._options.room / "logs" / f"{name}.log"

@@ -6,16 +6,22 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from casnap import Store
+from casnap.cli import run
 from tests.support.faulty_trainings import FAULTS, Fault, write_script
 from tests.support.json_keys import keys_of, listed_keys
 from tests.support.scripts import run_program
+from tests.support.warm import forked
 
 LIGHT = """\
 import sys, time
@@ -177,20 +183,6 @@ def test_a_resume_on_more_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_proof_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
-    """As when the command is a proof itself."""
-    pid = tmp_path / "pid"
-    worker = ("sh", "-c", f"echo $$ > {pid}; exec sleep 1000", "{store}")
-    script = tmp_path / "proof.sh"
-    inner = [sys.executable, "-m", "casnap", "prove", "--room", tmp_path / "inner", "--", *worker]
-    script.write_text(shlex.join(map(str, inner)))
-    options = ("--timeout", "9s", "--room", tmp_path / "room")
-    prove(*options, "sh", script, "{store}", status=1)
-    status = Path(f"/proc/{pid.read_text().strip()}/stat")
-    assert not status.exists() or ") Z " in status.read_text()
-
-
-@pytest.mark.slow
 def test_runs_without_a_common_name_are_not_proven(tmp_path: Path) -> None:
     script = light(tmp_path / "train.py")
     script.write_text(script.read_text().replace('f"step_{step}"', 'f"step_{time.time_ns()}"'))
@@ -206,6 +198,7 @@ def test_runs_without_a_common_name_are_not_proven(tmp_path: Path) -> None:
         (["true", "{store}"], "took 0 snapshots below"),
         (["sh", "-c", "echo wrong; exit 3", "{store}"], "exit status 3); its last line: wrong"),
         (["no-such-command", "{store}"], "cannot be started"),
+        (["--resume-with", "no-such-command {store}", "true", "{store}"], "cannot be started"),
         (["--timeout", "1s", "sh", "-c", "sleep 99", "{store}"], "did not end within 1 s"),
     ],
 )
@@ -222,15 +215,74 @@ def test_a_room_that_is_not_new_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
+def test_a_room_in_a_store_is_refused(tmp_path: Path) -> None:
+    """Its snapshots would be in that store, and its logs among them."""
+    store = Store(tmp_path / "mine").make()
+    room = tmp_path / "mine/room"
+    _, error = prove_light("--room", room, "true", "{store}", status=1)
+    assert f"lies in a store, {store.uri}" in error
+    assert not room.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_proof_that_is_interrupted_leaves_nothing(tmp_path: Path, number: int) -> None:
+    """Neither a process, though all ignore the signal, nor a folder; nor if signals come again."""
+    worker = f"trap '' INT TERM; echo $$ > {tmp_path}/pid; while true; do sleep 1000; done"
+    command = ("sh", "-c", f"setsid sh -c '{worker}' & {worker}", "{store}")
+    interrupt(tmp_path, command, number)
+    assert [path.name for path in tmp_path.iterdir()] == ["pid"]
+    assert not [p for p in Path("/proc").iterdir() if str(tmp_path) in command_of(p)]
+
+
+@pytest.mark.slow
+def test_a_proof_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    """As when the command is a proof itself."""
+    worker = f"echo $$ > {tmp_path}/pid; exec sleep 1000"
+    inner = ("-m", "casnap", "prove", "--room", f"{tmp_path}/inner", "--", "sh", "-c", worker)
+    script = tmp_path / "proof.sh"
+    script.write_text(shlex.join([sys.executable, *inner, "{store}"]))
+    interrupt(tmp_path, ("sh", str(script), "{store}"), signal.SIGTERM)
+    assert is_over((tmp_path / "pid").read_text())
+
+
+def interrupt(folder: Path, command: tuple[str, ...], number: int) -> None:
+    """Prove a command in a temporary folder; send signals once it has written ``folder/pid``."""
+    process, _ = forked(prove_in, folder, command)
+    while not (folder / "pid").exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+    for _ in range(3):
+        os.kill(process.pid, number)
+        time.sleep(0.001)
+    process.join(60)
+    assert process.exitcode == 130
+
+
+def is_over(pid: str) -> bool:
+    """Whether a process has ended; nobody may have waited for it, in a container."""
+    status = Path(f"/proc/{pid.strip()}/stat")
+    return not status.exists() or ") Z " in status.read_text()
+
+
+def prove_in(line: Connection, folder: Path, command: tuple[str, ...]) -> None:
+    tempfile.tempdir = str(folder)
+    sys.exit(run(["prove", *command]))
+
+
+def command_of(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_text()
+    except OSError:
+        return ""
+
+
 def test_no_process_outlives_an_attempt(tmp_path: Path) -> None:
     """Also one in a session of its own, as torchrun starts its workers, or without environment."""
     pid = tmp_path / "pid"
     worker = f"echo $$ > {pid}; exec sleep 1000"
     command = ["sh", "-c", f"setsid sh -c '{worker}' & exec env -i sleep 1000", "{store}"]
     prove_light("--timeout", "3s", "--room", tmp_path / "room", *command, status=1)
-    status = Path(f"/proc/{pid.read_text().strip()}/stat")
-    # Nobody may have waited for it, in a container.
-    assert not status.exists() or ") Z " in status.read_text()
+    assert is_over(pid.read_text())
 
 
 # --- the long form ------------------------------------------------------------------------------
