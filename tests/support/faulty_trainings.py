@@ -1,106 +1,20 @@
-"""A small training as users write it, and faults that can be planted in its resume.
+"""Small trainings as users write them, and faults that can be planted in their resumes.
 
-Each fault replaces some lines of the script. ``FAULTS`` says what the cause is called that a proof
-names first.
+Each fault replaces some lines of a script. ``FAULTS`` says what the cause is called that a proof
+names first, and which words its text has.
 """
 
 from __future__ import annotations
 
+import shlex
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-SCRIPT = '''\
-import random
-import sys
-import time
-
-import numpy as np
-import torch
-from casnap import RNGState, StateDict, Store
-
-torch.manual_seed(0)
-random.seed(0)
-np.random.seed(0)
-torch.set_num_threads(1)
-steps = int((sys.argv[2:] or ["12"])[0])
-
-
-class Batches:
-    """Windows of numbers, in an order that follows from the epoch."""
-
-    def __init__(self):
-        self.data = torch.randint(0, 16, (12, 4), generator=torch.Generator().manual_seed(1))
-        self.epoch, self.position = 0, 0
-
-    def next(self):
-        if self.position == len(self.data):
-            self.epoch, self.position = self.epoch + 1, 0
-        order = torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch))
-        batch = self.data[order[self.position : self.position + 3]]
-        self.position += 3
-        return batch
-
-    def state_dict(self):
-        return {"epoch": self.epoch, "position": self.position}
-
-    def load_state_dict(self, state):
-        self.epoch, self.position = state["epoch"], state["position"]
-
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.base = torch.nn.Linear(8, 8)
-        self.embedding = torch.nn.Embedding(16, 8)
-        self.norm = torch.nn.BatchNorm1d(8, momentum=None)
-        self.head = torch.nn.Linear(8, 16, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x):
-        y = torch.nn.functional.dropout(self.base(self.embedding(x)), 0.2)
-        return self.head(self.norm(y.flatten(0, 1)))
-
-
-model = Model()
-model.base.requires_grad_(False)
-ema = StateDict({name: p.detach().clone() for name, p in model.named_parameters()})
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.8)
-scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=2)
-batches = Batches()
-progress = StateDict(step=0)
-state = {
-    "model": model,
-    "ema": ema,
-    "optimizer": optimizer,
-    "scheduler": scheduler,
-    "scaler": scaler,
-    "batches": batches,
-    "progress": progress,
-    "rng": RNGState(),
-}
-store = Store(sys.argv[1])
-last = store.latest()
-if last is not None:
-    last.restore(state)
-# resumed
-for step in range(progress["step"] + 1, steps + 1):
-    x = batches.next()
-    # forward
-    loss = torch.nn.functional.cross_entropy(model(x), x.flatten())
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    scheduler.step()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in ema:
-                ema[name].lerp_(parameter, 0.1)
-    progress["step"] = step
-    store.take(state, f"step_{step:03d}")
-    time.sleep(0.05)
-'''
+TRAININGS = ("mixed", "workers", "dense", "halves", "compiled", "slices")
+SCRIPTS = Path(__file__).parents[1] / "guests/proving/trainings"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 class Fault(NamedTuple):
@@ -109,10 +23,23 @@ class Fault(NamedTuple):
     Attributes:
         role: What the cause that is named first is called.
         edits: The lines to replace, each with what it becomes.
+        words: Words of the text of that cause.
+        training: The script.
     """
 
     role: str
     edits: tuple[tuple[str, str], ...]
+    words: str = ""
+    training: str = "mixed"
+
+    @property
+    def is_alike_in_forks(self) -> bool:
+        """Whether forks have it as well: they have the seed of hashes in common."""
+        return self.role != "run" and self.training != "slices"
+
+    def is_named_by(self, cause: Mapping[str, str]) -> bool:
+        """Whether a cause is this one."""
+        return cause["role"] == self.role and self.words in cause["text"]
 
 
 def _after_restore(lines: str) -> tuple[tuple[str, str], ...]:
@@ -152,32 +79,42 @@ FAULTS = {
     "loader left out": Fault("loader", (('    "batches": batches,\n', ""),)),
     "seeded again": Fault("generators", _after_restore("torch.manual_seed(0)")),
     "no generators": Fault("generators", (('    "rng": RNGState(),\n', ""),)),
-    "a generator of its own": Fault(
+    "a generator of the device": Fault(
         "weights",
         (
-            ("batches = Batches()", "own = torch.Generator().manual_seed(5)\nbatches = Batches()"),
+            (
+                "batches = Batches()",
+                "device = torch.accelerator.current_accelerator() or torch.device('cpu')\n"
+                "own = torch.Generator(device).manual_seed(5)\n"
+                "batches = Batches()",
+            ),
             (
                 "    # forward\n",
-                "    x = torch.where(torch.rand(3, 4, generator=own) < 0.2, 0, x)\n",
+                "    dropped = torch.rand(3, 4, generator=own, device=device) < 0.2\n"
+                "    x = torch.where(dropped.cpu(), 0, x)\n",
             ),
         ),
+        words="a generator of its own",
     ),
     "untied": Fault(
-        "moments",  # of a parameter more
+        "weights",
         _after_restore(
             "model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())\n"
             "optimizer.add_param_group({'params': [model.head.weight]})"
         ),
+        words="tie",
     ),
     "untied without training it": Fault(
         "weights",
         _after_restore(
             "model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())"
         ),
+        words="tie",
     ),
     "average begins anew": Fault(
         "weights",
         _after_restore("ema.update({n: p.detach().clone() for n, p in model.named_parameters()})"),
+        words="averages",
     ),
     "scaler begins anew": Fault(
         "scaler",
@@ -189,9 +126,11 @@ FAULTS = {
     "batches counted anew": Fault(
         "counters", _after_restore("model.norm.num_batches_tracked.zero_()")
     ),
-    "frozen part trains": Fault("moments", _after_restore("model.base.requires_grad_(True)")),
+    "frozen part trains": Fault(
+        "moments", _after_restore("model.base.requires_grad_(True)"), words="frozen"
+    ),
     "renamed and not strict": Fault(
-        "moments",
+        "weights",
         (
             (
                 "    last.restore(state)\n",
@@ -201,6 +140,7 @@ FAULTS = {
             ),
             *_after_restore("del optimizer.state[model.embeddings.weight]"),
         ),
+        words="strict=False",
     ),
     "accumulation cut": Fault(
         "weights",
@@ -214,6 +154,7 @@ FAULTS = {
                 "        optimizer.zero_grad()\n",
             ),
         ),
+        words="gradients that were being accumulated",
     ),
     "a hook that changes weights": Fault(
         "weights",
@@ -227,6 +168,49 @@ FAULTS = {
                 "model.register_load_state_dict_post_hook(half)\n",
             ),
         ),
+        words="a hook",
+    ),
+    "worker seeds": Fault(
+        "generators",
+        (
+            ("        own = torch.Generator().manual_seed(100 * self.epoch + index)\n", ""),
+            ("torch.randn(8, generator=own)", "torch.randn(8)"),
+            ("num_workers=2, generator=torch.Generator()", "num_workers=2"),
+        ),
+        training="workers",
+    ),
+    "rows of other ranks": Fault(
+        "ranks",
+        (
+            ("own_keys = []", "own_keys = ['moments/**']"),
+            ("kept.copy_(whole)", "kept.copy_(mine)"),
+        ),
+        words="moments",
+        training="slices",
+    ),
+    "less precise products": Fault(
+        "environment",
+        _after_restore("torch.set_float32_matmul_precision('medium')"),
+        words="tf32_matmul off → on",
+        training="dense",
+    ),
+    "master weights lost": Fault(
+        "weights",
+        (
+            ('    "masters": masters,\n', ""),
+            *_after_restore(
+                "for master, parameter in zip(masters, model.parameters(), strict=True):\n"
+                "    master.data.copy_(parameter)"
+            ),
+        ),
+        words="master weights in float32",
+        training="halves",
+    ),
+    "stale graph": Fault(
+        "weights",
+        (("    last.restore(state)\n    torch.compiler.reset()\n", "    last.restore(state)\n"),),
+        words="compiled graph",
+        training="compiled",
     ),
     "order of hashes": Fault(
         "run", (("    # forward\n", "    x = x[[i % 3 for i in map(hash, map(str, range(3)))]]\n"),)
@@ -240,11 +224,19 @@ FAULTS = {
 }
 
 
-def write_script(path: Path, fault: Fault | None = None) -> Path:
-    """Write the training, with a fault or without."""
-    text = SCRIPT
+def write_script(path: Path, fault: Fault | None = None, training: str = "mixed") -> Path:
+    """Write a training, with a fault or without."""
+    text = (SCRIPTS / f"{training if fault is None else fault.training}.py").read_text()
     for old, new in () if fault is None else fault.edits:
         assert old in text, old
         text = text.replace(old, new)
     path.write_text(text)
     return path
+
+
+def proof_of(script: Path, fault: Fault | None = None, training: str = "mixed") -> list[str]:
+    """Return the last arguments of ``casnap prove``: a training by ranks goes on with another."""
+    if training != "slices" and (fault is None or fault.training != "slices"):
+        return ["--", sys.executable, str(script), "{store}"]
+    before, after = ([sys.executable, *TORCHRUN, n, str(script), "{store}"] for n in "23")
+    return ["--resume-with", shlex.join(after), "--", *before]

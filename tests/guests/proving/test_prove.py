@@ -15,10 +15,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import torch
 
 from casnap import Store
 from casnap.cli import run
-from tests.support.faulty_trainings import FAULTS, Fault, write_script
+from tests.support.faulty_trainings import FAULTS, TRAININGS, proof_of, write_script
 from tests.support.json_keys import keys_of, listed_keys
 from tests.support.scripts import run_program
 from tests.support.warm import forked
@@ -291,24 +292,37 @@ def test_no_process_outlives_an_attempt(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_is_found_and_named(tmp_path: Path, name: str) -> None:
-    # Some go right after a kill at an even step; a state that is untied is not restored twice.
-    role = proven(tmp_path, FAULTS[name], "--kills", "1" if "untied" in name else "6")
-    assert role == FAULTS[name].role
+    """With the default number of kills, wherever these fall."""
+    if name == "less precise products" and not has_less_precise_products():
+        pytest.skip("this processor multiplies in float32 alone")
+    (cause, *_) = causes(tmp_path, name)
+    assert FAULTS[name].is_named_by(cause)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
-def test_a_right_training_raises_no_alarm(tmp_path: Path, seed: int) -> None:
-    assert proven(tmp_path, None, "--kills", "3", "--seed", str(seed)) is None
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_right_training_raises_no_alarm(tmp_path: Path, name: str) -> None:
+    assert causes(tmp_path, name) == []
 
 
-def proven(folder: Path, fault: Fault | None, *options: str) -> str | None:
-    """Prove the training; return what the cause that is named first is called."""
-    script = write_script(folder / "train.py", fault)
-    command = [sys.executable, str(script), "{store}"]
-    arguments = ["--json", "--room", str(folder / "room"), *options, "--", *command]
-    # Forks have the seed of hashes in common, on which some unbroken runs depend.
-    started = prove if fault is not None and fault.role == "run" else prove_light
-    printed, _ = started(*arguments, status=0 if fault is None else 1)
-    causes = json.loads(printed)["causes"]
-    return causes[0]["role"] if causes else None
+def causes(folder: Path, name: str) -> list[dict[str, str]]:
+    """Prove a training, by the name of its fault or of itself; return the causes."""
+    fault = FAULTS.get(name)
+    script = write_script(folder / "train.py", fault, name)
+    is_light = name != "slices" and (fault is None or fault.is_alike_in_forks)
+    started = prove_light if is_light else prove
+    options = ("--json", "--room", folder / "room", *proof_of(script, fault, name))
+    printed, _ = started(*options, status=int(fault is not None))
+    found: list[dict[str, str]] = json.loads(printed)["causes"]
+    return found
+
+
+def has_less_precise_products() -> bool:
+    """Whether the processor has products in bfloat16, which stand in for TF32."""
+    a, before = torch.randn(64, 64), torch.get_float32_matmul_precision()
+    exact = a @ a
+    torch.set_float32_matmul_precision("medium")
+    try:
+        return not torch.equal(a @ a, exact)
+    finally:
+        torch.set_float32_matmul_precision(before)
