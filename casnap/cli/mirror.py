@@ -4,19 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import click
 
 from casnap.cli.arguments import identity, open_whole_store, reading_options
 from casnap.cli.output import CommandError, emit, json_time, moment, say, size, table
 from casnap.errors import MirrorError
-from casnap.format.records import Root
+from casnap.format.records import Root, Row
 from casnap.mirror.notes import is_unmirrored, lag_in, mirror_place, succeeded_in
 from casnap.mirror.status import HostFiles, HostStatus
 from casnap.runtime.sizes import amount
 from casnap.snapshot import Snapshot
 from casnap.store import Store
 from casnap.view import repository_of
+
+
+class MirrorLag(NamedTuple):
+    """The snapshots that the mirror of a store lacks, and why.
+
+    Attributes:
+        uri: The URI of the mirror.
+        tag: The tag that it follows; empty if it gets all snapshots.
+        lacking: The rows of these snapshots, by name.
+        succeeded: The names of snapshots that the mirror never gets, since another store continues
+            their run there.
+        status: The status of the process of this host that copies; None if there is none.
+    """
+
+    uri: str
+    tag: str
+    lacking: dict[str, Row]
+    succeeded: tuple[str, ...]
+    status: HostStatus | None
+
+    @property
+    def new_bytes(self) -> int:
+        """The bytes that the takes of these snapshots added to the store."""
+        return sum(row.stats.new_bytes for row in self.lacking.values())
+
+
+def mirror_lag(store: Store) -> MirrorLag | None:
+    """Return what the mirror of a store lacks; None if the store has no mirror.
+
+    The mirror is not read.
+
+    Raises:
+        MirrorError: A later casnap has attached the mirror.
+    """
+    repository = repository_of(store)
+    uri = repository.backend.uri
+    root = repository.newest()
+    known = mirror_place(root, uri)
+    if known is None:
+        return None
+    snapshots = repository.table(root)
+    lacking = lag_in(root, snapshots, known.tag, uri).rows
+    status = HostFiles(repository, known.uri).read()
+    return MirrorLag(known.uri, known.tag, lacking, tuple(succeeded_in(snapshots)), status)
 
 
 @click.command()
@@ -29,22 +74,15 @@ def mirror(store: str | None, as_json: bool) -> None:
     host has the store open with mirror=.
     """
     place = open_whole_store(store)
-    repository = repository_of(place)
-    uri = repository.backend.uri
-    root = repository.newest()
-    mirror_known = mirror_place(root, uri)
-    if mirror_known is None:
+    uri = repository_of(place).backend.uri
+    lag = mirror_lag(place)
+    if lag is None:
         raise CommandError(f"{uri} has no mirror; Store({uri!r}, mirror=URI) gives it one")
-    snapshot_table = repository.table(root)
-    lacking = lag_in(root, snapshot_table, mirror_known.tag, uri).rows
-    succeeded = succeeded_in(snapshot_table)
-    running = HostFiles(repository, mirror_known.uri).read()
-    status = running or HostStatus()
-    nbytes = sum(row.stats.new_bytes for row in lacking.values())
+    lacking, status = lag.lacking, lag.status or HostStatus()
     if as_json:
         snapshots = [
             {
-                **identity(repository.backend, name, row.commit.hex()),
+                **identity(repository_of(place).backend, name, row.commit.hex()),
                 "time": json_time(row.time),
                 "new_bytes": row.stats.new_bytes,
                 "refused": status.refused.get(name),
@@ -58,12 +96,12 @@ def mirror(store: str | None, as_json: bool) -> None:
         }
         document = {
             "store": uri,
-            "mirror": mirror_known.uri,
-            "tag": mirror_known.tag or None,
+            "mirror": lag.uri,
+            "tag": lag.tag or None,
             "snapshots": snapshots,
-            "succeeded": list(succeeded),
+            "succeeded": list(lag.succeeded),
         }
-        emit({**document, "lacking_bytes": nbytes, **state}, place)
+        emit({**document, "lacking_bytes": lag.new_bytes, **state}, place)
         return
     if lacking:
         rows = [
@@ -76,19 +114,21 @@ def mirror(store: str | None, as_json: bool) -> None:
             for name, row in lacking.items()
         ]
         table(("NAME", "TIME", "NEW", "REFUSED"), rows, numbers={"NEW"})
-    lag = (
-        f"lacks {amount(len(lacking), 'snapshot')}, about {size(nbytes)}" if lacking else "has all"
+    lacks = (
+        f"lacks {amount(len(lacking), 'snapshot')}, about {size(lag.new_bytes)}"
+        if lacking
+        else "has all"
     )
-    follows = f" (it follows the tag {mirror_known.tag})" if mirror_known.tag else ""
-    say(f"{mirror_known.uri} {lag}{follows}")
-    if succeeded:
+    follows = f" (it follows the tag {lag.tag})" if lag.tag else ""
+    say(f"{lag.uri} {lacks}{follows}")
+    if lag.succeeded:
         say(
-            f"{amount(len(succeeded), 'snapshot')} of runs that another store continues there stay "
-            f"here alone: {', '.join(succeeded)}"
+            f"{amount(len(lag.succeeded), 'snapshot')} of runs that another store continues there "
+            f"stay here alone: {', '.join(lag.succeeded)}"
         )
     if status.error:
         say(f"it fails since {moment(status.since)}: {status.error}")
-    if running is None and lacking:
+    if lag.status is None and lacking:
         say("no process of this host copies to it; a Store with this mirror= does")
 
 

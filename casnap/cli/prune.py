@@ -11,7 +11,14 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from casnap.cli.arguments import identity, open_store, snapshots_of, store_fields, writing_options
+from casnap.cli.arguments import (
+    Command,
+    identity,
+    open_store,
+    snapshots_of,
+    store_fields,
+    writing_options,
+)
 from casnap.cli.garbage import show_what_waits
 from casnap.cli.gc import collect_garbage, garbage_fields, grace_option, show
 from casnap.cli.option_types import duration
@@ -51,19 +58,33 @@ def _best_rule(text: str) -> tuple[str, int, str]:
     return match[1], int(match[2]), match[3] or "min"
 
 
+_RULES = (
+    click.option("--keep-last", type=int, metavar="N", help="Keep the last N of each run."),
+    click.option("--keep-every", type=int, metavar="K", help="Keep steps that are multiples of K."),
+    click.option(
+        "--keep-within", type=duration, metavar="TIME", help="Keep the last 24h, 7d, 2w, …."
+    ),
+    click.option(
+        "--keep-best",
+        type=_best_rule,
+        multiple=True,
+        metavar="METRIC:N[:max]",
+        help="Keep the N snapshots with the lowest (or highest) metric. May be repeated.",
+    ),
+)
+
+
+def retention_rules(command: Command) -> Command:
+    """Add to a command the options that are the rules of a retention."""
+    for option in reversed(_RULES):
+        command = option(command)
+    return command
+
+
 @click.command(epilog=EXAMPLES)
 @click.argument("store", required=False)
 @click.option("--prefix", metavar="FOLDER", help="Only runs in and below this folder.")
-@click.option("--keep-last", type=int, metavar="N", help="Keep the last N of each run.")
-@click.option("--keep-every", type=int, metavar="K", help="Keep steps that are multiples of K.")
-@click.option("--keep-within", type=duration, metavar="TIME", help="Keep the last 24h, 7d, 2w, ….")
-@click.option(
-    "--keep-best",
-    type=_best_rule,
-    multiple=True,
-    metavar="METRIC:N[:max]",
-    help="Keep the N snapshots with the lowest (or highest) metric. May be repeated.",
-)
+@retention_rules
 @click.option(
     "--missing-folders",
     is_flag=True,
@@ -151,6 +172,15 @@ def _retention(rules: dict[str, Any], *, missing_folders: bool) -> Retention | N
             f"without a rule everything would be deleted; give at least one of {options}, or "
             "--missing-folders"
         )
+    return retention_of(rules)
+
+
+def retention_of(rules: dict[str, Any]) -> Retention:
+    """Return the retention that the options ask for.
+
+    Raises:
+        click.UsageError: A rule is impossible.
+    """
     try:
         return Retention(**rules)
     except ValueError as e:

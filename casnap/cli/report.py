@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +13,43 @@ import click
 
 from casnap.backends.local_files import is_folder
 from casnap.cli.arguments import open_store, reading_options, snapshots_of, store_fields
-from casnap.cli.garbage import disk_fields
+from casnap.cli.garbage import disk_fields, what_frees
+from casnap.cli.mirror import mirror_lag
 from casnap.cli.output import (
     CommandError,
     emit,
     json_time,
+    moment,
     print_requests,
     progress_bars,
     quote,
     report_fields,
     say,
 )
+from casnap.cli.prune import retention_of, retention_rules
 from casnap.comparing.diff import diff
-from casnap.errors import DamagedError
+from casnap.errors import DamagedError, MirrorError
 from casnap.format.entries import ContainerEntry
 from casnap.maintenance.usage import DiskUsage, Usage, disk_usage, usage
-from casnap.report.facts import Facts, RunFacts, SnapshotFacts, Space, gather, metrics_in
+from casnap.report.charts import MISSING, can_draw
+from casnap.report.facts import (
+    Facts,
+    Owed,
+    Plan,
+    RunFacts,
+    Service,
+    SnapshotFacts,
+    Space,
+    gather,
+    metrics_in,
+    not_finite_in,
+)
 from casnap.report.page import HEAD, page
 from casnap.runtime.environment import local_path
-from casnap.runtime.sizes import amount
-from casnap.storage import Contents, GcOptions, Repository, collect
-from casnap.view import repository_of
+from casnap.runtime.sizes import amount, size
+from casnap.storage import Contents, GcOptions, Repository, Retention, collect
+from casnap.store import Store
+from casnap.view import repository_of, view_of
 
 
 @click.command()
@@ -54,14 +71,25 @@ from casnap.view import repository_of
     metavar="N",
     help="Compare the last N snapshots of each run with the one before.",
 )
+@retention_rules
 @reading_options
-def report(store: str | None, prefix: str | None, output: Path, last: int, as_json: bool) -> None:
-    """Write a page about a store: snapshots over time, what changed where, and what takes up space.
+def report(
+    store: str | None,
+    prefix: str | None,
+    output: Path,
+    last: int,
+    as_json: bool,
+    **rules: Any,
+) -> None:
+    """Write a page about a store: is it well, what it takes up, what changed, and what goes next.
 
     The page is one HTML file that loads nothing. The command reads sizes, digests and metadata, and
-    no tensor. --json prints the facts of the page, and writes no page.
+    no tensor. --json prints the facts of the page, and writes no page. With rules, as of `casnap
+    prune`, the page says which snapshots these let go; none is deleted. matplotlib draws charts, if
+    it is installed.
     """
     output = Path(local_path(output))
+    retention = None if all(v in (None, ()) for v in rules.values()) else retention_of(rules)
     if not as_json:
         _check_replaceable(output)
     place = open_store(store)
@@ -69,10 +97,20 @@ def report(store: str | None, prefix: str | None, output: Path, last: int, as_js
     repository = repository_of(place)
     with progress_bars(lambda: place.requests) as progress:
         usages = usage(contents, repository, progress)
+
         # A dry run of a collection counts the bytes that are needed, and changes nothing.
-        live = collect(repository, GcOptions(grace=0, dry_run=True), progress).live_bytes
+        def live_bytes(deleted: frozenset[str] = frozenset()) -> int:
+            options = GcOptions(grace=0, dry_run=True, deleted=deleted)
+            return collect(repository, options, progress).live_bytes
+
+        live = live_bytes()
         disk = disk_usage(repository)
-        space = Space(disk.nbytes, live, disk.saved_bytes)
+        waiting = max(0, disk.waiting_bytes)
+        frees = what_frees(repository, size(waiting), condemned=True) if waiting else ""
+        space = Space(disk.nbytes, live, disk.saved_bytes, frees)
+        plan = None
+        if retention is not None:
+            plan = _plan(place, prefix, retention, lambda deleted: live - live_bytes(deleted))
         facts = gather(
             repository.backend.uri,
             repository.config.chunk_size,
@@ -83,11 +121,13 @@ def report(store: str | None, prefix: str | None, output: Path, last: int, as_js
             last,
             progress,
         )
+    facts = replace(facts, plan=plan, owed=_owed(place), services=_services(place))
     if as_json:
         emit({**store_fields(place), **_document(repository, facts, disk)}, place)
         return
     _write(output, page(facts, time.time()))
-    say(f"{output!s}: {amount(len(contents), 'snapshot')}")
+    without = "" if can_draw() else f", without charts; to get them: {MISSING}"
+    say(f"{output!s}: {amount(len(contents), 'snapshot')}{without}")
     print_requests(place.requests)
 
 
@@ -95,9 +135,9 @@ def _facts_of(contents: Contents, use: Usage) -> SnapshotFacts:
     row, stats = contents.row, contents.row.stats
     marks = (("rewound", row.is_rewound), ("thinned", row.is_thinned))
     try:
-        metrics = metrics_in(contents.metadata)
+        metadata = contents.metadata
     except DamagedError:
-        metrics = {}
+        metadata = {}
     return SnapshotFacts(
         contents.name,
         row.time,
@@ -107,8 +147,63 @@ def _facts_of(contents: Contents, use: Usage) -> SnapshotFacts:
         stats.new_bytes,
         use.stored_bytes,
         use.unique_bytes,
-        metrics,
+        metrics_in(metadata),
+        not_finite_in(metadata),
         (*row.tags, *(note for note, is_so in marks if is_so), *row.awaited),
+    )
+
+
+def _plan(
+    place: Store,
+    prefix: str | None,
+    retention: Retention,
+    frees: Callable[[frozenset[str]], int],
+) -> Plan:
+    """Return which snapshots some rules let go.
+
+    Args:
+        place: The store.
+        prefix: The folder of the runs that the rules apply to; None for all.
+        retention: The rules.
+        frees: Returns how many bytes are freed, given the full names of deleted snapshots.
+    """
+    names = [
+        verdict.name for verdict in place.prune(retention, prefix=prefix, dry_run=True).deleted
+    ]
+    full = tuple(map(view_of(place).full_of, names))
+    words = ("keep_last", "keep_every", "keep_within", "keep_best")
+    given = {word: value for word in words if (value := getattr(retention, word))}
+    rules = ", ".join(f"{word}={value}" for word, value in given.items())
+    return Plan(rules, full, frees(frozenset(full)) if full else 0)
+
+
+def _owed(place: Store) -> Owed | None:
+    try:
+        lag = mirror_lag(place)
+    except MirrorError as e:
+        return Owed("The mirror", (), 0, str(e))
+    if lag is None:
+        return None
+    status = lag.status
+    trouble = "No process of this host copies to it." if status is None else ""
+    if status is not None and status.error:
+        trouble = f"It fails since {moment(status.since)}: {status.error}"
+    refused = {} if status is None else status.refused
+    trouble = "; ".join([trouble] * bool(trouble) + [f"{n}: {why}" for n, why in refused.items()])
+    return Owed(lag.uri, tuple(lag.lacking), lag.new_bytes, trouble)
+
+
+def _services(place: Store) -> tuple[Service, ...]:
+    return tuple(
+        Service(
+            state.label,
+            " ".join(filter(None, (state.folder, f"#{state.tag}" if state.tag else "newest"))),
+            state.serving.name if state.serving else "",
+            state.serving.number if state.serving else 0,
+            state.noted_time,
+            state.is_silent or state.is_doubtful,
+        )
+        for state in place.followers()
     )
 
 
@@ -132,6 +227,11 @@ def _document(repository: Repository, facts: Facts, disk: DiskUsage) -> dict[str
         "live_bytes": facts.space.live_bytes,
         "runs": list(map(_run_fields, facts.runs)),
         "more_run_count": facts.more_runs,
+        "plan": facts.plan and asdict(facts.plan),
+        "owed": facts.owed and asdict(facts.owed),
+        "services": [
+            {**asdict(each), "noted_time": json_time(each.noted_time)} for each in facts.services
+        ],
     }
 
 
@@ -141,7 +241,7 @@ def _run_fields(run: RunFacts) -> dict[str, Any]:
         "snapshots": list(map(_snapshot_fields, run.snapshots)),
         "changes": {
             "names": run.changes.snapshots,
-            "modules": run.changes.modules,
+            "modules": [".".join(path) for path in run.changes.modules],
             "shares": run.changes.shares,
         },
         "module_bytes": {".".join(path): nbytes for path, nbytes in run.sizes.items()},

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from casnap import Diff
 from casnap.extending import Progress
+from casnap.report.changes import ModuleChanges, ModulePath, changes_of, sizes_of
 
 _MOST_RUNS = 12
 """How many runs are shown in full: those with the newest snapshots."""
-_MOST_MODULES = 160
-_MOST_PARTS = 32
-"""How many times a path is split: deeper modules are not told apart."""
-_SEPARATORS = re.compile(r"[/.]")
-_NUMBER = re.compile(r"[0-9]{1,18}")
 
 T = TypeVar("T")
-ModulePath: TypeAlias = tuple[str, ...]
-"""The modules that lead to an entry, and its own name."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +33,7 @@ class SnapshotFacts:
         unique_bytes: The stored bytes that no other snapshot refers to: deleting this one frees
             them.
         metrics: The numbers in its metadata.
+        not_finite: The names of the metadata that are NaN or infinite.
         notes: Why no rule can delete it: its tags, or a note that a mirror lacks it.
     """
 
@@ -52,24 +46,8 @@ class SnapshotFacts:
     stored_bytes: int
     unique_bytes: int
     metrics: dict[str, float]
+    not_finite: tuple[str, ...]
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ModuleChanges:
-    """For each module and snapshot, the share of bytes that differ from the snapshot before.
-
-    Modules that never change are left out.
-
-    Attributes:
-        snapshots: The names of the snapshots, without the first one, which follows no other.
-        modules: The names of the modules.
-        shares: For each module, a list of shares from 0 to 1, one for each snapshot.
-    """
-
-    snapshots: list[str]
-    modules: list[str]
-    shares: list[list[float]]
 
 
 @dataclass(frozen=True)
@@ -94,14 +72,69 @@ class Space:
     """The space that a store takes up.
 
     Attributes:
-        stored_bytes: The bytes of all packs and of the index.
+        stored_bytes: The bytes of all its files.
         live_bytes: The part of these bytes that the snapshots of the store need.
         saved_bytes: How many bytes deltas and compression save.
+        waiting: What frees the rest, in words.
     """
 
     stored_bytes: int
     live_bytes: int
     saved_bytes: int
+    waiting: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The snapshots that rules do not keep.
+
+    Attributes:
+        rules: The rules, in words.
+        deleted: The names of these snapshots.
+        freed_bytes: How many bytes a collection frees after they are deleted.
+    """
+
+    rules: str
+    deleted: tuple[str, ...]
+    freed_bytes: int
+
+
+@dataclass(frozen=True)
+class Owed:
+    """The snapshots that the mirror of a store lacks.
+
+    Attributes:
+        mirror: The URI of the mirror.
+        names: The names of these snapshots.
+        new_bytes: The bytes that their takes added to the store.
+        trouble: Why the mirror does not get them, in words; empty if that is not known.
+    """
+
+    mirror: str
+    names: tuple[str, ...]
+    new_bytes: int
+    trouble: str
+
+
+@dataclass(frozen=True)
+class Service:
+    """A follower of a store, and the snapshot that it serves.
+
+    Attributes:
+        label: Its host and process.
+        follows: The folder and the tag that it follows, in words.
+        name: The name of the snapshot that it serves; empty if it serves none.
+        number: The number of the version; 0 if it serves none.
+        noted_time: When it noted that, in seconds since the epoch, by its own clock.
+        is_doubtful: Whether it seems to be dead.
+    """
+
+    label: str
+    follows: str
+    name: str
+    number: int
+    noted_time: float
+    is_doubtful: bool
 
 
 @dataclass(frozen=True)
@@ -116,6 +149,9 @@ class Facts:
         space: The space that the store takes up.
         runs: The runs that are shown, the run with the newest snapshot first.
         more_runs: How many runs are not shown.
+        plan: The snapshots that go next; None if no rules were given.
+        owed: The snapshots that the mirror lacks; None if the store has no mirror.
+        services: The followers of the store.
     """
 
     uri: str
@@ -125,6 +161,9 @@ class Facts:
     space: Space
     runs: list[RunFacts]
     more_runs: int
+    plan: Plan | None = None
+    owed: Owed | None = None
+    services: tuple[Service, ...] = ()
 
 
 def gather(
@@ -174,11 +213,19 @@ def gather(
 
 def metrics_in(metadata: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers in a snapshot's metadata that charts can draw."""
-    return {
-        key: float(value)
-        for key, value in metadata.items()
-        if type(value) in (int, float) and abs(value) < 1e300 and math.isfinite(value)
-    }
+    return {key: value for key, value in _numbers_in(metadata) if abs(value) < 1e300}
+
+
+def not_finite_in(metadata: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys of a snapshot's metadata whose values are NaN or infinite."""
+    return tuple(key for key, value in _numbers_in(metadata) if not math.isfinite(value))
+
+
+def _numbers_in(metadata: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in metadata.items():
+        # An int may be too large for a float.
+        if type(value) is float or (type(value) is int and abs(value) < 1e300):
+            yield key, float(value)
 
 
 def _run(
@@ -190,65 +237,13 @@ def _run(
     progress: Progress | None,
 ) -> RunFacts:
     compared = snapshots[-most - 1 :]
-    sizes = _summed((_modules_of(path), nbytes) for path, nbytes in sizes_in(compared[-1][0]))
-    sizes = {parts: nbytes for parts, nbytes in sizes.items() if nbytes}
-    changes = _changes(compared, compare, sizes, progress)
+
+    def diffs() -> Iterator[Diff]:
+        for number, ((before, _), (after, _)) in enumerate(pairwise(compared)):
+            if progress is not None:
+                progress("comparing snapshots", number, len(compared) - 1)
+            yield compare(before, after)
+
+    sizes = sizes_of(sizes_in(compared[-1][0]))
+    changes = changes_of([facts.name for _, facts in compared[1:]], diffs(), sizes)
     return RunFacts(folder, [facts for _, facts in snapshots], changes, sizes)
-
-
-def _modules_of(path: str) -> ModulePath:
-    """Split the path of an entry into modules. Entries of all ranks count as one rank's."""
-    head, slash, tail = path.partition("/")
-    if slash and _NUMBER.fullmatch(head):
-        path = f"ranks/{tail}"
-    return tuple(_SEPARATORS.split(path, _MOST_PARTS))
-
-
-def _changes(
-    compared: Sequence[tuple[T, SnapshotFacts]],
-    compare: Callable[[T, T], Diff],
-    sizes: dict[ModulePath, int],
-    progress: Progress | None,
-) -> ModuleChanges:
-    columns: list[dict[ModulePath, int]] = []
-    for number, ((before, _), (after, _)) in enumerate(pairwise(compared)):
-        if progress is not None:
-            progress("comparing snapshots", number, len(compared) - 1)
-        columns.append(
-            _summed((_modules_of(c.path), c.changed_bytes) for c in compare(before, after).changes)
-        )
-    changed = {
-        parts for column in columns for parts, nbytes in column.items() if nbytes
-    } & sizes.keys()
-    depth = _depth(changed)
-    totals = _summed((parts[:depth], nbytes) for parts, nbytes in sizes.items())
-    columns = [_summed((parts[:depth], n) for parts, n in column.items()) for column in columns]
-    modules = sorted({parts[:depth] for parts in changed}, key=_naturally)
-    return ModuleChanges(
-        [facts.name for _, facts in compared[1:]],
-        [".".join(module) for module in modules[:_MOST_MODULES]],
-        [
-            [min(1.0, column.get(module, 0) / totals[module]) for column in columns]
-            for module in modules[:_MOST_MODULES]
-        ],
-    )
-
-
-def _summed(sizes: Iterable[tuple[ModulePath, int]]) -> dict[ModulePath, int]:
-    summed: dict[ModulePath, int] = {}
-    for parts, nbytes in sizes:
-        summed[parts] = summed.get(parts, 0) + nbytes
-    return summed
-
-
-def _naturally(parts: ModulePath) -> list[tuple[int, int, str]]:
-    """Return a key by which to sort a path, so that 10 comes after 9."""
-    return [(0, int(part), "") if _NUMBER.fullmatch(part) else (1, 0, part) for part in parts]
-
-
-def _depth(paths: Collection[ModulePath]) -> int:
-    """Return the most parts of a path to show, so that few enough different paths are left."""
-    depth = max(map(len, paths), default=1)
-    while depth > 1 and len({parts[:depth] for parts in paths}) > _MOST_MODULES:
-        depth -= 1
-    return depth

@@ -73,7 +73,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         ],
         "who": [document("who", half, "--store", store), document("who", "--store", store)],
         "du": [document("du", store)],
-        "report": [document("report", store, "-o", tmp / "report.html")],
+        "report": [document("report", store, "--keep-last", 1)],
         "cp": [document("cp", store / "run1", tmp / "copy"), followed(store, tmp / "followed")],
         "import": [
             document("import", tmp / "old.pt", tmp / "new/old", "--dry-run"),
@@ -102,6 +102,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         while not any(each["serving"] for each in listed["followers"]):
             time.sleep(0.01)
             listed = document("followers", store)
+        result["report"].append(document("report", store))
     result["followers"] = [listed]
     mirrored = Store(tmp / "mirrored", mirror=tmp / "mirror")
     mirrored.take({"s": StateDict(x=1)}, "step_1")
@@ -110,6 +111,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     mirrored.mirror.stop()
     mirrored.take({"s": StateDict(x=2)}, "step_2")
     result["mirror"] = [document("mirror", tmp / "mirrored")]
+    result["report"].append(document("report", tmp / "mirrored"))
     Reader(far_store(tmp / "far", 0)).restore()
     result["cache"] = [document("cache")]
     for pack in (tmp / "copy").glob("**/packs/*/*"):
