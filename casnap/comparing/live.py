@@ -1,9 +1,8 @@
-"""Compare a live state with a snapshot: hash the live tensors, and read only chunks that differ."""
+"""Compare a live state with a snapshot: hash it as a take does; read only chunks that differ."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -32,6 +31,8 @@ from casnap.state.sharded import Shards
 from casnap.state.tensors import check_tensor, itemsize_of
 from casnap.storage import Contents, Want
 from casnap.take.capture import CapturedState, StateSource
+from casnap.take.comparison import digests_alone
+from casnap.take.manifest import payload_of
 
 _NO_BYTES = Payload(0)
 
@@ -75,17 +76,20 @@ def compare(contents: Contents, source: StateSource, rank: int) -> Diff:
 def _compared(contents: Contents, captured: CapturedState, rank: int) -> Diff:
     components = [span.component for span in captured.spans]
     stored, left_out = _stored(contents, components, rank)
+    olds = [stored.get(leaf.path) for leaf in captured.leaves]
+    digests = digests_alone(captured, _not_hashed(captured, olds))
     changes = list[Change]()
     pairs = dict[int, _TensorPair]()
-    for i, leaf in enumerate(captured.leaves):
+    for i, (leaf, old) in enumerate(zip(captured.leaves, olds, strict=True)):
         path, new = leaf.path, captured.inline.get(i, leaf.entry)
         if path.partition("/")[0] not in components:
             continue
-        old = stored.pop(path, None)
         if old is None:
             changes.append(Change(path, "added", None, new, new.payload.nbytes, new.payload.nbytes))
+        elif _with_digests(new, digests.get(i)) == old:
+            continue
         elif i in captured.inline or not is_measurable(old, new):
-            changes += _changes_of_values(contents, path, old, new, leaf.content)
+            changes += _changes_of_values(path, old, new)
         else:
             assert isinstance(old, TensorEntry)
             assert isinstance(new, TensorEntry)
@@ -93,13 +97,35 @@ def _compared(contents: Contents, captured: CapturedState, rank: int) -> Diff:
             is_tied = twin is not None and twin.old.payload == old.payload
             measure = twin.measure if twin and is_tied else Measure(old, _held(leaf.content, old))
             pairs[i] = _TensorPair(path, old, new, measure)
-    contents.store.fetch(lacking(_candidates(contents, captured, pairs)))
+    contents.store.fetch(lacking(_candidates(contents, captured, digests, pairs)))
     changes += [change for pair in pairs.values() for change in _changes_of(pair)]
+    removed = stored.keys() - {leaf.path for leaf in captured.leaves}
     changes += [
-        Change(path, "removed", entry, None, 0, entry.payload.nbytes)
-        for path, entry in stored.items()
+        Change(path, "removed", stored[path], None, 0, stored[path].payload.nbytes)
+        for path in removed
     ]
     return Diff(sorted(changes, key=lambda change: change.path), left_out)
+
+
+def _not_hashed(captured: CapturedState, olds: list[Entry | None]) -> Iterator[int]:
+    """Yield the leaves that differ from the stored entries in any case, and all sharded ones.
+
+    Args:
+        captured: The live state.
+        olds: The stored entry of each leaf, if there is one.
+    """
+    for i in captured.grids:
+        leaf, old = captured.leaves[i], olds[i]
+        is_as_long = old is not None and old.payload.nbytes == leaf.entry.payload.nbytes
+        if not is_as_long or isinstance(leaf.content, Shards):
+            yield i
+
+
+def _with_digests(entry: KnownEntry, digests: bytes | None) -> KnownEntry:
+    """Return an entry with the digests of its chunks, as a take would store it."""
+    if digests is None:
+        return entry
+    return with_payload(entry, payload_of(entry.payload.nbytes, digests, digest_of))
 
 
 def _stored(
@@ -157,61 +183,42 @@ def _form(entry: Entry) -> Entry:
     return with_payload(entry, _NO_BYTES)
 
 
-def _changes_of_values(
-    contents: Contents,
-    path: str,
-    old: Entry,
-    new: KnownEntry,
-    content: torch.Tensor | bytes | Shards,
-) -> Iterator[Change]:
-    """Yield the change between a stored and a live entry, if they differ.
+def _changes_of_values(path: str, old: Entry, new: KnownEntry) -> Iterator[Change]:
+    """Yield the change between a stored and a live entry, which differ.
 
     The entries are values, containers or small tensors, or tensors of different shapes or dtypes.
 
     Args:
-        contents: The snapshot.
         path: The path.
         old: The stored entry.
         new: The live entry.
-        content: The content of the live leaf.
     """
     nbytes, elements = new.payload.nbytes, None
-    is_small = max(old.payload.nbytes, nbytes) <= INLINE_BYTES
-    if is_small:
-        elements = measured(old, new, old.payload.inline, new.payload.inline)
-    if old.payload.nbytes == nbytes and _form(old) == _form(new):
-        if is_small:
-            is_same = old.payload.inline == new.payload.inline
-        else:
-            # Tensors of one shape and dtype are measured.
-            assert isinstance(content, bytes)
-            cells = contents.cells(path, old)
-            digests = contents.digests(old.payload, cells, path)
-            is_same = split_digests(digests) == _digests(content, cells.sizes())
-        if is_same:
+    if max(old.payload.nbytes, nbytes) <= INLINE_BYTES:
+        if old.payload.inline == new.payload.inline and _form(old) == _form(new):
             return
+        elements = measured(old, new, old.payload.inline, new.payload.inline)
     changed_bytes = nbytes
     if isinstance(new, TensorEntry) and elements is not None:
         changed_bytes = elements.differing * itemsize_of(new)
     yield Change(path, "changed", old, new, changed_bytes, nbytes, elements)
 
 
-def _digests(content: bytes, sizes: Iterator[int]) -> list[Digest]:
-    ends = [0, *accumulate(sizes)]
-    return [digest_of(memoryview(content)[start:stop]) for start, stop in pairwise(ends)]
-
-
 def _candidates(
-    contents: Contents, captured: CapturedState, pairs: Mapping[int, _TensorPair]
+    contents: Contents,
+    captured: CapturedState,
+    digests: Mapping[int, bytes],
+    pairs: Mapping[int, _TensorPair],
 ) -> Iterator[Want | Candidate]:
     """Yield the chunks of the stored tensors of which this rank holds live elements.
 
-    If this rank holds all elements of a chunk, it hashes them first, and reads the chunk only if
-    the digests differ. Otherwise the chunk is read, and its elements on this rank are compared.
+    A chunk is read only if its digest differs. If this rank holds some of its elements alone, the
+    chunk is read, and these elements are compared.
 
     Args:
         contents: The snapshot.
         captured: The live state.
+        digests: Number of the live leaf → the digests of its chunks, unless it is sharded.
         pairs: Number of the live leaf → the pair to compare.
     """
     begun = set[int]()
@@ -225,12 +232,17 @@ def _candidates(
             parts = list(zip(content.boxes, content.tensors, strict=True))
         else:
             parts = [(Region.whole(pair.old.shape), content)]
+        known = split_digests(digests[i]) if i in digests else None
         for box, tensor in parts:
-            yield from _candidates_in(contents, pair, box, with_item_axis(pair.new, tensor))
+            yield from _candidates_in(contents, pair, box, with_item_axis(pair.new, tensor), known)
 
 
 def _candidates_in(
-    contents: Contents, pair: _TensorPair, box: Region, held: torch.Tensor
+    contents: Contents,
+    pair: _TensorPair,
+    box: Region,
+    held: torch.Tensor,
+    known: list[Digest] | None,
 ) -> Iterator[Want | Candidate]:
     """Yield the chunks of a stored tensor that have elements in a box of the live tensor.
 
@@ -241,6 +253,7 @@ def _candidates_in(
         pair: The stored and the live tensor.
         box: The box.
         held: The live elements in it.
+        known: The digests of all chunks of the live tensor, if they are known.
     """
     path, old, _, measure = pair
     with naming(contents, path):
@@ -262,12 +275,15 @@ def _candidates_in(
         return Want(digests[number], cells.cell_bytes(number), sink, path)
 
     for number in cells.covering(box):
+        if known is not None and known[number] == digests[number]:
+            continue
         cell = cells.region(number)
         common = cell.intersect(box)
         assert common is not None
         part = held[common.within(box)]
         wanted = want(number, cell, common, part)
-        yield Candidate(wanted, part, _nothing) if common == cell else wanted
+        is_hashed_here = known is None and common == cell
+        yield Candidate(wanted, part, _nothing) if is_hashed_here else wanted
 
 
 def _nothing() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from casnap.format.digest import Digest, digest_of
@@ -16,9 +16,10 @@ from casnap.storage import Raw, Repository
 from casnap.take import pending as background
 from casnap.take.capture import CapturedState, StateSource
 from casnap.take.device_asking import Asking
-from casnap.take.hashing import Digests, Hasher
+from casnap.take.hashing import Batches, Digests, Hasher
 from casnap.take.manifest import KeptNodes, PathDigest, Put, build_manifest, digests_by_path
 from casnap.take.options import TakeOptions
+from casnap.take.plan import RankPlan
 from casnap.take.ranks.agreement import agree
 from casnap.take.ranks.division import Division, divide
 from casnap.take.ranks.exchange import Exchange
@@ -120,26 +121,68 @@ def _hashed(
     state = source.capture(keys, chunk_size, allow_pickle=options.allow_pickle)
     division = divide(comm, state, source.values, options, chunk_size, seed)
     state.assign(division.plans)
+    if division.is_single_process:
+        return _Hashed(state, division, _hash_alone(state, options.threads))
+
+    def share(hasher: Hasher, batches: Batches, crew: Crew) -> None:
+        Exchange(comm, crew, state, division).run(batches, hasher.hash)
+
+    return _Hashed(state, division, _hash(state, options.threads, share, comm.rank / comm.size))
+
+
+def _hash_alone(state: CapturedState, threads: int | None) -> Digests:
+    # A thread less, where entries hold all bytes.
+    return _hash(state, threads, Hasher.hash_all) if state.grids else Digests(state)
+
+
+def _hash(
+    state: CapturedState,
+    threads: int | None,
+    work: Callable[[Hasher, Batches, Crew], None],
+    share: float = 0.0,
+) -> Digests:
+    """Hash the cells of a state that are this rank's work, on their devices if these can.
+
+    Args:
+        state: The state.
+        threads: The most threads that hash; None for no bound.
+        work: Hashes all batches by a hasher.
+        share: Where to begin; see :meth:`CapturedState.pieces`.
+    """
     hasher = Hasher(state, lambda _: _Digester(), None)
-    if division.is_single_process and not state.bytes_to_hash():
-        return _Hashed(state, division, hasher.digests)
     made = {device: hasher_of(device) for device in state.devices}
     hashers = {device: each for device, each in made.items() if each is not None}
-    asking = Asking(state, hashers, lambda digests: [_ANYWHERE] * len(digests), "")
+    asking = None
+    if hashers:
+        asking = Asking(state, hashers, lambda digests: [_ANYWHERE] * len(digests), "")
 
     def batches(nbytes: int) -> Iterator[list[Piece]]:
-        pieces = state.pieces(comm.rank / comm.size)
-        return batched(asking.unknown(pieces) if hashers else pieces, nbytes)
+        pieces = state.pieces(share)
+        return batched(pieces if asking is None else asking.unknown(pieces), nbytes)
 
-    def work(crew: Crew) -> None:
-        if division.is_single_process:
-            hasher.hash_all(batches, crew)
-        else:
-            Exchange(comm, crew, state, division).run(batches, hasher.hash)
+    run_shielded(lambda crew: work(hasher, batches, crew), threads)
+    if asking is not None:
+        asking.settle(hasher)
+    return hasher.digests
 
-    run_shielded(work, options.threads)
-    asking.settle(hasher)
-    return _Hashed(state, division, hasher.digests)
+
+def digests_alone(state: CapturedState, left_out: Iterable[int]) -> Mapping[int, bytes]:
+    """Hash what this process holds, and ask no other rank.
+
+    Args:
+        state: The state.
+        left_out: The numbers of leaves that are not hashed. All sharded ones must be among them.
+
+    Returns:
+        For each other leaf whose entry does not hold its bytes, the digests of its cells, joined.
+
+    Raises:
+        DeviceError: A device has computed a wrong digest.
+    """
+    state.assign({i: RankPlan() for i in left_out})
+    digests = _hash_alone(state, None)
+    hashed = (i for i in state.grids if i not in state.plans)
+    return {i: digests.of_leaf(state.same_as.get(i, i)) for i in hashed}
 
 
 class _Digester:
