@@ -51,6 +51,13 @@ def casnap_compare(state: State, path: Path) -> None:
     assert Snapshot(str(path)).compare({"model": StateDict(**state)}).equal
 
 
+def casnap_witness(state: State, path: Path) -> None:
+    """Compare with the witness of a path; the first call stores it."""
+    from casnap import StateDict, Store
+
+    assert Store(path.parent).witness({"model": StateDict(**state)}, path.name).equal
+
+
 def casnap_restore(state: State, path: Path) -> None:
     """Restore in place, from a snapshot that is opened anew."""
     from casnap import Snapshot, StateDict

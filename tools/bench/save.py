@@ -60,6 +60,8 @@ class Saves(Workload):
             before = after
 
     def _unchanged_takes(self) -> None:
+        witness = self.store / f"witness_{self._names}"
+        peers.casnap_witness(self.state, witness)
         for _ in range(_UNCHANGED):
             settle()
             before = blake3_seconds(self.state.values())
@@ -71,6 +73,9 @@ class Saves(Workload):
             compared = seconds(peers.casnap_compare, self.state, self._last())
             self.times["compare"].append(compared)
             self.ratios["compare"].append(after / compared)
+            witnessed = seconds(peers.casnap_witness, self.state, witness)
+            self.times["witness"].append(witnessed)
+            self.ratios["witness"].append(took / witnessed)
 
     def _changed_take(self, turn: int) -> None:
         some = states.some(self.state, _CHANGED_SHARE, turn)
@@ -102,6 +107,7 @@ def _rows(saves: Saves) -> list[Row]:
     first = f"first take, all new, durable: {size}"
     unchanged = f"take with nothing changed: {size}"
     compared = f"comparison of a live state with a snapshot, all equal: {size}"
+    witnessed = f"comparison of a live state with a witness, all equal: {size}"
     changed = f"take with 1 % of tensors ({saves.changed / MIB:.0f} MiB) changed: {size}"
     return [
         timed(first, peers.CASNAP, times["first"], nbytes),
@@ -121,6 +127,9 @@ def _rows(saves: Saves) -> list[Row]:
         ),
         timed(compared, peers.CASNAP, times["compare"], nbytes).at_least(
             saves.ratios["compare"], " of the speed of BLAKE3", 0.91
+        ),
+        timed(witnessed, peers.CASNAP, times["witness"], nbytes).at_least(
+            saves.ratios["witness"], "× as fast as a take with nothing changed", 1
         ),
         timed(changed, peers.CASNAP, times["changed"]),
         timed(changed, f"fastest peer's save: {fastest}", times[fastest]).at_least(
