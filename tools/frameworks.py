@@ -176,12 +176,12 @@ def _transformers() -> tuple[Callable[[], None], Save, Save]:
 
 
 def _deepspeed() -> tuple[Callable[[], None], Save, Save]:
-    os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517")
-    import deepspeed
-
     from casnap.integrations.deepspeed import save_checkpoint
+    from tests.support.deepspeed_on_cpus import import_deepspeed
 
+    deepspeed = import_deepspeed()
     deepspeed.init_distributed(dist_backend="gloo")
     model = _model()
     engine, *_ = deepspeed.initialize(

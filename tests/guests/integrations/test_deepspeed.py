@@ -14,6 +14,7 @@ import torch
 from casnap import Snapshot
 from casnap.errors import MismatchError, StateError, UnsupportedTypeError
 from tests.support.bitwise import assert_same
+from tests.support.deepspeed_on_cpus import import_deepspeed
 from tests.support.exports import assert_exports
 from tests.support.launched import kill_all, launched
 from tests.support.trainer_contract import TrainerContract
@@ -51,9 +52,7 @@ def engine_of(
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     scheduler: Any = torch.optim.lr_scheduler.StepLR,
 ) -> Any:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-
+    deepspeed = import_deepspeed()
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
     torch.manual_seed(seed)

@@ -18,6 +18,7 @@ import torch
 from casnap import Snapshot, Store
 from casnap.errors import StateError
 from tests.support.bitwise import assert_same
+from tests.support.deepspeed_on_cpus import import_deepspeed
 from tests.support.exports import assert_exports
 from tests.support.hf_trainer import Numbers
 from tests.support.launched import kill_all, launched
@@ -71,7 +72,8 @@ class Accelerated:
     """A run of Accelerate on CPU ranks, with a frozen base and a scheduler that is torch's."""
 
     def __init__(self, folder: Path, stage: int, seed: int = 0) -> None:
-        os.environ.update(DS_ACCELERATOR="cpu", ACCELERATE_USE_DEEPSPEED="true")
+        import_deepspeed()
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         from accelerate import Accelerator
         from accelerate.utils import DeepSpeedPlugin, ProjectConfiguration
 
@@ -176,7 +178,7 @@ def test_what_accelerate_refuses(tmp_path: Path) -> None:
 
 
 def trainer_of(folder: Path, stage: int, *, plain: bool = False, **arguments: Any) -> Any:
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    import_deepspeed()
     import transformers
 
     from casnap.integrations.transformers import CasnapTrainerMixin
