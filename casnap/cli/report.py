@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,10 @@ from casnap.cli.output import (
 )
 from casnap.cli.prune import retention_of, retention_rules
 from casnap.comparing.diff import diff
-from casnap.errors import DamagedError, MirrorError
+from casnap.errors import DamagedError, MirrorError, SnapshotNotFoundError
 from casnap.format.entries import ContainerEntry
+from casnap.format.health import TensorHealth
+from casnap.format.names import folder_of
 from casnap.maintenance.usage import DiskUsage, Usage, disk_usage, usage
 from casnap.report.charts import MISSING, can_draw
 from casnap.report.facts import (
@@ -42,11 +44,13 @@ from casnap.report.facts import (
     Space,
     gather,
     metrics_in,
+    norms_of,
     not_finite_in,
 )
 from casnap.report.page import HEAD, page
 from casnap.runtime.environment import local_path
 from casnap.runtime.sizes import amount, size
+from casnap.snapshot import Snapshot
 from casnap.storage import Contents, GcOptions, Repository, Retention, collect
 from casnap.store import Store
 from casnap.view import repository_of, view_of
@@ -93,10 +97,12 @@ def report(
     if not as_json:
         _check_replaceable(output)
     place = open_store(store)
-    contents = [snapshot.contents for snapshot in snapshots_of(place, prefix)]
+    snapshots = snapshots_of(place, prefix)
+    contents = [snapshot.contents for snapshot in snapshots]
     repository = repository_of(place)
     with progress_bars(lambda: place.requests) as progress:
-        usages = usage(contents, repository, progress)
+        usages = {use.name: use for use in usage(contents, repository, progress)}
+        recent = _recent(snapshots, last + 1)
 
         # A dry run of a collection counts the bytes that are needed, and changes nothing.
         def live_bytes(deleted: frozenset[str] = frozenset()) -> int:
@@ -114,7 +120,12 @@ def report(
         facts = gather(
             repository.backend.uri,
             repository.config.chunk_size,
-            [(c, _facts_of(c, use)) for c, use in zip(contents, usages, strict=True)],
+            [
+                (snapshot.contents, _facts_of(snapshot, use, is_recent=snapshot in recent))
+                for snapshot in snapshots
+                # One that was deleted meanwhile has no usage.
+                if (use := usages.get(snapshot.contents.name))
+            ],
             space,
             _sizes_in,
             diff,
@@ -131,13 +142,23 @@ def report(
     print_requests(place.requests)
 
 
-def _facts_of(contents: Contents, use: Usage) -> SnapshotFacts:
+def _recent(snapshots: Sequence[Snapshot], most: int) -> set[Snapshot]:
+    """Return the last snapshots of each run."""
+    by_folder: dict[str, list[Snapshot]] = {}
+    for snapshot in snapshots:
+        by_folder.setdefault(folder_of(snapshot.name), []).append(snapshot)
+    return {snapshot for run in by_folder.values() for snapshot in run[-most:]}
+
+
+def _facts_of(snapshot: Snapshot, use: Usage, *, is_recent: bool) -> SnapshotFacts:
+    contents = snapshot.contents
     row, stats = contents.row, contents.row.stats
     marks = (("rewound", row.is_rewound), ("thinned", row.is_thinned))
     try:
         metadata = contents.metadata
     except DamagedError:
         metadata = {}
+    norms, unhealthy = norms_of(_health_of(snapshot) if is_recent else {})
     return SnapshotFacts(
         contents.name,
         row.time,
@@ -149,8 +170,18 @@ def _facts_of(contents: Contents, use: Usage) -> SnapshotFacts:
         use.unique_bytes,
         metrics_in(metadata),
         not_finite_in(metadata),
+        norms,
+        # What the take was asked to ignore does not count.
+        unhealthy if row.unhealthy else {},
         (*row.tags, *(note for note, is_so in marks if is_so), *row.awaited),
     )
+
+
+def _health_of(snapshot: Snapshot) -> dict[str, TensorHealth]:
+    try:
+        return {} if snapshot.unhealthy is None else snapshot.health()
+    except (DamagedError, SnapshotNotFoundError):
+        return {}
 
 
 def _plan(

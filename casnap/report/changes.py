@@ -208,6 +208,11 @@ def _modules_of(path: str) -> ModulePath:
     return tuple(_SEPARATORS.split(path, _MOST_PARTS))
 
 
+def group_of(path: str) -> str:
+    """Return the path of an entry with a star for each number in it, as a group of tensors."""
+    return ".".join("*" if _NUMBER.fullmatch(part) else part for part in _modules_of(path))
+
+
 def _summed(sizes: Iterable[tuple[ModulePath, int]]) -> dict[ModulePath, int]:
     summed: dict[ModulePath, int] = {}
     for parts, nbytes in sizes:

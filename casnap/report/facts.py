@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from casnap import Diff
+from casnap import Diff, TensorHealth
 from casnap.extending import Progress
-from casnap.report.changes import ModuleChanges, ModulePath, changes_of, sizes_of
+from casnap.report.changes import ModuleChanges, ModulePath, changes_of, group_of, sizes_of
 
 _MOST_RUNS = 12
 """How many runs are shown in full: those with the newest snapshots."""
@@ -34,6 +34,9 @@ class SnapshotFacts:
             them.
         metrics: The numbers in its metadata.
         not_finite: The names of the metadata that are NaN or infinite.
+        norms: The norms of groups of tensors whose paths differ in numbers alone, by group, if the
+            take measured them.
+        unhealthy: The groups with NaN or infinite elements: how many tensors have such.
         notes: Why no rule can delete it: its tags, or a note that a mirror lacks it.
     """
 
@@ -47,6 +50,8 @@ class SnapshotFacts:
     unique_bytes: int
     metrics: dict[str, float]
     not_finite: tuple[str, ...]
+    norms: dict[str, float]
+    unhealthy: dict[str, int]
     notes: tuple[str, ...]
 
 
@@ -219,6 +224,22 @@ def metrics_in(metadata: Mapping[str, Any]) -> dict[str, float]:
 def not_finite_in(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the keys of a snapshot's metadata whose values are NaN or infinite."""
     return tuple(key for key, value in _numbers_in(metadata) if not math.isfinite(value))
+
+
+def norms_of(health: Mapping[str, TensorHealth]) -> tuple[dict[str, float], dict[str, int]]:
+    """Return the norm of each group of tensors, and how many tensors of it are not finite.
+
+    Args:
+        health: What a take has measured, by path.
+    """
+    norms: dict[str, float] = {}
+    unhealthy: dict[str, int] = {}
+    for path, measured in health.items():
+        group = group_of(path)
+        norms[group] = math.hypot(norms.get(group, 0.0), measured.norm)
+        if not measured.is_finite:
+            unhealthy[group] = unhealthy.get(group, 0) + 1
+    return norms, unhealthy
 
 
 def _numbers_in(metadata: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

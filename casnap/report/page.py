@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from casnap import __version__
 from casnap.extending import amount, size
@@ -16,6 +18,7 @@ from casnap.report.markup import Markup, element, joined, text
 HEAD = "<!DOCTYPE html>\n<!-- casnap report -->\n"
 """The beginning of each page. The command overwrites only files that begin with it."""
 _MOST_METRICS = 12
+_MOST_GROUPS = 6
 _MOST_LISTED = 200
 _MOST_NAMED = 6
 _STYLE = """
@@ -135,11 +138,15 @@ def _health(runs: Sequence[RunFacts]) -> Markup:
     )
     # What a training minimizes comes first.
     shown = sorted(keys, key=lambda key: "loss" not in key.lower())[:_MOST_METRICS]
-    if not shown:
-        return element(
-            "p",
-            text("No snapshot has a number in its metadata: store.take(…, metadata={'loss': 0.3})"),
-        )
+    measured = dict.fromkeys(group for r in runs for s in r.snapshots for group in s.norms)
+    # Norms that never change, as those of a frozen base, say nothing.
+    jumps = {group: jump for group in measured if (jump := _jump(runs, group)) > 1}
+    groups = sorted(jumps, key=lambda group: -jumps[group])[:_MOST_GROUPS]
+    advice = [
+        "No snapshot has a number in its metadata: store.take(…, metadata={'loss': 0.3})."
+    ] * (not shown) + [
+        "No take measured norms, NaN and infinities: Store(…, health=True) has takes measure them."
+    ] * (not measured)
     rows = [
         (_name_of(run), key, *figures)
         for key in shown
@@ -149,11 +156,42 @@ def _health(runs: Sequence[RunFacts]) -> Markup:
     titles = ("Run", "Value", "First", "Newest", "Lowest", "Highest")
     return joined(
         [
-            *(_p(line, class_="bad") for line in _not_finite(runs)),
+            *(_p(line, class_="bad") for line in (*_unhealthy(runs), *_not_finite(runs))),
+            *map(_p, advice),
             _charts(runs, [(key, _metric(key), None) for key in shown]),
             _table("Numbers in the metadata of each run", titles, rows, numbers=4, wide=1),
+            *([element("h3", text("Norms of tensors, largest jumps first"))] if groups else []),
+            _charts(runs, [(group, _norm(group), None) for group in groups]),
+            _table(
+                "Largest jumps from one snapshot to the next",
+                ("Tensors", "Times"),
+                [(group, f"{jumps[group]:.4g}") for group in groups],
+                numbers=1,
+            ),
         ]
     )
+
+
+def _jump(runs: Sequence[RunFacts], group: str) -> float:
+    """Return the largest jump of a norm between neighbours: how many times the one the other is."""
+    jumps = [1.0]
+    for run in runs:
+        # Beside NaN, the norm is of the finite elements alone.
+        healthy = [s for s in run.snapshots if group not in s.unhealthy]
+        norms = [norm for s in healthy if (norm := s.norms.get(group))]
+        jumps += [max(a, b) / min(a, b) for a, b in pairwise(norms)]
+    return max(jumps)
+
+
+def _unhealthy(runs: Sequence[RunFacts]) -> Iterator[str]:
+    for run in runs:
+        for group in dict.fromkeys(group for s in run.snapshots for group in s.unhealthy):
+            having = [s for s in run.snapshots if group in s.unhealthy]
+            count = max(s.unhealthy[group] for s in having)
+            yield (
+                f"{_name_of(run)}: {amount(count, 'tensor')} of {group} with NaN or infinite "
+                f"elements in {amount(len(having), 'snapshot')}, first in {having[0].name}"
+            )
 
 
 def _not_finite(runs: Sequence[RunFacts]) -> Iterator[str]:
@@ -176,12 +214,17 @@ def _figures(run: RunFacts, key: str) -> tuple[str, ...]:
     return (f"{values[0]:.4g}", last, f"{min(values):.4g}", f"{max(values):.4g}")
 
 
+# A value of a snapshot: NaN if it is not finite, None if the snapshot has none.
 Value = Callable[[SnapshotFacts], float | None]
 Label = Callable[[float], str] | None
 
 
 def _metric(key: str) -> Value:
-    return lambda snapshot: snapshot.metrics.get(key)
+    return lambda snapshot: math.nan if key in snapshot.not_finite else snapshot.metrics.get(key)
+
+
+def _norm(group: str) -> Value:
+    return lambda snapshot: math.nan if group in snapshot.unhealthy else snapshot.norms.get(group)
 
 
 def _charts(runs: Sequence[RunFacts], values: Sequence[tuple[str, Value, Label]]) -> Markup:
@@ -191,26 +234,28 @@ def _charts(runs: Sequence[RunFacts], values: Sequence[tuple[str, Value, Label]]
     drawn: list[Markup] = []
     for title, value, label in values:
         having = {
-            # Where the value is not finite, the curve has a gap, which the chart marks.
             _name_of(run): [
-                (number, s, value(s))
+                (number, s, y)
                 for number, s in enumerate(run.snapshots, 1)
-                if value(s) is not None or title in s.not_finite
+                if (y := value(s)) is not None
             ]
             for run in runs
         }
         by_step = all("step" in s.metrics for found in having.values() for _, s, _ in found)
-        curves = {
-            name: [Point(s.metrics["step"] if by_step else number, y) for number, s, y in found]
-            # A single number makes no curve.
-            if len(found) > 1
-            else []
-            for name, found in having.items()
-        }
+        curves = {name: _curve(found, by_step=by_step) for name, found in having.items()}
         if any(y is not None for points in curves.values() for _, y in points):
             over = "step" if by_step else "number of the snapshot"
             drawn.append(chart(title, over, curves, label))
     return element("div", joined(drawn), class_="charts") if drawn else text("")
+
+
+def _curve(found: Sequence[tuple[int, SnapshotFacts, float]], *, by_step: bool) -> list[Point]:
+    """Return the points of some values: no points if there is a single one."""
+    points = [
+        Point(s.metrics["step"] if by_step else number, y if math.isfinite(y) else None)
+        for number, s, y in found
+    ]
+    return points if len(points) > 1 else []
 
 
 # --- space --------------------------------------------------------------------------------------

@@ -138,6 +138,31 @@ def test_what_is_not_well_comes_first(tmp_path: Path) -> None:
     assert [taken["not_finite"] for taken in run["snapshots"]] == [[], [], ["loss"], ["loss"]]
 
 
+def test_norms_begin_with_the_largest_jump(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK), health=True)
+    for step in range(4):
+        layers = {f"layers.{i}.weight": torch.full((4,), 1.0 + (step == 2)) for i in range(3)}
+        head = torch.full((4,), 10.0 ** (step == 1))
+        if step == 3:
+            layers["layers.1.weight"][0] = math.nan
+        store.take({"model": StateDict(**layers, head=head)}, f"run/step_{step}")
+    page = made(tmp_path / "store")
+    told = "run: 1 tensor of model.layers.*.weight with NaN or infinite elements in 1 snapshot, "
+    assert f"{told}first in run/step_3" in page.texts
+    jumps = [row for row in page.rows if len(row) == 2]
+    assert jumps == [
+        ["Tensors", "Times"],
+        ["model.head", "10"],
+        ["model.layers.*.weight", "2"],
+    ]
+    [run] = document("report", tmp_path / "store")["runs"]
+    assert run["snapshots"][0]["norms"] == {
+        "model.head": 2.0,
+        "model.layers.*.weight": pytest.approx(12**0.5),
+    }
+    assert run["snapshots"][3]["unhealthy"] == {"model.layers.*.weight": 1}
+
+
 def test_equal_modules_are_one_line(tmp_path: Path) -> None:
     store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
     for step in range(4):
