@@ -176,17 +176,21 @@ def prove(options: Options) -> Proof:
     noise = _compared(store, unbroken, again, ended_alone=ended_alone)
     others = ", ".join(sorted(noise.roles)) or "its snapshots"
     options.say(f"again: {'equal' if noise.equal else f'differs in {others}'}")
-    killed = runs.killed("killed", unbroken)
+
+    def compared(killed: Run) -> Comparison:
+        return _compared(
+            store,
+            unbroken,
+            killed,
+            noise.paths,
+            ended_alone=ended_alone and not killed.failure,
+            only_global=bool(options.resume_command),
+        )
+
+    killed = runs.killed("killed", unbroken, lambda run: compared(run).equal)
     kills = amount(len(killed.kills), "kill")
     options.say(f"killed: {amount(len(killed.names), 'snapshot')}, after {kills}")
-    result = _compared(
-        store,
-        unbroken,
-        killed,
-        noise.paths,
-        ended_alone=ended_alone and not killed.failure,
-        only_global=bool(options.resume_command),
-    )
+    result = compared(killed)
     proof = Proof(unbroken, again, killed, noise, result, [], options.seed, runs.hints("unbroken"))
     return replace(proof, causes=_causes(store, proof))
 
@@ -292,22 +296,37 @@ class _Runs:
         seconds, replaced = time.monotonic() - began, frozenset(watch.replaced)
         return Run(name, list(watch.seen)[:most], seconds, replaced=replaced)
 
-    def killed(self, name: str, unbroken: Run) -> Run:
+    def killed(self, name: str, unbroken: Run, is_equal: Callable[[Run], bool]) -> Run:
         """Run the command, kill it at random moments, and start it again until it ends.
+
+        A run may end before its late kill, and then hide what only such a one shows. It is made
+        anew, unless it differs already.
+
+        Args:
+            name: Its folder in the store.
+            unbroken: The run that nobody killed.
+            is_equal: Whether a run has stored what the unbroken one has.
 
         Raises:
             CasnapError: The run ended before it could be killed, again and again.
         """
+        found: Run | None = None
         for number in range(_TRIES):
-            run = self._killed(f"{name}{number or ''}", unbroken, is_last=number == _TRIES - 1)
+            is_last = number == _TRIES - 1
+            run, was_late = self._killed(f"{name}{number or ''}", unbroken, is_last=is_last)
             if run.kills:
-                return run
+                found = run
+                if was_late or run.failure or run.began_again or not is_equal(run):
+                    break
+        if found is not None:
+            return found
         raise CasnapError(
             "the run ended before it could be killed: it takes its last snapshot too soon after "
             "its first; let it run longer, or take snapshots more often"
         )
 
-    def _killed(self, name: str, unbroken: Run, *, is_last: bool) -> Run:
+    def _killed(self, name: str, unbroken: Run, *, is_last: bool) -> tuple[Run, bool]:
+        """Make a killed run; return it, and whether it was killed late, if more than once."""
         options, watch, began = self._options, _Watch(self._store, name), time.monotonic()
         count = len(unbroken.names)
         once = [n for n in unbroken.names if n not in unbroken.replaced] or unbroken.names
@@ -316,7 +335,7 @@ class _Runs:
         aims = range(min(begun, count - 1), count)
         targets = self._targets(aims)
         gap = 0.0 if is_last else self._gap
-        kills, began_again, failure = list[str](), "", ""
+        kills, began_again, failure, reached = list[str](), "", "", 0
         while True:
             at_start = watch.look()
             target = targets[len(kills)] if len(kills) < len(targets) else _Target(0, 0.0)
@@ -343,9 +362,11 @@ class _Runs:
             if is_at_end and not unbroken.replaced:
                 break  # nothing is left that a resume could get wrong
             kills.append(next((n for n in reversed(watch.seen) if n not in unbroken.replaced), ""))
+            reached = len(watch.seen)
             options.say(f"killed after {kills[-1]}")
         seconds = time.monotonic() - began
-        return Run(name, list(watch.seen), seconds, kills, began_again, failure=failure)
+        run = Run(name, list(watch.seen), seconds, kills, began_again, failure=failure)
+        return run, len(targets) == 1 or reached >= aims[len(aims) // 2]
 
     def _targets(self, aims: range) -> list[_Target]:
         """Choose after how many snapshots to kill, in order.
