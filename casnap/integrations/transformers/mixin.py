@@ -216,6 +216,11 @@ class CasnapTrainerMixin(_Base):
                 super()._save_checkpoint(model, trial)
         finally:
             self._saving_checkpoint = False
+        if self.args.fsdp and not self.is_fsdp_enabled and own_rank() == 0:
+            _log.warning(
+                "fsdp= is given, but Transformers trains without FSDP, as it does on CPUs: each "
+                "rank has the whole model"
+            )
             self.args.save_total_limit = limit
         if not self._trainer_has_saved:
             raise StateError(
