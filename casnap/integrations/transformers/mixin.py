@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -39,7 +40,6 @@ from casnap.integrations.trainers import (
     Checkpoints,
     Notices,
     Value,
-    agreed,
     plain_model,
     snapshot_at,
 )
@@ -72,6 +72,18 @@ _NOTICE = (
     "that a run goes on with. To resume, use `casnap run COMMAND`, or a Trainer with "
     f"casnap.integrations.transformers.CasnapTrainerMixin. {WEIGHTS_ALONE}"
 )
+
+
+class _Start(msgspec.Struct, array_like=True):
+    """How a rank begins to train.
+
+    Attributes:
+        resumes: Whether it resumes.
+        last: On rank 0, what :func:`_last_or_none` returned.
+    """
+
+    resumes: bool
+    last: str | None = None
 
 
 class CasnapTrainerMixin(_Base):
@@ -143,7 +155,8 @@ class CasnapTrainerMixin(_Base):
         warning.
 
         Raises:
-            StateError: The Trainer is set up in a way that this class does not support.
+            StateError: The Trainer is set up in a way that this class does not support, or only
+                some ranks resume.
         """
         self._check_supported()
         checkpoints = Checkpoints(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-", is_its_own)
@@ -155,10 +168,15 @@ class CasnapTrainerMixin(_Base):
         if self._tell is not None and own_rank() == 0:
             kind, folder = type(self).__qualname__, self.args.output_dir
             self._tell(f"the checkpoints of {kind} in {folder} are snapshots")
+        with join(None, None, f"the start of a training in {self.args.output_dir}") as comm:
+            start = _Start(bool(resume_from_checkpoint))
+            if resume_from_checkpoint is True and comm.rank == 0:
+                start.last = _last_or_none(checkpoints)
+            start_of_rank_0 = comm.broadcast_message(start, _Start)
+            comm.check_same("resume_from_checkpoint=", start.resumes, start_of_rank_0.resumes)
         if resume_from_checkpoint is True:
-            with join(None, None, f"looking for the last of {self.args.output_dir}") as comm:
-                found = agreed(comm, partial(_last_or_none, checkpoints))
-            resume_from_checkpoint = None if found == _NEVER_SAVED else found or True
+            last = start_of_rank_0.last
+            resume_from_checkpoint = None if last == _NEVER_SAVED else last or True
         return super().train(resume_from_checkpoint, *args, **kw)
 
     def _check_supported(self) -> None:
@@ -198,6 +216,11 @@ class CasnapTrainerMixin(_Base):
             unsupported.append(f'pushing checkpoints to the hub ({why}; take hub_strategy="end")')
         if unsupported:
             raise StateError(f"CasnapTrainerMixin does not support {', '.join(unsupported)}")
+        if self.args.fsdp and not self.is_fsdp_enabled and own_rank() == 0:
+            _log.warning(
+                "fsdp= is given, but Transformers trains without FSDP, as it does on CPUs: each "
+                "rank has the whole model"
+            )
 
     # --- saving ---
 
@@ -216,11 +239,6 @@ class CasnapTrainerMixin(_Base):
                 super()._save_checkpoint(model, trial)
         finally:
             self._saving_checkpoint = False
-        if self.args.fsdp and not self.is_fsdp_enabled and own_rank() == 0:
-            _log.warning(
-                "fsdp= is given, but Transformers trains without FSDP, as it does on CPUs: each "
-                "rank has the whole model"
-            )
             self.args.save_total_limit = limit
         if not self._trainer_has_saved:
             raise StateError(

@@ -17,6 +17,7 @@ import torch
 from casnap import Snapshot, Store
 from casnap.errors import (
     EntryNotFoundError,
+    RankError,
     SnapshotNotFoundError,
     StateError,
     StorageFullError,
@@ -26,7 +27,7 @@ from tests.support.bitwise import assert_same
 from tests.support.exports import assert_exports
 from tests.support.faults import backend_faults, in_child, kill, start, wait
 from tests.support.hf_trainer import FROZEN, trainer_of
-from tests.support.launched import kill_all
+from tests.support.launched import kill_all, launched
 from tests.support.mounts import fill, tmpfs
 from tests.support.pages import run_examples
 from tests.support.trainer_contract import RunContract, TrainerContract
@@ -128,6 +129,23 @@ class TestTwoProcesses(RunContract):
         out = folder / "alone"
         shutil.copytree(Path(snapshot.path).parent, out)
         assert in_child(lambda: run(out, folder / "end", resume=True, max_steps=9)) == 0
+
+
+def test_ranks_that_begin_otherwise_than_rank_0_do_not_wait_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a rank looks for the folder before another one has made it. And on CPUs."""
+
+    def go() -> None:
+        trainer = trainer_of(tmp_path, fsdp="full_shard", max_steps=2)
+        resumes, rank = trainer.args.process_index == 0, trainer.args.process_index
+        words = "resume_from_checkpoint= must be the same on all ranks: True on rank 0, False on"
+        with pytest.raises(RankError if rank == 0 else StateError, match=words):
+            trainer.train(resume_from_checkpoint=resumes)
+        said = [r.getMessage() for r in caplog.records if "trains without FSDP" in r.getMessage()]
+        assert len(said) == (rank == 0)
+
+    assert launched(2, go) == [0, 0]
 
 
 @pytest.fixture(scope="module")
