@@ -220,7 +220,7 @@ def _print_snapshot(snapshot: Snapshot, document: Facts) -> None:
             "logical": f"{size(stats.logical_bytes)} in {amount(stats.entries, 'entry')}",
             "new": _new_text(stats),
             "thinned": safe(", ".join(document["thinned_keys"])),
-            "unhealthy": amount(snapshot.unhealthy, "tensor") if snapshot.unhealthy else "",
+            **({"unhealthy": amount(bad, "tensor")} if (bad := snapshot.unhealthy) else {}),
             "metadata": summary(metadata_of(snapshot), snapshot.tags),
         }
     )
@@ -233,7 +233,7 @@ def _print_snapshot(snapshot: Snapshot, document: Facts) -> None:
 
 def _print_health(measured: list[Facts], limit: int) -> None:
     if not measured:
-        say("nothing was measured; Store(..., health=True) has takes do that")
+        say("no numbers are noted; Store(..., health=True) has takes measure")
         return
     rows = [
         (
