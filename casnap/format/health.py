@@ -41,7 +41,7 @@ class TensorHealth(Struct, frozen=True, array_like=True, gc=False):
     @classmethod
     def of_parts(cls, parts: Iterable[TensorHealth]) -> TensorHealth:
         """Return the numbers of a tensor, given those of its parts."""
-        parts = list(parts)
+        parts = parts if isinstance(parts, list) else list(parts)
         if len(parts) == 1:
             return parts[0]
         return cls(

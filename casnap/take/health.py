@@ -104,26 +104,37 @@ class Measuring:
             pieces: The pieces.
             digests: One digest for each chunk, in the order of the pieces.
         """
-        start, small = 0, defaultdict[str, list[tuple[Piece, bytes]]](list)
-        with without_torch_modes():
-            for piece in pieces:
-                stop = start + len(piece.sizes)
-                dtype = self._dtypes.get(piece.leaf)
-                if dtype is not None and not self._is_measured(piece):
-                    joined = b"".join(digests[start:stop])
-                    known = self._before.get((dtype, joined))
-                    if known is not None:
-                        self._keep(dtype, piece, joined, known)
-                    elif len(piece.view) <= _SMALL_BYTES:
-                        small[dtype].append((piece, joined))
-                    else:
-                        found = measured(elements_on_host(dtype, piece.view))
-                        self._keep(dtype, piece, joined, found)
-                start = stop
-            for dtype, several in small.items():
-                parts = [piece.view for piece, _ in several]
-                for both, found in zip(several, measured_together(dtype, parts), strict=True):
-                    self._keep(dtype, *both, found)
+        start, dtypes, before = 0, self._dtypes, self._before
+        new: list[tuple[Piece, str, bytes]] = []
+        # There may be many small pieces, so what is known is kept without further calls.
+        for piece in pieces:
+            stop = start + len(piece.sizes)
+            dtype = dtypes.get(piece.leaf)
+            if dtype is not None and not (self._by_device and self._is_measured(piece)):
+                joined = digests[start] if stop == start + 1 else b"".join(digests[start:stop])
+                known = before.get((dtype, joined))
+                if known is None:
+                    new.append((piece, dtype, joined))
+                else:
+                    self._keep(piece, dtype, joined, known)
+            start = stop
+        if new:
+            self._measure_here(new)
+
+    @without_torch_modes()
+    def _measure_here(self, new: Sequence[tuple[Piece, str, bytes]]) -> None:
+        """Measure pieces in the memory of the host, each with its dtype and its joined digests."""
+        small: defaultdict[str, list[tuple[Piece, str, bytes]]] = defaultdict(list)
+        for each in new:
+            piece, dtype, _ = each
+            if len(piece.view) <= _SMALL_BYTES:
+                small[dtype].append(each)
+            else:
+                self._keep(*each, measured(elements_on_host(dtype, piece.view)))
+        for dtype, several in small.items():
+            parts = [piece.view for piece, _, _ in several]
+            for each, found in zip(several, measured_together(dtype, parts), strict=True):
+                self._keep(*each, found)
 
     def _is_measured(self, piece: Piece) -> bool:
         """Whether a device has measured what a piece on the host has."""
@@ -133,7 +144,7 @@ class Measuring:
         joints = [] if plan is None else plan.joints
         return not any(first <= piece.first_cell < stop for first, stop in joints)
 
-    def _keep(self, dtype: str, piece: Piece, joined: bytes, found: TensorHealth) -> None:
+    def _keep(self, piece: Piece, dtype: str, joined: bytes, found: TensorHealth) -> None:
         self._now[dtype, joined] = self._parts[piece.leaf][piece.first_cell] = found
 
     def keep_known(self) -> None:
@@ -148,7 +159,7 @@ class Measuring:
     def parts_of(self, leaf: int) -> list[TensorHealth]:
         """Return the numbers about the parts of a leaf that this rank has hashed, in order."""
         parts = self._parts.get(leaf, {})
-        return [parts[cell] for cell in sorted(parts)]
+        return [parts[cell] for cell in sorted(parts)] if len(parts) > 1 else [*parts.values()]
 
     def judge(
         self,
