@@ -799,7 +799,8 @@ class Snapshot:
 
         Returns:
             The numbers by path; the path begins with a rank if the tensor belongs to one. Empty if
-            nothing was measured: see :attr:`unhealthy`.
+            nothing was measured (see :attr:`unhealthy`), or if there are too many tensors to note:
+            more than about 200,000.
 
         Raises:
             DamagedError: A node is missing or damaged.

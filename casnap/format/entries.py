@@ -314,7 +314,16 @@ class Manifest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
     ranks: dict[str, dict[str, bytes]]
     thinned: tuple[str, ...] = ()
     environment: dict[str, Any] = {}
-    health: dict[bytes, Any] = {}
+    health: Any = msgspec.field(default_factory=dict)
+
+    @property
+    def health_by_tree(self) -> dict[Any, Any] | None:
+        """The records of ``health``, by the digests of trees; None if it is malformed.
+
+        Nothing in a snapshot depends on them, so a manifest is whole without them.
+        """
+        is_map = isinstance(self.health, dict) and all(isinstance(k, bytes) for k in self.health)
+        return self.health if is_map else None
 
     def trees(self) -> Iterator[tuple[int | None, str, bytes]]:
         """Yield the owner (a rank, or None for a global tree), key and digest of each tree."""

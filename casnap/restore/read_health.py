@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 from casnap.errors import DamagedError
 from casnap.format.entries import TensorEntry
@@ -25,7 +26,10 @@ def read_health(contents: Contents) -> dict[str, TensorHealth]:
         DamagedError: What is noted is malformed, or a node is missing or damaged.
     """
     manifest = contents.manifest
-    if not manifest.health and contents.row.unhealthy is None:
+    records = manifest.health_by_tree
+    if records is None:
+        raise _malformed_error(contents, "all keys", "it is no map from digests")
+    if not records and contents.row.unhealthy is None:
         return {}
     found: dict[str, TensorHealth] = {}
     # Entries that hold their bytes: what these have is computed here.
@@ -33,15 +37,7 @@ def read_health(contents: Contents) -> dict[str, TensorHealth]:
     for owner, key, digest in manifest.trees():
         label = key if owner is None else f"{owner}/{key}"
         tree = contents.tree(digest)
-        try:
-            noted = unpack_health(manifest.health.get(digest, [b"", b""]))
-            if any(number >= len(tree) for number in noted):
-                raise ValueError("it names more entries than there are")  # noqa: TRY301
-        except ValueError as e:
-            raise DamagedError(
-                f"{contents.label}: what is noted of the health of {label} is malformed: {e}. It "
-                "can be restored all the same"
-            ) from e
+        noted = _noted(contents, label, len(tree), records.get(digest, [b"", b""]))
         for number, (path, entry) in enumerate(tree.items()):
             if not isinstance(entry, TensorEntry) or not has_health(entry):
                 continue
@@ -52,3 +48,31 @@ def read_health(contents: Contents) -> dict[str, TensorHealth]:
     for dtype, raws in inline.items():
         found |= zip(raws, measured_together(dtype, [*raws.values()]), strict=True)
     return dict(sorted(found.items()))
+
+
+def _noted(contents: Contents, label: str, count: int, record: Any) -> dict[int, TensorHealth]:
+    """Return the numbers in the record of a tree, by the number of the entry.
+
+    Args:
+        contents: The snapshot.
+        label: The key of the tree, for errors.
+        count: How many entries the tree has.
+        record: The record.
+
+    Raises:
+        DamagedError: The record is malformed.
+    """
+    try:
+        noted = unpack_health(record)
+    except ValueError as e:
+        raise _malformed_error(contents, label, str(e)) from e
+    if any(number >= count for number in noted):
+        raise _malformed_error(contents, label, "it names more entries than there are")
+    return noted
+
+
+def _malformed_error(contents: Contents, what: str, why: str) -> DamagedError:
+    return DamagedError(
+        f"{contents.label}: what is noted of the health of {what} is malformed: {why}. It can be "
+        "restored all the same"
+    )

@@ -220,7 +220,7 @@ def test_show_and_ls(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["show", bad, "optim", "--health"]) == 2
     assert "give no PATH" in capsys.readouterr().err
     assert command(["show", store.path_of("run/2"), "--health"]) == 0
-    assert "nothing was measured" in capsys.readouterr().out
+    assert "no numbers are noted" in capsys.readouterr().out
     assert command(["show", bad]) == 0
     assert "unhealthy  1 tensor" in capsys.readouterr().out
     assert command(["ls", store.uri]) == 0

@@ -161,7 +161,9 @@ def _without_keys(contents: Contents, patterns: list[str]) -> tuple[Manifest, li
     }
     thinned = tuple(sorted({*manifest.thinned, *lost}))
     left = {digest for trees in (shared, *ranks.values()) for digest in trees.values()}
-    health = {tree: record for tree, record in manifest.health.items() if tree in left}
+    health = {
+        tree: record for tree, record in (manifest.health_by_tree or {}).items() if tree in left
+    }
     new = msgspec.structs.replace(
         manifest, shared=shared, ranks=ranks, thinned=thinned, health=health
     )
