@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import MethodType
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet, ref
@@ -99,13 +99,14 @@ def new_rlock() -> threading.RLock:
 
 
 def cached_property(make: Callable[[Any], T]) -> functools.cached_property[T]:
-    """Return a property whose value is computed once for each object.
+    """Return a property that keeps its value; two threads may compute it at the same time.
 
-    Before Python 3.12 such a property has a lock. A forked child finds this lock free.
+    Before Python 3.12 such a property has one lock for all objects. While one thread reads a store
+    for its object, all others would wait, and a forked child for ever. So this lock is left out.
     """
     made = functools.cached_property(make)
-    if (lock := getattr(made, "lock", None)) is not None:
-        _locks.add(lock)
+    if hasattr(made, "lock"):
+        made.lock = nullcontext()
     return made
 
 
