@@ -69,12 +69,13 @@ def test_in_dcp(home: Path) -> None:
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_in_commands(home: Path) -> None:
+def test_in_commands(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     invoke("init", "~/ckpts")
     save_file({"w": torch.ones(3)}, home / "w.safetensors")
     invoke("import", "~/w.safetensors", "~/ckpts/step_1")
     assert document("ls", "~/ckpts")["store"] == str(home / "ckpts")
     invoke("export", "~/ckpts/step_1/model", "~/out.safetensors")
+    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path / "matplotlib"))
     invoke("report", "~/ckpts", "--output=~/report.html")
     invoke("cp", "~/ckpts", "~/copies")
     invoke("cp", "~/ckpts/step_1", "~/other/step_1")
