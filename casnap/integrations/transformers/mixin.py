@@ -174,6 +174,8 @@ class CasnapTrainerMixin(_Base):
                 start.last = _last_or_none(checkpoints)
             start_of_rank_0 = comm.broadcast_message(start, _Start)
             comm.check_same("resume_from_checkpoint=", start.resumes, start_of_rank_0.resumes)
+            # Rank 0 hears here of a rank that differs.
+            comm.all_gather(b"")
         if resume_from_checkpoint is True:
             last = start_of_rank_0.last
             resume_from_checkpoint = None if last == _NEVER_SAVED else last or True
