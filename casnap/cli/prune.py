@@ -163,16 +163,21 @@ def _missing_folders_of(place: Store) -> Callable[..., PruneReport]:
 
 def _retention(rules: dict[str, Any], *, missing_folders: bool) -> Retention | None:
     if missing_folders:
-        if any(rule not in (None, ()) for rule in rules.values()):
+        if has_rules(rules):
             raise click.UsageError("--missing-folders takes no rules; call prune twice")
         return None
-    if all(rule in (None, ()) for rule in rules.values()):
+    if not has_rules(rules):
         options = ", ".join(f"--{rule.replace('_', '-')}" for rule in rules)
         raise click.UsageError(
             f"without a rule everything would be deleted; give at least one of {options}, or "
             "--missing-folders"
         )
     return retention_of(rules)
+
+
+def has_rules(rules: dict[str, Any]) -> bool:
+    """Whether the options ask for a rule at all."""
+    return any(rule not in (None, ()) for rule in rules.values())
 
 
 def retention_of(rules: dict[str, Any]) -> Retention:

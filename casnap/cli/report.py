@@ -26,7 +26,7 @@ from casnap.cli.output import (
     report_fields,
     say,
 )
-from casnap.cli.prune import retention_of, retention_rules
+from casnap.cli.prune import has_rules, retention_of, retention_rules
 from casnap.comparing.diff import diff
 from casnap.errors import DamagedError, MirrorError, SnapshotNotFoundError
 from casnap.format.entries import ContainerEntry
@@ -93,7 +93,7 @@ def report(
     it is installed.
     """
     output = Path(local_path(output))
-    retention = None if all(v in (None, ()) for v in rules.values()) else retention_of(rules)
+    retention = retention_of(rules) if has_rules(rules) else None
     if not as_json:
         _check_replaceable(output)
     place = open_store(store)
@@ -240,13 +240,11 @@ def _services(place: Store) -> tuple[Service, ...]:
 
 def _sizes_in(contents: Contents) -> Iterator[tuple[str, int]]:
     """Yield the path and the bytes of each tensor and value of a snapshot."""
-    manifest = contents.manifest
-    of_ranks = ((f"{rank}/", trees) for rank, trees in manifest.ranks.items())
-    for prefix, trees in (("", manifest.shared), *of_ranks):
-        for key, digest in trees.items():
-            for path, entry in contents.tree(digest).items():
-                if not isinstance(entry, ContainerEntry):
-                    yield prefix + key + path, entry.payload.nbytes
+    for owner, key, digest in contents.manifest.trees():
+        label = key if owner is None else f"{owner}/{key}"
+        for path, entry in contents.tree(digest).items():
+            if not isinstance(entry, ContainerEntry):
+                yield label + path, entry.payload.nbytes
 
 
 def _document(repository: Repository, facts: Facts, disk: DiskUsage) -> dict[str, Any]:
