@@ -14,7 +14,8 @@ from casnap import Store
 from tests.support.scripts import run_program
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
-SMALL = ("--steps", "12", "--every", "2", "--width", "32", "--layers", "1", "--batch", "2")
+# Each try is killed only if its steps last longer than a look of the proof, also on a busy machine.
+SMALL = ("--steps", "12", "--every", "2", "--width", "32", "--layers", "1", "--batch", "160")
 
 
 def demo(
