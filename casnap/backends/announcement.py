@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger("casnap")
 _NAME = re.compile("take-([0-9a-f]{12})-([0-9a-f]{10})-[0-9a-f]{12}")
 NOTE = re.compile("[a-z]+-[0-9a-f]{12}-[0-9a-f]{12}")
-"""The names of notes: their kind, who puts them, and a number that grows with each note."""
+"""The form of a note's name: its kind, the id of the process, and a number that grows."""
 NOTE_LASTS = 86400.0
-"""A note that was put longer ago, in seconds, is deleted with other garbage."""
+"""How many seconds a note is kept. Older notes are deleted with other garbage."""
 # A take announces itself after _AFTER seconds, since that costs two requests; then again every
 # _AGAIN seconds.
 _AFTER, _AGAIN = 30.0, 600.0
@@ -40,7 +40,7 @@ _LASTS = 3600.0
 
 
 class Note:
-    """A note of this process. Putting it again replaces it.
+    """A note of this process in ``tmp/``. Putting it again replaces it.
 
     Args:
         backend: The place where the note is put.

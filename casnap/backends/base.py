@@ -21,9 +21,9 @@ from casnap.format.records import MAX_SEGMENT_BYTES
 TEMPORARY = re.compile("[0-9a-f]{24}")
 """The names of casnap's own files in ``tmp/``. Other files there are not casnap's."""
 MAX_MARKER_BYTES = 16 << 10
-"""The most bytes of a file that is meant for people."""
+"""The most bytes of a marker, a file that people read and that no code relies on."""
 MAX_WHOLE_BYTES = MAX_SEGMENT_BYTES
-"""The most bytes of an object that is read whole."""
+"""The most bytes that :meth:`BackendCore.read` reads of an object by default."""
 Target: TypeAlias = tuple[int, memoryview]
 """A run of bytes of an object to read: the offset of its first byte, and the buffer for it."""
 
@@ -122,7 +122,7 @@ class BackendCore(ABC):
     @property
     @abstractmethod
     def identity(self) -> str:
-        """A string that tells this place from all others, and from earlier ones at the same URI.
+        """A string that no other place has, and no earlier place at the same URI.
 
         A copy of a store has the same store id as the original. So each cache is kept for an
         identity, not for a store id. The identity of a local place comes from its folder and the
@@ -238,7 +238,7 @@ class ReadHints(BackendCore):
 
 
 class BucketRules:
-    """The part of a backend that tells how its server and bucket behave.
+    """The part of a backend that says how its server and bucket behave.
 
     Attributes:
         needs_probe: Whether each host that writes must first probe whether put-if-absent is
@@ -258,7 +258,7 @@ class BucketRules:
 
     @property
     def endpoint(self) -> str:
-        """The server and bucket, or the file system, that a probe has to ask, as a text.
+        """A text that names the server and bucket, or the file system, to probe for put-if-absent.
 
         It is "" where no probe is needed.
         """
@@ -266,10 +266,10 @@ class BucketRules:
 
     @property
     def versioning(self) -> str:
-        """A word that says that the bucket keeps, or once kept, old versions; "" if it never did.
+        """A word if the bucket keeps, or once kept, old versions of objects; "" if it never did.
 
-        The answer to the last put tells this; before the first put, the server is asked. Some
-        servers honour put-if-absent only where no versions are kept.
+        The word comes from the server's answer to the last put. Before the first put, the server is
+        asked. Some servers honour put-if-absent only where no versions are kept.
         """
         return ""
 
@@ -284,7 +284,7 @@ class BucketRules:
 
 
 class Announcements(BackendCore):
-    """The part of a backend that tells which takes are under way, and tidies ``tmp/``."""
+    """The part of a backend that shows which takes are under way, and tidies ``tmp/``."""
 
     @contextmanager
     def announced(self, base: int, *, at_once: bool = False) -> Iterator[Callable[[], None]]:
@@ -325,7 +325,7 @@ class Announcements(BackendCore):
 
 
 class Markers:
-    """The part of a backend that keeps files for people, and spare copies of roots.
+    """The part of a backend that keeps markers (files for people) and spare copies of roots.
 
     Nothing relies on these files.
 

@@ -13,20 +13,23 @@ class Costs(NamedTuple):
     """How much to read, list and remember at a place, and how long to wait there.
 
     Attributes:
-        gap: Two runs of a pack with at most this many bytes between them are read by one call.
+        gap: Two pieces of a pack with at most this many bytes between them are read by one call.
             Reading the bytes between them takes less time than a second call.
         sharing: How many reading threads share a buffer. At a bucket, most of these threads only
             wait.
-        few: The most chunks to search for in parts of a large segment. For more chunks, the segment
-            is read whole.
+        few: To look up at most this many chunks, only parts of a large segment are read. To look up
+            more, the segment is read whole.
         probes: How many newer roots to look for one by one, before the folder of roots is listed.
-        stands: For how many seconds a root that was seen counts as still there.
-        recent: For how many seconds a root that was the newest may be used as if it still were.
+        stands: After a root was seen, it counts as existing for this many seconds, without another
+            look.
+        recent: After a root was found to be the newest, it is used as the newest for this many
+            seconds, without another look.
         small_records: A segment with up to this many records is small. The next commit merges small
             segments into its own. The host that wrote such a segment keeps it; another reader pays
             a request for it.
-        levels: For each level of segments, the most records, bases and packs of a segment; and how
-            many segments of the level are merged with a new one.
+        levels: The size classes of segments, the smallest first. For each: the size of its largest
+            segment, as the number of records, bases of deltas and packs together; and how many
+            segments of the class there must be before a commit merges them with its new one.
         merged: A collector that writes segments anyway merges the small ones too, if there are at
             least this many.
         many_records: If the index has more records than this, packs are listed folder by folder.
@@ -36,17 +39,19 @@ class Costs(NamedTuple):
         collection_start: How many seconds pass between a process's first garbage and its first
             collection. A process that ends sooner makes no requests for a collection.
         collection_rest: How many seconds a process waits between two collections.
-        watch: How many seconds pass between two looks for commits of other processes.
-        one_asks: Whether one of many ranks reads what all need, and sends it to the others.
+        watch: How many seconds a background copy waits between two looks for commits of other
+            processes.
+        one_asks: Whether rank 0 reads what all ranks need, such as the newest root, and sends it to
+            them. Otherwise each rank reads it.
         recodes: Whether a collector makes chunks of older snapshots smaller, unless a setting of
             the store decides. To do so it reads the chunks, for which a bucket charges.
         has_grace: Whether collections that a process begins by itself keep condemned packs for the
             default grace, if the store sets no grace. Otherwise they delete these packs in the next
             collection.
-        free_looks: Whether a look at one file costs next to nothing. Otherwise callers leave out
-            looks that only confirm something, and prefer one listing to many looks.
-        waiting: Whether a thread that reads or writes mostly waits for a server. If so, as many
-            threads run at once as calls are useful, however few cores there are.
+        free_looks: Whether it costs next to nothing to look at one file. Otherwise callers skip
+            looks that only confirm something, and list a folder rather than look at many files.
+        waiting: Whether a thread that reads or writes mostly waits for a server. If so, there is a
+            thread for each call that is useful at once, however few cores there are.
         writes_hints: Whether a commit writes hints into its last pack of nodes, so that a reader
             need not read the index.
         keeps_counts: Whether a process keeps the counts of its last collection for the next one.

@@ -69,7 +69,7 @@ def is_taken_at_server(path: str, *, is_again: bool = False) -> bool:
 
     Args:
         path: The path of the name. Its folder may seem absent too.
-        is_again: Whether this is a second try: the server has just said that it has the folder.
+        is_again: Whether this is a second try, after the server has said that the folder exists.
     """
     parent, _, name = path.rpartition("/")
     try:

@@ -91,7 +91,7 @@ def store_uri(uri: str | os.PathLike[str]) -> Uri | None:
 
 
 def joined(store: str, name: str, *, is_view: bool = False) -> str:
-    """Return the path or URI of a snapshot, or of a view of a store.
+    """Return the path or URI of a snapshot, or of a view: a store limited to names below a prefix.
 
     :func:`store_uri` splits it again.
 

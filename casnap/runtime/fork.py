@@ -1,9 +1,9 @@
 """Tasks that a forked child does before it runs anything else.
 
 A child must not use locks that the parent held, nor the parent's threads, connections, open files
-and handlers. Each module registers here a function that drops or renews its own. The child calls
-all these functions first. Only ``format/decoding.py``, which imports nothing from casnap, registers
-its locks itself.
+and handlers. Each module registers here a function that drops or renews its own locks, threads and
+so on. The child calls all these functions first. Only ``format/decoding.py``, which imports nothing
+from casnap, registers its locks itself.
 """
 
 from __future__ import annotations

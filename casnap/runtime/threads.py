@@ -145,8 +145,8 @@ def python_gc_paused() -> Iterator[None]:
 class Crew:
     """A set of threads that work together. The end of a ``with`` block waits for them.
 
-    It is not an executor of ``concurrent.futures``. Such an executor refuses work once the
-    interpreter begins to exit, but a pending take must still finish then.
+    An executor of ``concurrent.futures`` would refuse work once the interpreter begins to exit, but
+    a pending take must still finish then.
 
     Args:
         limit: The most threads for one piece of work that needs processor cores; None for no bound.

@@ -32,7 +32,7 @@ def without_torch_modes() -> Iterator[None]:
 
 
 def _transforms_left() -> AbstractContextManager[object]:
-    """Return a block in which the transforms of ``torch.func`` do not wrap new tensors."""
+    """Return a context in which the transforms of ``torch.func`` do not wrap new tensors."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack

@@ -23,7 +23,7 @@ def pattern(nbytes: int, seed: int = 1) -> bytes:
 
 
 def only(byte: int, nbytes: int) -> bytes:
-    """Return ``nbytes`` equal bytes. A mix of two such objects is recognised."""
+    """Return ``nbytes`` equal bytes, so that a test notices a mix of two such objects."""
     return bytes([byte]) * nbytes
 
 

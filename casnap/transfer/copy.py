@@ -57,7 +57,7 @@ def copy_snapshots(
         DamagedError: A chunk or node of the source cannot be read. Snapshots that were copied
             before it stay.
         UnsupportedFormatError: Only a newer casnap can copy some snapshots. All others were copied.
-        FencedError: A collector was faster than the copy, again and again.
+        FencedError: A collector deleted chunks that the copy needed, again and again.
         StoreError: A store failed.
     """
     started = time.monotonic()

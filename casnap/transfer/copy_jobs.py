@@ -43,7 +43,7 @@ class CopyJob(NamedTuple):
         place: Given the destination's table and the number of its next root, returns the placement.
             It may raise :class:`PlacementError`. None: the copy replaces a snapshot of its new
             name, if ``replaces`` allows that.
-        moved_tag: A tag that is moved to this copy. So it does not keep another snapshot from being
+        moved_tag: A tag that is moved to this copy. A snapshot that has this tag so far may be
             replaced.
         upkeep: Given the table, the replaced snapshots, the new row, and the session, returns which
             other snapshots of the run the same commit deletes or thins at the destination.

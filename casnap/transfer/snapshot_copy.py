@@ -258,7 +258,7 @@ class SnapshotCopy:
         return sizes
 
     def _compresses(self, session: Session) -> bool:
-        """Whether chunks are sent as deltas or in planes, not in the form that the source has."""
+        """Whether chunks are sent compressed, as deltas or in planes, not in the source's form."""
         settings = session.store.settings(session.base.root)
         # Send small chunks, unless a later `gc` at the destination makes them smaller.
         is_small = settings.is_auto and (self._options.gets_all or not settings.recodes)
@@ -431,7 +431,10 @@ class _Presence:
         return row.commit in self._commits
 
     def last_before(self) -> Contents | None:
-        """Return the last snapshot in the copy's folder from before the copied one, or None."""
+        """Return the last snapshot in the copy's folder that is older than the copied one.
+
+        Return None if there is none.
+        """
         earlier = [
             (name, row)
             for name, row in self._table.items_in(self._folder)

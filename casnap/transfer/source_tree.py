@@ -10,11 +10,12 @@ from casnap.transfer.copy_jobs import CopyJob
 
 
 class SourceTree:
-    """The tree of a snapshot, without the subtrees of snapshots that were copied before it.
+    """The tree of a snapshot, without the subtrees that it shares with snapshots copied earlier.
 
     Args:
         contents: The snapshot.
-        visited: The keys of nodes that earlier copies have visited. The walk adds its own.
+        visited: The keys (kind and digest) of nodes that earlier copies have visited. The walk adds
+            those of its nodes.
         owners: The key of each visited node → the copied snapshot that it belongs to.
 
     Attributes:

@@ -82,7 +82,7 @@ class LocalBackend(Backend):
     syncs_folders = True
     folder: Path
     inner = f"/{STORE_FOLDER}"
-    """Where the objects are in the folder."""
+    """The path of the objects, relative to the store's folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(os.path.realpath(folder))
@@ -166,9 +166,9 @@ class LocalBackend(Backend):
         return is_taken_at_server(self._path(key))
 
     def _seen(self, path: str, look: Callable[[], V]) -> V:
-        """Call ``look``, which looks at a path; call it again if the first answer may be old.
+        """Return the result of ``look``, which looks at a path; repeat it if it may be outdated.
 
-        The first answer may be old if the path seems absent but the server has it, or if the server
+        The result may be outdated if the path seems absent but the server has it, or if the server
         has replaced the file handle.
         """
         try:
@@ -186,7 +186,7 @@ class LocalBackend(Backend):
         self._place.belong(lambda: check(self))
 
     def new_file(self) -> os.stat_result | None:
-        """Return the status that this user's new files have here; None if none can be made."""
+        """Return the status of a new file of this user here; None if no file can be created."""
         return self._place.new_file()
 
     # --- objects ---
@@ -549,10 +549,10 @@ def _path_in(folder: str, key: str) -> str:
 
 
 def _put_back(aside: str, name: str, folder: int) -> None:
-    """Give a file or folder its old name back, unless something else has this name now.
+    """Rename a file or folder back to its old name, unless something else has this name now.
 
     Args:
-        aside: The name that it has had meanwhile.
+        aside: Its present name.
         name: The old name.
         folder: The open folder of both names.
     """
@@ -565,7 +565,11 @@ def _put_back(aside: str, name: str, folder: int) -> None:
 
 
 def _remove_notices(path: str) -> None:
-    """Remove casnap's notices, which stand where other libraries look for files, from a folder."""
+    """Remove casnap's notices from a folder.
+
+    A notice is a small file with the name of another library's checkpoint. It says that casnap has
+    the data.
+    """
     with folder_at(path, listed=True) as folder:
         for name in os.listdir(folder):
             if _is_notice(name, folder):
@@ -573,7 +577,7 @@ def _remove_notices(path: str) -> None:
 
 
 def _is_notice(name: str, folder: int) -> bool:
-    """Whether a name in an open folder is a regular file that begins as a notice does."""
+    """Whether a name in an open folder is a notice: a regular file that begins as notices do."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with suppress(OSError), opened(name, flags, folder=folder) as fd:
         is_file = stat.S_ISREG(os.fstat(fd).st_mode)

@@ -98,7 +98,7 @@ class StoreFolder:
 
     @property
     def identity(self) -> str:
-        """A text that tells this store's folder from others, and from earlier ones at its path.
+        """A text that no other store's folder has, and no earlier one at the same path.
 
         On a local disk it consists of the real path, of device and inode of the folder and of the
         record, and of the time at which the record last changed. Inodes are reused, but no user can
@@ -122,7 +122,7 @@ class StoreFolder:
         self._read_record = _inode(info)
 
     def belong(self, check: Callable[[], None]) -> None:
-        """Note that the record that was read last belongs to the store that uses this folder.
+        """Note that the record that was read last is that of the store in use.
 
         Args:
             check: Raises a StoreError if the folder now holds another store.
@@ -201,7 +201,7 @@ class StoreFolder:
         self._record = record
 
     def _record_at(self, base: OpenFolder) -> bytes | _Inode | None:
-        """Return the record's bytes in an open folder; its file's :func:`_inode` if unreadable."""
+        """Return the record's bytes in an open folder; if unreadable, its file's :func:`_inode`."""
         try:
             return read_file(f"{self.objects}/{CONFIG_KEY}", MAX_CONFIG_BYTES, base)[0]
         except (FileNotFoundError, DamagedError, BackendError):
@@ -256,7 +256,7 @@ class StoreFolder:
             folder = folder.rpartition("/")[0]
 
     def _identity_if_whole(self) -> str:
-        """Return the identity; "" while the store is still being made."""
+        """Return :attr:`identity`; "" while the store is still being made."""
         try:
             return self.identity
         except PLACE_ERRORS:
@@ -353,9 +353,9 @@ class StoreFolder:
         return file
 
     def _model(self, base: OpenFolder | None) -> os.stat_result:
-        """Return the status of the model for new files and folders, which get its mode and group.
+        """Return the status of the folder whose mode and group new files and folders get.
 
-        The model is the folder of the objects; the store's own folder if that is not open.
+        It is the folder of the objects if that is open, otherwise the store's own folder.
         """
         return os.stat(self.uri) if base is None else os.fstat(base.fd)
 
@@ -377,12 +377,12 @@ class StoreFolder:
 
 
 def _inode(file: os.stat_result) -> _Inode:
-    """Return a key that only this file has: a later file with the same inode gets another key."""
+    """Return a key of a file. A later file with the same inode gets another key."""
     return file.st_dev, file.st_ino, file.st_ctime_ns
 
 
 def _record_in(folder: int) -> _Inode | None:
-    """Return the key of the record's file in an open folder; None if the folder has no record."""
+    """Return the :func:`_inode` of the record in an open folder; None if there is no record."""
     try:
         return _inode(os.stat(CONFIG_KEY, dir_fd=folder, follow_symlinks=False))
     except FileNotFoundError:

@@ -79,7 +79,7 @@ def _advise(fd: int, start: int, stop: int) -> int:
 
 
 def _has_arrived(fd: int, stop: int) -> bool:
-    """Wait until the page cache has what lies before ``stop``; return False if it takes long.
+    """Wait until the page cache has the file's bytes before ``stop``; False if it takes long.
 
     Raises:
         OSError: The file system cannot tell, for example one in memory.

@@ -1,4 +1,4 @@
-"""Look at local paths, and tell "nothing is there" from "the look has failed".
+"""Look at local paths; distinguish "nothing is there" from "the look has failed".
 
 A path counts as absent only if the system says that nothing is there. If the look fails, for
 example because this user may not look or the disk is broken, the functions raise an error: a

@@ -27,7 +27,7 @@ EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, *_MEMORY})
 """Errors that say that this host has run out of something, and nothing about the object."""
 
 NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
-"""Errors by which a file system without hard links refuses one to a file of our own."""
+"""Errors that a file system without hard links raises when casnap links its own file."""
 
 _DENIED = frozenset({errno.EACCES, errno.EPERM})
 _UNREACHABLE = frozenset(
@@ -67,7 +67,7 @@ def casnap_error(error: OSError, subject: str, kept: str = _KEPT) -> PlaceError:
     Args:
         error: The error of the system.
         subject: The path that was used, for the message.
-        kept: The clause of the message about a full disk that says what is still whole.
+        kept: For the message about a full disk: a clause that says what was not harmed.
     """
     number, text = error.errno, error.strerror or str(error)
     if number in NO_SPACE:
@@ -154,11 +154,10 @@ def is_stale(error: BaseException) -> bool:
 
 
 def is_of_the_place(error: BaseException) -> bool:
-    """Whether an error of casnap says that a place could not be looked at.
+    """Whether an error of casnap means that looking at a place failed.
 
-    If so, it is not known whether the object is there. A ``BackendError`` without an error of the
-    system as its cause is not of this sort: it says that a folder, a link or a pipe is where a file
-    should be.
+    If so, it is not known whether the object is there. A ``BackendError`` that no error of the
+    system has caused means something else: a folder, a link or a pipe is where a file should be.
     """
     cause = error.__cause__
     return isinstance(error, UnavailableError) or (

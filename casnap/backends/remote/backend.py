@@ -238,7 +238,7 @@ class RemoteBackend(Backend):
         return self._run(self._request("get", f"look at {key}", lambda client: client.size(key)))
 
     def facts_of(self, key: str) -> ObjectFacts:
-        """Return what the server tells about an object besides its bytes and length."""
+        """Return what the server reports about an object besides its bytes and length."""
         key = _inside(key)
         return self._run(
             self._request("get", f"look at {key}", lambda client: client.facts_of(key))
@@ -317,7 +317,7 @@ class RemoteBackend(Backend):
         """Delete what killed processes left in ``tmp/``: notes, and the objects of probes.
 
         An object of a probe is deleted once it is an hour old, since the probe may still run before
-        that; a note, once it is a day old. The server tells when each was put.
+        that; a note, once it is a day old. The server reports when each was put.
         """
         return self._run(self._tidy(min_age))
 

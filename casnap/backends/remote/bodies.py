@@ -68,7 +68,7 @@ async def receive(
     """Pass the body of an answer to ``sink``; return the length of the whole object.
 
     Args:
-        answer: The answer.
+        answer: The response of the server.
         read_part: Reads the next bytes of the body, at most the given number.
         run: The run of the object that was asked for: the offset of its first byte, and one past
             its last. None for the whole object.
@@ -111,7 +111,7 @@ async def _receive_straight(answer: aiohttp.ClientResponse, nbytes: int, sink: S
     If aiohttp has already released the connection, nothing is done.
 
     Args:
-        answer: The answer.
+        answer: The response of the server.
         nbytes: The length of the body.
         sink: Takes the bytes.
     """

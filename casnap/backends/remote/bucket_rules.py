@@ -39,9 +39,9 @@ def s3_warnings(
 
     Args:
         prefix: The prefix of the store in the bucket: empty, or ending in a slash.
-        lifecycle: The answer of GetBucketLifecycleConfiguration.
-        versioning: The answer of GetBucketVersioning.
-        lock: The answer of GetObjectLockConfiguration.
+        lifecycle: The response to GetBucketLifecycleConfiguration.
+        versioning: The response to GetBucketVersioning.
+        lock: The response to GetObjectLockConfiguration.
     """
     prefix = f"{prefix}{STORE_FOLDER}/"
     rules = [rule for rule in lifecycle.get("Rules", ()) if rule.get("Status") == "Enabled"]

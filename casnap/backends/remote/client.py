@@ -20,7 +20,7 @@ class TransientError(Exception):
     Attributes:
         reached: Whether the server was reached at all.
         busy: Whether the server asks for fewer requests.
-        hopeless: Whether another attempt is in vain if this server has never answered before.
+        hopeless: Whether to make no further attempt, unless this server has answered before.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Page:
         folders: The folders, without a slash at the end.
         after: The token by which to ask for the next page; None on the last page.
         times: When each object was put, in seconds since the epoch, keyed by object. Objects whose
-            time the server does not tell are missing.
+            time the server does not report are missing.
     """
 
     sizes: Mapping[str, int]
@@ -132,13 +132,13 @@ class Page:
 
 @dataclass(frozen=True)
 class ObjectFacts:
-    """Facts about an object that a server tells, besides its bytes and length.
+    """Facts about an object that a server reports, besides its bytes and length.
 
     Attributes:
         put_at: When the object was put, by the server's clock, in seconds since the epoch; None if
-            the server does not tell.
+            the server does not report it.
         encryption: How the server encrypts the object, in words; "" if it does not; None if the
-            server does not tell.
+            server does not report it.
     """
 
     put_at: float | None = None
@@ -164,7 +164,7 @@ class Client(ABC):
 
     @abstractmethod
     async def endpoint(self) -> str:
-        """Return a text that tells this server from others, such as its address."""
+        """Return a text that no other server has, such as the address."""
 
     @abstractmethod
     async def put(self, key: str, source: Source, *, if_absent: bool = False) -> str:
@@ -193,8 +193,8 @@ class Client(ABC):
             sink: Takes the bytes. It gets none if the run begins behind the end of the object.
 
         Returns:
-            The length of the whole object in bytes; the first element of ``run`` if the run begins
-            behind the end; None if the answer does not tell the length.
+            The length of the whole object in bytes; None if the answer does not say it. If the run
+            begins behind the end of the object: the first element of ``run``.
         """
 
     @abstractmethod
@@ -202,7 +202,7 @@ class Client(ABC):
         """Return the length of an object in bytes."""
 
     async def facts_of(self, key: str) -> ObjectFacts:
-        """Return what the server tells about an object besides its bytes and length."""
+        """Return what the server reports about an object besides its bytes and length."""
         return ObjectFacts()
 
     @abstractmethod
@@ -239,7 +239,7 @@ class Client(ABC):
         """Whether an object has the client's own URI. It is not called if the URI is a bucket."""
 
     rule_kinds: Sequence[str] = ()
-    """The rules of the bucket that can be looked at, one request each."""
+    """The kinds of bucket rules that :meth:`rules` can read, by one request each."""
 
     async def rules(self, kind: str) -> Mapping[str, Any]:
         """Return the bucket's rules of one kind; empty if it has none, or the server knows none.
@@ -258,10 +258,10 @@ class Client(ABC):
         return []
 
     keeps_versions: bool = False
-    """Whether old versions of objects can be kept here, and :meth:`versioning` is a request."""
+    """Whether the server can keep old versions of objects. If so, ask :meth:`versioning`."""
 
     async def versioning(self) -> str:
-        """Return a word if the bucket keeps, or once kept, old versions; "" if it never did."""
+        """Return a word if the bucket keeps, or once kept, old versions of objects; else ""."""
         return ""
 
     @abstractmethod

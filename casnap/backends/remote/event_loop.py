@@ -24,7 +24,7 @@ _CLOSING = 1.0
 class EventLoop:
     """An event loop on a thread of its own, which starts at first use.
 
-    The loop of fsspec would not do: it loses its helper threads once the interpreter begins to
+    The loop of fsspec cannot be used: it loses its helper threads once the interpreter begins to
     exit. Then it cannot resolve host names, but a pending take must still finish.
     """
 

@@ -188,13 +188,13 @@ class GcsClient(Client):
         return {"userProject": payer if isinstance(payer, str) else self._fs.project}
 
     async def _error_for(self, refusal: StatusError, path: str, subject: str) -> Exception:
-        """Return casnap's error for an error answer.
+        """Return casnap's error for an error response of the server.
 
         A 404 may be about the object or the bucket. If the answer does not say which, a second
         request asks for the bucket.
 
         Args:
-            refusal: The error answer.
+            refusal: The error response.
             path: The path of the request.
             subject: The object, for messages.
         """

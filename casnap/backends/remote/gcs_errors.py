@@ -1,4 +1,4 @@
-"""The meaning of error answers of Google Cloud Storage, by their HTTP status and text."""
+"""The meaning of error responses of Google Cloud Storage, by their HTTP status and text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _BUSY = (429, 503)
 
 
 class StatusError(Exception):
-    """The server's answer is an error.
+    """The server has answered a request with an error.
 
     Attributes:
         status: The HTTP status.
-        text: The body of the answer.
+        text: The body of the response.
     """
 
     def __init__(self, status: int, text: str) -> None:
@@ -26,10 +26,10 @@ class StatusError(Exception):
 
 
 def casnap_error(refusal: StatusError, subject: str, uri: str) -> Exception | None:
-    """Return casnap's error for an error answer of the server.
+    """Return casnap's error for an error response of the server.
 
     Args:
-        refusal: The answer.
+        refusal: The response.
         subject: The object, for messages.
         uri: The URI of the store, for messages.
 

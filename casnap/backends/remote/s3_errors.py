@@ -159,7 +159,7 @@ def delete_error(error: dict[str, Any], subject: str) -> TransientError | PlaceE
     """Return casnap's error for one object that a request to delete many could not delete.
 
     Args:
-        error: The part of the server's answer about this object.
+        error: The part of the server's response about this object.
         subject: The object, for messages.
     """
     code, message = str(error.get("Code")), str(error.get("Message"))
@@ -237,7 +237,7 @@ def _refused(status: int, code: str, detail: str, request: _Request) -> PlaceErr
 
 
 def _no_code(status: int) -> tuple[str, str]:
-    """Return the two codes that botocore makes up if an answer contains no error code of S3."""
+    """Return the two error codes that botocore may invent for an answer that has none."""
     return "", str(status)
 
 

@@ -91,7 +91,7 @@ class Scatter(Sink):
         return targets[0][1][begin - targets[0][0] : stop - targets[0][0]] or None
 
     def _pass(self) -> int:
-        """Report the targets that are now complete; return the offset of the next byte."""
+        """Call ``passed`` for each target that is now complete; return the next byte's offset."""
         begin = self.start + self.nbytes
         while (
             self._first < len(self._targets)
