@@ -13,7 +13,7 @@ from casnap.state.roles import ROLES, Role, role_of
 
 Kind = Literal["added", "removed", "changed"]
 SIGNS: dict[Kind, str] = {"changed": "~", "added": "+", "removed": "-"}
-"""How reports mark a kind of change."""
+"""The sign of each kind of change in reports."""
 # How many changes of a role a report in words names, and how long a value in it may be.
 _MOST_NAMED, _MOST_LETTERS = 8, 40
 _DECODERS = {codec.kind: codec.decode for codec in PLAIN_CODECS}
@@ -84,7 +84,7 @@ class Change:
 
     @property
     def types(self) -> str:
-        """The type of the entry in words; both types if the old entry has another."""
+        """The type of the entry in words; both types if the old entry has another type."""
         texts = (None if e is None else type_text(e) for e in (self.old, self.new))
         return " → ".join(dict.fromkeys(text for text in texts if text is not None))
 
@@ -149,9 +149,9 @@ class Diff:
     def by_role(self) -> dict[Role, list[Change]]:
         """Group the changes by what their entries are for in a training.
 
-        A container is left out if elements were added to it or removed from it: these are changes
-        of their own. A role whose change can cause changes of other roles, such as generators,
-        comes before them.
+        A container is left out if elements were added to it or removed from it, since these are
+        listed themselves. A role that can cause changes in other roles, such as generators, comes
+        before these.
         """
         parents = {c.path.rpartition("/")[0] for c in self.changes if c.kind != "changed"}
         found: dict[Role, list[Change]] = {role: [] for role in ROLES}

@@ -22,7 +22,7 @@ def diff(a: Contents, b: Contents, *, elements: bool = False) -> Diff:
     Args:
         a: The first snapshot.
         b: The second one.
-        elements: Whether to read the chunks that differ, and to tell how their elements differ.
+        elements: Whether to read the chunks that differ, and to measure how their elements differ.
 
     Raises:
         DamagedError: A node is missing or damaged.
@@ -82,10 +82,10 @@ def entries_apart(
 
 
 def _items_apart(*trees: Tree[Entry] | None) -> list[dict[str, Entry]]:
-    """Return, for each of two trees, the items of its own leaves: leaves that only it has.
+    """Return, for each of two trees, the items of the leaf nodes that the other tree lacks.
 
-    Both trees are read level by level. If one has more levels, the other is read further than it
-    would have to be.
+    Both trees are read level by level, without the nodes that both have. If one tree has more
+    levels than the other, some equal nodes are read too.
     """
     nodes: list[dict[bytes, LeafNode[Entry] | None]] = [
         dict.fromkeys(digest for _, digest, _ in tree.children) if tree is not None else {}

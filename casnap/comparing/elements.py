@@ -35,7 +35,7 @@ class Measure:
     """Compares two tensors of one shape and dtype part by part, and sums up the differences.
 
     Args:
-        entry: The entry of both.
+        entry: The entry of either tensor; both have its shape and dtype.
         total: How many elements are compared.
     """
 
@@ -84,15 +84,15 @@ class Measure:
 def blocks_of(
     entry: TensorEntry, old: torch.Tensor, new: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield two parts of a tensor in blocks of a few elements, in the memory of the host.
+    """Yield the same part of two tensors, in blocks of limited size, in the host's memory.
 
     Args:
-        entry: The entry of both.
-        old: The elements of the first part, as stored.
+        entry: The entry of either tensor; both have its shape and dtype.
+        old: The elements of the first tensor, as stored.
         new: The elements of the second, of the same shape.
 
     Yields:
-        Both blocks, each with a row for each element. The row of an item of numpy has its bytes.
+        Two blocks, each with a row for each element. The row of a numpy item has the item's bytes.
     """
     row = itemsize_of(entry) if is_numpy(entry) else 1
     old, new = (each.detach().to("cpu").contiguous().reshape(-1, row) for each in (old, new))
@@ -200,17 +200,17 @@ def is_measurable(old: Entry | None, new: Entry | None) -> bool:
 
 
 class Pairs(Protocol):
-    """Gets the elements of two tensors, part by part."""
+    """Receives the elements of two tensors, part by part."""
 
     def add(self, old: torch.Tensor, new: torch.Tensor, /) -> None:
-        """Get the elements of one part of both. Any thread may call this."""
+        """Receive the elements of one part of both tensors. Any thread may call this."""
 
 
 class CellToCompare(NamedTuple):
-    """A cell of a tensor that two snapshots have.
+    """A cell of a tensor of which two snapshots have different versions.
 
     Attributes:
-        measure: Gets the elements of both.
+        measure: Receives the elements of both versions.
         path: The path of the tensor.
         entry: Its entry.
         cell: The box of the cell.
@@ -230,7 +230,7 @@ class CellToCompare(NamedTuple):
 
 @without_torch_modes()
 def with_elements(a: Contents, b: Contents, changes: Iterable[Change]) -> list[Change]:
-    """Read the chunks that differ; return the changes with how the elements of each differ.
+    """Read the chunks that differ; return the changes with their ``elements`` set.
 
     Args:
         a: The first snapshot.
@@ -275,7 +275,7 @@ def compare_cells(a: Contents, b: Contents, cells: Iterable[CellToCompare]) -> N
     Args:
         a: The first snapshot.
         b: The second one.
-        cells: The cells. Some are in memory at a time.
+        cells: The cells. Only some of them are in memory at a time.
 
     Raises:
         DamagedError: Chunks are missing or damaged.

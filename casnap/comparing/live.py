@@ -44,7 +44,7 @@ class _TensorPair(NamedTuple):
         path: The path of both.
         old: The stored entry.
         new: The live entry.
-        measure: Gets the differences.
+        measure: Sums up how their elements differ.
     """
 
     path: str
@@ -108,7 +108,9 @@ def _compared(contents: Contents, captured: CapturedState, rank: int) -> Diff:
 
 
 def _not_hashed(captured: CapturedState, olds: list[Entry | None]) -> Iterator[int]:
-    """Yield the leaves that differ from the stored entries in any case, and all sharded ones.
+    """Yield the numbers of the leaves whose digests are not needed.
+
+    These are leaves without a stored entry of the same length, and sharded tensors.
 
     Args:
         captured: The live state.
@@ -138,7 +140,8 @@ def _stored(
 
     Args:
         contents: The snapshot.
-        components: The keys of the app state, as components. Keys not compared are removed.
+        components: The keys of the app state, as path components. This function removes the keys
+            that are not compared from the list.
         rank: This rank.
 
     Returns:
@@ -212,8 +215,8 @@ def _candidates(
 ) -> Iterator[Want | Candidate]:
     """Yield the chunks of the stored tensors of which this rank holds live elements.
 
-    A chunk is read only if its digest differs. If this rank holds some of its elements alone, the
-    chunk is read, and these elements are compared.
+    A chunk is read only if its digest differs. If this rank holds only some of its elements, the
+    chunk is read in any case, and these elements are compared.
 
     Args:
         contents: The snapshot.
@@ -287,4 +290,4 @@ def _candidates_in(
 
 
 def _nothing() -> None:
-    """Stands for ``keep``: an equal chunk needs no action."""
+    """Do nothing: the callback for a chunk that is equal."""

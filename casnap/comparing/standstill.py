@@ -1,10 +1,9 @@
-"""Warn where a snapshot has the weights of another step of its run: did the training go on?
+"""Warn if two steps of a run have equal weights: perhaps the training has not gone on.
 
-The weights count if a training changes them: buffers do not. All of them must be equal, so a frozen
-base beside an adapter that trains is no reason to warn. Two snapshots are compared if they claim
-that training went on between them: their names differ in numbers alone, as ``step_100`` and
-``step_200``, or moments of an optimizer changed. So nothing is said of a last snapshot that has the
-weights of the step before it.
+Buffers do not count as weights. All weights must be equal, so a frozen base beside an adapter that
+trains is no reason to warn. There is a warning only if training seems to have gone on between two
+snapshots: their names differ in numbers alone, as ``step_100`` and ``step_200``, or moments of an
+optimizer changed. So a last snapshot that has the weights of the last step causes no warning.
 
 A take is compared with the take before it of this process and run. A snapshot that is published or
 exported by another process is compared with the snapshots before and after it in the run. The trees
@@ -55,8 +54,8 @@ _told: set[tuple[str, str]] = set()
 def look_at_take(store: Repository, name: str, row: Row) -> None:
     """Compare a snapshot that was just taken with the one before it; warn if its weights are equal.
 
-    The nodes of both are in the cache of this host. In a training, a look reads few of them: it
-    begins with a weight that changed before.
+    The nodes of both are in the cache of this host. If the training goes on, few of them are read:
+    the comparison begins with a weight that changed at an earlier take.
 
     Args:
         store: The store.
@@ -106,15 +105,15 @@ def look_at_neighbors(store: Repository, name: str, commit_id: str) -> None:
 
 
 def _warn(a: Contents, b: Contents, run: tuple[str, str]) -> bool:
-    """Warn that two snapshots have equal weights, if they claim that training went on.
+    """Warn that two snapshots have equal weights, if training seems to have gone on between them.
 
     Args:
-        a: The other snapshot.
+        a: Another snapshot of the run.
         b: The snapshot that was taken, published or exported.
         run: The id of the store, and the run.
 
     Returns:
-        Whether nothing is left to say of the run.
+        Whether later snapshots of the run need not be compared.
     """
     if not (_are_steps(a.name, b.name) or any(_moments_apart(a, b))):
         return False
@@ -167,7 +166,7 @@ def _moments_apart(a: Contents, b: Contents) -> Iterator[str]:
 def _entries_apart(a: Contents, b: Contents) -> Iterator[tuple[str, Entry | None, Entry | None]]:
     """Yield the path of each entry that differs in two snapshots, and the entries.
 
-    Those of the smallest tree come first: a model has fewer tensors than its optimizer.
+    The entries of the smallest tree come first, since a model has fewer tensors than its optimizer.
     """
     apart = [(was, now, prefix) for prefix, was, now in subtrees(a, b) if was != now]
 

@@ -36,16 +36,17 @@ class GroupStatistics:
 
     Attributes:
         group: What the paths of the group have in common; * stands for a number in each.
-        role: What the tensors are to a training.
+        role: The role of the tensors in a training, such as ``weights``.
         tensors: How many tensors both snapshots have, of one shape and dtype.
         differing_tensors: How many of them differ.
         elements: How many elements the tensors have.
         differing: How many elements differ, in any bit.
         largest: The largest absolute difference.
         sum_of_differences: The sum of the absolute differences.
-        squares: The sums of squares of the tensors that differ, in the first snapshot and in the
+        squares: The sum of the squares of all elements of the tensors that differ, in the first
+            snapshot and in the second.
+        products: The sum, over these tensors, of the first version of each element times the
             second.
-        products: The sum of their products.
     """
 
     group: str
@@ -73,7 +74,7 @@ class GroupStatistics:
     def cosine(self) -> float:
         """The cosine between the two versions of the tensors that differ; NaN if one is all zero.
 
-        Tensors that are equal do not count: their elements would hide how the others have turned.
+        Tensors that are equal do not count: their elements would hide the change of direction.
         """
         length = sqrt(self.squares[0]) * sqrt(self.squares[1])
         return min(1.0, max(-1.0, self.products / length)) if 0 < length < inf else nan
@@ -82,8 +83,8 @@ class GroupStatistics:
 def statistics(a: Contents, b: Contents) -> list[GroupStatistics]:
     """Return how the tensors of two snapshots differ, by groups of paths.
 
-    A group has the paths that differ in numbers alone, as those of the layers of a model. The
-    chunks of tensors that differ are read, also the chunks that are equal.
+    A group has the tensors whose paths differ in numbers alone, as in the layers of a model. If a
+    tensor differs, all its chunks are read, even those that are equal.
 
     Args:
         a: The first snapshot.

@@ -1,7 +1,7 @@
-"""Witnesses: digests of a state at a step, to prove that a later pass computes the same.
+"""Witnesses: digests of a state at a step, to check that a later run has the same state there.
 
-A witness is stored as a snapshot of two values, of some kB, which a note of its row keeps apart
-(``docs/decisions/0104-witnesses.md``).
+A witness is stored as a small snapshot, of some kB. A note in its row says that it is a witness, so
+lists of snapshots leave it out (``docs/decisions/0104-witnesses.md``).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def witness(
         source: The state of this rank.
         options: How to take it.
         comm: The ranks.
-        find: Returns what has the name of the witness; and the commit id, in hex, of the snapshot
-            that a new witness follows, "" for none, None if that snapshot is gone. Only rank 0
-            calls it.
+        find: Returns the stored witness of this name, or None; and the commit id, in hex, of the
+            snapshot that a new witness would follow: "" if there is none, None if it is gone. Only
+            rank 0 calls this function.
 
     Raises:
         StateError: Something in the state cannot be taken.
@@ -77,12 +77,12 @@ def witness(
 
 
 class _Table(NamedTuple):
-    """What a witness holds.
+    """The content of a witness.
 
     Attributes:
-        paths: The paths, each with the form of its entry, sorted, in msgpack. The witnesses of a
-            run share this chunk.
-        digests: The digests of their entries, in a row.
+        paths: The sorted paths, each with the form of its entry: a number that, with the path,
+            gives the role. Encoded in msgpack; the witnesses of a run share this chunk.
+        digests: The digests of the entries, joined, in the order of the paths.
         ranks: The number of ranks that had the state.
     """
 
@@ -96,7 +96,7 @@ class _Table(NamedTuple):
         return cls(paths, b"".join([digest for _, _, digest in found]), ranks)
 
     def source(self) -> StateSource:
-        """Return the state that a witness is stored as."""
+        """Return the app state as which the witness is stored."""
         return LiveState({_KEY: StateDict(self._asdict())})
 
     @classmethod
@@ -104,7 +104,7 @@ class _Table(NamedTuple):
         """Read a witness.
 
         Raises:
-            DamagedError: It is damaged, or is none.
+            DamagedError: The snapshot is damaged, or is no witness.
         """
         try:
             state = read_object(there, _KEY)
@@ -113,10 +113,10 @@ class _Table(NamedTuple):
             raise DamagedError(f"{there.label} is no witness: {e}") from e
 
     def by_path(self, label: str) -> dict[str, tuple[int, bytes]]:
-        """Return the form and the digest of each path.
+        """Return path → the form of its entry, and the digest of the entry.
 
         Raises:
-            DamagedError: Paths and digests do not fit.
+            DamagedError: The number of digests is not that of the paths.
         """
         paths = decode(self.paths, list[tuple[str, int]], f"the paths of {label}")
         size, digests = PATH_DIGEST_SIZE, self.digests

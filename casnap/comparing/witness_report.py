@@ -12,14 +12,14 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class WitnessReport:
-    """What became of a witness.
+    """The result of storing a witness, or of comparing a state with it.
 
     Attributes:
         name: Its name.
         stored: Whether it was stored now, since there was none of this name.
         count: How many paths differ from the witness that was there.
-        differing: The first of these paths, by what they are to a training. A role that may make
-            others differ comes before these.
+        differing: The first of these paths, by role. A role that can cause changes in other roles
+            comes before these.
         environment: How the environment differs from that of the witness, in words; see
             :attr:`casnap.RestoreReport.environment`.
         not_compared: Why the state was not compared with the witness; empty if it was.

@@ -1,4 +1,4 @@
-"""Where the probes of one process work: keys of its own at the place, and on a disk a folder."""
+"""The keys, and on a disk the folder, that the probes of one process use at a place."""
 
 from __future__ import annotations
 

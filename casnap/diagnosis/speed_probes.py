@@ -76,7 +76,7 @@ def _grown(site: Site, views: list[memoryview], most: int) -> tuple[float, float
 
 
 def _fill(view: memoryview) -> None:
-    """Fill a buffer with runs that all differ, since some file systems store equal runs once."""
+    """Fill a buffer with blocks that differ, since some file systems store equal blocks once."""
     random = os.urandom(_RUN)
     for start in range(0, len(view), _RUN):
         view[start : start + _RUN] = random[: len(view) - start]

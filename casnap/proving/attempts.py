@@ -15,12 +15,13 @@ from typing import TypeAlias
 from casnap.errors import CasnapError
 
 _MARK = "CASNAP_PROVE"
-"""The variable by which the processes of an attempt are found: torchrun's workers, too.
+"""The environment variable by which an attempt's processes are found, even torchrun's workers.
 
-Its value has the mark of each attempt that a process is part of, since a command may be a proof.
+Its value has the id of each attempt that the process is part of: the command of an attempt may
+itself be ``casnap prove``.
 """
 _ENDED = (b"Z", b"X")
-"""States of processes that have ended, and for which nobody has waited."""
+"""States, in ``/proc``, of processes that have ended and were not waited for."""
 _LOOK = 0.02
 _TAIL_BYTES = 1 << 16
 Held: TypeAlias = Callable[[], AbstractContextManager[Callable[[], bool]]]
@@ -148,9 +149,10 @@ class Attempt:
         return sorted(found, key=lambda pid: (pid != first, pid))
 
     def _is_part(self, process: Path, session: int) -> bool:
-        """Whether a process is in the session, or has the mark: some have a session of their own.
+        """Whether a process is part of the attempt, by its session or the mark in its environment.
 
-        Others have another environment, or are another user's, who alone may read it.
+        Processes of the attempt may have begun other sessions. This user cannot read the
+        environment of another user's process; such a process does not count.
         """
         # The name of the program comes before, in brackets, and may have any letters.
         state, _, _, found = (process / "stat").read_bytes().rpartition(b")")[2].split()[:4]

@@ -1,4 +1,4 @@
-"""What a difference after a resume usually means, by what the paths are to a training."""
+"""The usual causes of a difference after a resume, by the roles of the paths that differ."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _LACKING = {
 }
 _HALVES = frozenset({"bfloat16", "float16"})
 _SMALL = 1e-5
-"""A relative difference below this looks like another order of additions."""
+"""Relative differences below this may come from floating-point additions in another order."""
 
 
 class Cause(NamedTuple):
     """A usual cause of a difference.
 
     Attributes:
-        role: What the paths that show it are to a training; or ``run`` for the run as a whole,
-            ``environment`` for its settings, ``ranks`` for another number of ranks.
+        role: The role of the paths that show it, such as ``weights``; or ``run`` for the run as a
+            whole, ``environment`` for its settings, ``ranks`` for another number of ranks.
         text: The cause in words.
     """
 
@@ -52,13 +52,14 @@ class Cause(NamedTuple):
 def causes_of(diff: Diff, roles: Mapping[str, str], own_keys: Collection[str] = ()) -> list[Cause]:
     """Return what may have caused a difference, the most likely first.
 
-    Weights and moments tell the least: after one step, every cause makes them differ. So
-    differences in other roles are looked at first, and a role that the snapshot lacks next.
+    Weights and moments say the least about the cause: after one step, every cause makes them
+    differ. So differences in other roles are looked at first, then roles that the snapshot lacks.
 
     Args:
         diff: The first difference between an unbroken run and one that was resumed.
-        roles: What each path of the snapshot is to the training.
-        own_keys: Keys of what single ranks had for themselves, if the run went on with other ranks.
+        roles: The role in the training of each path of the snapshot.
+        own_keys: Keys of entries that single ranks kept for themselves, if the run went on with
+            other ranks.
     """
     found = diff.by_role()
     causes = [*_of_ties(diff), *_of_names(diff)]
@@ -73,7 +74,7 @@ def causes_of(diff: Diff, roles: Mapping[str, str], own_keys: Collection[str] = 
 
 
 def environment_cause(before: Mapping[str, str], after: Mapping[str, str]) -> list[Cause]:
-    """Return as a cause how the environments of two takes differ; nothing if they do not."""
+    """Return a cause that says how the environments of two takes differ; none if they are equal."""
     changed = [
         f"{key} {before.get(key, 'none')} → {after.get(key, 'none')}"
         for key in dict.fromkeys([*before, *after])
@@ -86,7 +87,7 @@ def environment_cause(before: Mapping[str, str], after: Mapping[str, str]) -> li
 
 
 def _of_ties(diff: Diff) -> list[Cause]:
-    """Return as a cause that weights were equal, as tied ones are, and are not any more."""
+    """Return a cause if weights were equal, as tied weights are, and now differ."""
     alike = defaultdict[object, list[tuple[str, object]]](list)
     for change in diff.of("changed"):
         old, new = change.old, change.new
@@ -101,7 +102,7 @@ def _of_ties(diff: Diff) -> list[Cause]:
 
 
 def _of_names(diff: Diff) -> list[Cause]:
-    """Return as a cause that weights have come or gone."""
+    """Return a cause if weights were added or removed."""
     parts = [
         f"{path} is {word}"
         for changes, word in ((diff.of("removed"), "gone"), (diff.of("added"), "new"))
@@ -112,7 +113,10 @@ def _of_names(diff: Diff) -> list[Cause]:
 
 
 def _of_moments(diff: Diff) -> list[Cause]:
-    """Return a cause that moments show by their steps and names; each other one changes them."""
+    """Return a cause if moments were added or removed, or if their steps differ.
+
+    Other changes of moments say nothing, since every cause leads to them.
+    """
     moments = [change for change in diff.changes if change.role == "moments"]
     steps = [c for c in moments if c.path.rpartition("/")[2] == "step" and c.kind != "added"]
     new = [change for change in moments if change.kind == "added"]
@@ -137,9 +141,9 @@ def _of_moments(diff: Diff) -> list[Cause]:
 
 
 def _of_weights(diff: Diff, known: Collection[str], own_keys: Collection[str]) -> list[Cause]:
-    """Return causes of a difference that only weights and moments show.
+    """Return the possible causes if only weights and moments differ.
 
-    A role that the app state lacks is a cause as well, but less so than what the weights tell.
+    A role that the app state lacks, such as generators, may be the cause too.
     """
     lacking = [Cause(role, text) for role, text in _LACKING.items() if role not in known]
     weights = [change for change in diff.changes if change.role == "weights"]

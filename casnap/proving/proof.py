@@ -19,7 +19,7 @@ from casnap.proving.attempts import Attempt, AttemptError, Held
 from casnap.proving.causes import Cause, causes_of, environment_cause
 
 PLACE = "{store}"
-"""What stands for the folder of a run in the arguments of the command."""
+"""This text in the arguments of a command stands for the folder of the run."""
 _TRIES = 3
 _OF_RANK = "one rank's own, and the run may have gone on with other ranks"
 _OF_NOISE = "two unbroken runs differ in it: seed it, if the training depends on it"
@@ -39,7 +39,8 @@ class Options:
         seed: The seed of the moments of the kills.
         timeout: Seconds that each attempt may take.
         say: Called with a line about what has happened.
-        held: Entered while processes run: they are killed before a signal raises.
+        held: Holds signals back while processes run, so that they are killed before a signal
+            raises.
     """
 
     command: Sequence[str]
@@ -63,7 +64,7 @@ class Run:
         names: The names of its snapshots, in the order in which they were taken, also of those that
             a retention has deleted since.
         seconds: How long all its attempts took.
-        kills: The newest snapshot at each kill, but for names that are taken more than once.
+        kills: The newest snapshot at each kill. Names that are taken more than once do not count.
         began_again: The newest snapshot at a kill after which the run took an older one anew; "" if
             it never did.
         replaced: The names that it took more than once, such as that of a last snapshot.
@@ -83,8 +84,8 @@ class LeftOut(NamedTuple):
     """A difference between two runs that says nothing about resuming, so a proof ignores it.
 
     Attributes:
-        role: What it is to a training.
-        path: Its path; of what a rank has of its own, the number of the rank and the key.
+        role: Its role in a training, such as ``weights``.
+        path: Its path; for an entry that one rank keeps for itself, only the rank and the key.
         why: Why it is left out, in words.
     """
 
@@ -100,12 +101,12 @@ class Comparison:
     Attributes:
         compared: How many snapshots were compared.
         differing: The names of the snapshots that differ, in order.
-        lacking: The names of snapshots that only one of the runs has; of runs that were ended, the
-            names of those that only the first one has taken.
+        lacking: The names of snapshots that only one of the runs has. If the proof has ended the
+            runs, only snapshots that the second run lacks count.
         paths: All paths that differ, in any snapshot.
-        roles: What the paths that differ are to a training.
+        roles: The roles of these paths in a training.
         first: What differs in the first snapshot that differs; None if none does.
-        left_out: What differs and is not compared.
+        left_out: The differences that do not count.
     """
 
     compared: int
@@ -131,10 +132,10 @@ class Proof:
         again: The second run that nobody killed.
         killed: The run that was killed and started again.
         noise: How the two unbroken runs differ.
-        result: How the killed run differs from ``unbroken``, apart from paths of the noise.
+        result: How the killed run differs from ``unbroken``, apart from the paths in ``noise``.
         causes: What the difference usually means.
         seed: The seed of the moments of the kills.
-        hints: What the first run has said that its app state leaves out.
+        hints: What the app state leaves out, as warnings of the first run say.
     """
 
     unbroken: Run
@@ -196,10 +197,10 @@ def prove(options: Options) -> Proof:
 
 
 def check_command(command: Sequence[str], resume_command: Sequence[str] = ()) -> None:
-    """Check that commands say where to store, and are there.
+    """Check that each command exists, and has ``{store}`` in an argument.
 
     Raises:
-        CasnapError: A command does not, or is not.
+        CasnapError: A command does not exist, or has no ``{store}``.
     """
     for each in filter(None, (command, resume_command)):
         if shutil.which(each[0]) is None:
@@ -215,7 +216,7 @@ def make_room(room: Path) -> Store:
     """Make the store that all runs share, in a folder that is new or empty.
 
     Raises:
-        CasnapError: There is something in the folder, it is no folder, or lies in a store.
+        CasnapError: The folder is not empty, is no folder, or lies in a store.
     """
     if is_taken(room) and (not is_folder(room) or any(paths_in(room))):
         raise CasnapError(
@@ -299,8 +300,8 @@ class _Runs:
     def killed(self, name: str, unbroken: Run, is_equal: Callable[[Run], bool]) -> Run:
         """Run the command, kill it at random moments, and start it again until it ends.
 
-        A run may end before its late kill, and then hide what only such a one shows. It is made
-        anew, unless it differs already.
+        A run may end before its last kill. Then faults that only a late kill shows stay hidden, so
+        another run is made, unless this one differs already.
 
         Args:
             name: Its folder in the store.
@@ -326,7 +327,7 @@ class _Runs:
         )
 
     def _killed(self, name: str, unbroken: Run, *, is_last: bool) -> tuple[Run, bool]:
-        """Make a killed run; return it, and whether it was killed late, if more than once."""
+        """Make a killed run; return it, and whether a kill came late enough."""
         options, watch, began = self._options, _Watch(self._store, name), time.monotonic()
         count = len(unbroken.names)
         once = [n for n in unbroken.names if n not in unbroken.replaced] or unbroken.names
@@ -369,11 +370,12 @@ class _Runs:
         return run, len(targets) == 1 or reached >= aims[len(aims) // 2]
 
     def _targets(self, aims: range) -> list[_Target]:
-        """Choose after how many snapshots to kill, in order.
+        """Choose when to kill a run: after how many snapshots, in order.
 
-        One lies in each of equal parts, since some faults show only after an early kill, or only
-        after a late one. One more is the next after one of these, and kills as soon as the snapshot
-        is there: else all might fall where nothing is under way, as between two accumulations.
+        Each of several equal parts of the run gets a kill, since some faults show only after an
+        early kill, or only after a late one. One more kill follows the next snapshot after one of
+        these. It comes as soon as that snapshot exists, since the other kills might all come when
+        nothing is under way, as between two accumulations of gradients.
         """
         count = min(self._options.kills, len(aims))
         parts = max(1, count - 1)
@@ -389,7 +391,7 @@ class _Runs:
         return [_Target(each, float(each != neighbor)) for each in sorted(chosen)]
 
     def hints(self, name: str) -> list[str]:
-        """Return what a run has said that its app state leaves out."""
+        """Return what the app state leaves out, as warnings in the log of a run say."""
         from casnap.extending import LEFT_OUT  # it imports torch
 
         with self._log(name).open(errors="replace") as lines:
@@ -406,11 +408,11 @@ class _Runs:
 
 
 class _Target(NamedTuple):
-    """After how many snapshots to kill.
+    """When to kill a run.
 
     Attributes:
-        after: How many; 0 for not at all.
-        lateness: Up to which share of the time to the next snapshot to wait.
+        after: After how many snapshots; 0 for not at all.
+        lateness: The longest further wait, as a share of the time between two snapshots.
     """
 
     after: int
@@ -462,11 +464,11 @@ def _compared(
 
     Args:
         store: The store that has both.
-        first: The run that the other is compared with.
-        second: The other one.
+        first: The run to compare with.
+        second: The run that is compared.
         ignored: Paths that are not compared.
         ended_alone: Whether the runs ended by themselves.
-        only_global: Whether to leave out what belongs to single ranks.
+        only_global: Whether to leave out entries that single ranks keep for themselves.
     """
     a, b = ([n for n in run.names if f"{run.name}/{n}" in store] for run in (first, second))
     # What a run takes again under one name is that of its end.

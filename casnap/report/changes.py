@@ -16,7 +16,7 @@ _SEPARATORS = re.compile(r"[/.]")
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
 ModulePath: TypeAlias = tuple[str, ...]
-"""The modules that lead to an entry, and its own name."""
+"""The names of the modules that lead to an entry, and then the name of the entry."""
 
 
 class ModuleChanges(NamedTuple):
@@ -40,10 +40,10 @@ class Module(NamedTuple):
 
     Attributes:
         name: Its name: the path below the module that holds it, such as ``blocks.0–31``.
-        nbytes: The bytes of it in the last snapshot.
+        nbytes: Its size in the last snapshot, in bytes.
         changed: For each snapshot, how many bytes of it differ from the snapshot before.
-        counts: In how many snapshots something of it changed: the fewest and the most of all that
-            is below.
+        counts: In how many snapshots an entry below it changed: the fewest and the most of all
+            entries.
         inner: The modules that it holds.
     """
 
@@ -67,12 +67,12 @@ def sizes_of(paths: Iterable[tuple[str, int]]) -> dict[ModulePath, int]:
 def changes_of(
     names: list[str], diffs: Iterable[Diff], sizes: dict[ModulePath, int]
 ) -> ModuleChanges:
-    """Return what changed in some snapshots.
+    """Return, for each module and snapshot, what share of its bytes changed.
 
     Args:
         names: The names of the snapshots.
         diffs: For each of them, how it differs from the one before.
-        sizes: The bytes below each path of the last snapshot. What it has not is left out.
+        sizes: The bytes below each path of the last snapshot. Paths that it lacks are left out.
     """
     columns = [
         _summed((_modules_of(c.path), c.changed_bytes) for c in diff.changes) for diff in diffs
@@ -92,11 +92,11 @@ def changes_of(
 
 
 def modules_of(sizes: dict[ModulePath, int], changes: ModuleChanges) -> tuple[Module, ...]:
-    """Return the modules of a run as trees, with equal siblings folded into one.
+    """Return the modules of a run as trees, with siblings that are alike merged into one.
 
     Args:
         sizes: The bytes below each path of the last snapshot.
-        changes: What changed.
+        changes: The share of each module that changed, by snapshot.
     """
     depth = _depth(sizes)
     totals = _summed((parts[:depth], nbytes) for parts, nbytes in sizes.items())
@@ -113,12 +113,15 @@ def modules_of(sizes: dict[ModulePath, int], changes: ModuleChanges) -> tuple[Mo
 def named_by_counts(
     modules: Sequence[Module], number: int, above: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """Yield the largest modules that changed in each snapshot, in some or in none, as (kind, path).
+    """Yield (kind, path) of modules, by whether they changed in each snapshot, some or none.
+
+    The kind is "each", "some" or "never". If it differs among the inner modules of a module, these
+    are yielded in its place.
 
     Args:
         modules: The modules.
         number: How many snapshots there are.
-        above: The path of what holds them.
+        above: The path of the module that holds them.
     """
     for module in modules:
         fewest, most = module.counts
@@ -134,7 +137,7 @@ def named_by_counts(
 
 
 def _trees(leaves: list[tuple[ModulePath, Module]]) -> tuple[Module, ...]:
-    """Return the trees of some leaves, in their order, by what their paths begin with."""
+    """Return leaves as trees of modules, grouped by the beginnings of their paths."""
     found = []
     for name, group in groupby(leaves, key=lambda leaf: leaf[0][0]):
         below = [(parts[1:], leaf) for parts, leaf in group]
@@ -161,7 +164,7 @@ def _holding(name: str, inner: tuple[Module, ...]) -> Module:
 
 
 def _folded(modules: list[Module]) -> tuple[Module, ...]:
-    """Fold siblings into one that have numbers for names, or begin with them, and are alike."""
+    """Merge sibling modules that are alike and whose names differ only in a number at the start."""
     alike: dict[tuple[object, ...], list[Module]] = {}
     for module in modules:
         head, _, rest = module.name.partition(".")
@@ -171,7 +174,7 @@ def _folded(modules: list[Module]) -> tuple[Module, ...]:
 
 
 def _look(module: Module) -> tuple[object, ...]:
-    """Return what folded modules have in common: their inner modules, and how much changes."""
+    """Return a key that is equal for alike modules: their inner modules, and how much changes."""
     share = sum(module.changed) / (module.nbytes * len(module.changed) or 1)
     return module.counts, round(share, 1), tuple((m.name, *_look(m)) for m in module.inner)
 
@@ -226,7 +229,7 @@ def _naturally(parts: ModulePath) -> list[tuple[int, int, str]]:
 
 
 def _depth(paths: Collection[ModulePath]) -> int:
-    """Return the most parts of a path to show, so that few enough different paths are left."""
+    """Return how many parts of each path to show, so that few enough different paths are left."""
     depth = max(map(len, paths), default=1)
     while depth > 1 and len({parts[:depth] for parts in paths}) > _MOST_MODULES:
         depth -= 1

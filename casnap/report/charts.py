@@ -11,7 +11,7 @@ from typing import NamedTuple
 from casnap.report.markup import Markup, element, joined, text
 
 MISSING = "pip install matplotlib"
-"""The command that installs what draws charts."""
+"""The command that installs matplotlib, which draws the charts."""
 _MOST_POINTS = 400
 # Colours that stand for those of the page, which differ in the dark.
 _COLOURS = {"#00000a": "currentColor", "#00000b": "var(--line)", "#00000c": "var(--bad)"}
@@ -38,7 +38,7 @@ _STYLE = {
 
 
 class Point(NamedTuple):
-    """A point of a curve: a step, or the number of a snapshot; and the value, if it is finite."""
+    """A point of a curve: the step or the number of a snapshot, and the value, if finite."""
 
     x: float
     y: float | None
@@ -63,9 +63,9 @@ def chart(
 
     Args:
         title: The name of the value.
-        over: The name of what is to the right: the step, or the number of the snapshot.
-        curves: The curve of each run, by the name of the run; an empty one is left out. Where a
-            value is not finite, the curve has a gap, and at the first one a vertical line.
+        over: The name of the horizontal axis: the step, or the number of the snapshot.
+        curves: The curve of each run, by the name of the run; an empty one is left out. A value
+            that is not finite makes a gap in the curve; a vertical line marks the first such value.
         label: Returns the text of a value on the axis; by default, matplotlib chooses it.
     """
     merged: dict[tuple[Point, ...], tuple[int, str]] = {}
@@ -107,7 +107,7 @@ def _hue(number: int) -> int:
 
 
 def _sample(number: int) -> Markup:
-    """Return a short piece of a curve, for the list of their names."""
+    """Return a short line in the style of a curve, for the legend."""
     dashes = " ".join(f"{each * _WIDTHS[number % 4]:g}" for each in _DASHES[number % 4][1])
     line = element(
         "line", x1="1", y1="5", x2="33", y2="5",
@@ -158,7 +158,7 @@ def _svg(
 
 
 def _for_page(svg: str, colours: Mapping[str, str]) -> Markup:
-    """Return a drawing for a page that has others: with its colours and fonts, and few names."""
+    """Return a drawing in the colours and fonts of the page, without ids that nothing uses."""
     svg = re.sub("#[0-9a-f]{6}", lambda m: colours.get(m[0], m[0]), svg[svg.index("<svg") :])
     svg = re.sub('font-family: [^;"]*;?|<style.*?</style>', "", svg)
     used = set(re.findall(r"#([\w.]+)", svg))

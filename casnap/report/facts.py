@@ -36,7 +36,7 @@ class SnapshotFacts:
         not_finite: The names of the metadata that are NaN or infinite.
         norms: The norms of groups of tensors whose paths differ in numbers alone, by group, if the
             take measured them.
-        unhealthy: The groups with NaN or infinite elements: how many tensors have such.
+        unhealthy: For each group with NaN or infinite elements, how many of its tensors have some.
         notes: Why no rule can delete it: its tags, or a note that a mirror lacks it.
     """
 
@@ -80,7 +80,7 @@ class Space:
         stored_bytes: The bytes of all its files.
         live_bytes: The part of these bytes that the snapshots of the store need.
         saved_bytes: How many bytes deltas and compression save.
-        waiting: What frees the rest, in words.
+        waiting: What will free the other bytes, in words.
     """
 
     stored_bytes: int
@@ -186,8 +186,8 @@ def gather(
     Args:
         uri: The store.
         chunk_size: The size of its chunks, in bytes.
-        snapshots: The snapshots, in the order of their commits: any object by which the caller
-            knows the snapshot, its *handle*, and the facts.
+        snapshots: The snapshots, in the order of their commits: for each, a *handle*, which is any
+            object by which the caller knows the snapshot, and its facts.
         space: The space that the whole store takes up.
         sizes_in: Given a handle, returns the paths of all tensors and values, with their bytes.
         compare: Given two handles, returns the differences between the snapshots.

@@ -173,7 +173,7 @@ def _health(runs: Sequence[RunFacts]) -> Markup:
 
 
 def _jump(runs: Sequence[RunFacts], group: str) -> float:
-    """Return the largest jump of a norm between neighbours: how many times the one the other is."""
+    """Return the largest ratio of a group's norms in two successive snapshots of a run."""
     jumps = [1.0]
     for run in runs:
         # Beside NaN, the norm is of the finite elements alone.
@@ -250,7 +250,7 @@ def _charts(runs: Sequence[RunFacts], values: Sequence[tuple[str, Value, Label]]
 
 
 def _curve(found: Sequence[tuple[int, SnapshotFacts, float]], *, by_step: bool) -> list[Point]:
-    """Return the points of some values: no points if there is a single one."""
+    """Return the points of a curve; none if there is only one value."""
     points = [
         Point(s.metrics["step"] if by_step else number, y if math.isfinite(y) else None)
         for number, s, y in found
