@@ -147,7 +147,7 @@ def containers_above(paths: Iterable[ObjectPath]) -> dict[str, list[Leaf]]:
 
 
 def _check_paths(paths: Sequence[ObjectPath]) -> None:
-    """Check that each value has a place of its own, and that lists have few gaps.
+    """Check that no two values clash, and that lists have few gaps.
 
     Raises:
         StateError: Two values have one path, a value lies below another one, or lists have more
@@ -209,14 +209,14 @@ class Stored(NamedTuple):
 
 
 class _Value:
-    """Holds the place of a value that DCP does not flatten, while DCP plans a load."""
+    """A placeholder for a value that DCP does not flatten, while DCP plans a load."""
 
     def __init__(self, content: Stored) -> None:
         self.content = content
 
 
 class _List(list[Any]):
-    """Holds the place of a list. DCP flattens a list only if it holds tensors or dicts."""
+    """A placeholder for a list. DCP flattens a list only if it holds tensors or dicts."""
 
     content: Stored
 
@@ -226,8 +226,8 @@ def described(
 ) -> tuple[Metadata, dict[str, Stored]]:
     """Return the metadata by which DCP plans a load, and each entry by its name in DCP.
 
-    The metadata are made from the snapshot's entries, so any take can be loaded. In them each
-    tensor has a single one of DCP's chunks.
+    The metadata are made from the snapshot's entries, so any take can be loaded. In these metadata,
+    each tensor is a single chunk, as DCP calls it.
 
     Args:
         contents: The snapshot.

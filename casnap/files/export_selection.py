@@ -1,4 +1,4 @@
-"""Select the part of a snapshot to export: its tensors by name, and values that do not fit."""
+"""Select the part of a snapshot to export: tensors by name, and values that must be left out."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _name(base: str, path: str) -> str:
 
 
 def equal_tensors(tensors: Mapping[str, StoredTensor], without: Collection[str]) -> dict[str, str]:
-    """Find tensors that equal an earlier one; return their names → the earliest one's name.
+    """Return, for each tensor that equals an earlier one: its name → the name of the earliest.
 
     Args:
         tensors: The tensors by name.

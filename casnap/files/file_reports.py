@@ -160,7 +160,7 @@ class ExportPlan(NamedTuple):
     """A planned export.
 
     Attributes:
-        report: What the export will have done.
+        report: The report of the export.
         write: Writes the files of the output.
     """
 

@@ -23,7 +23,8 @@ def read_torch(path: Path, key: str | None) -> SourceFiles:
 
     Args:
         path: The file.
-        key: The key to put the state under; None if the state may have keys of its own.
+        key: The key for the state; None to use the state's top keys if it is an app state, else
+            ``model``.
 
     Raises:
         FileFormatError: The file is damaged, or needs pickle: it holds more than weights.

@@ -47,7 +47,7 @@ def read_torch_checkpointing(folder: Path, key: str | None, rank: int | None) ->
 
     Args:
         folder: The checkpoint.
-        key: Must be None: the checkpoint's items become the keys.
+        key: Must be None, since the checkpoint's items become the keys.
         rank: The rank whose values to import where the ranks differ.
 
     Raises:

@@ -74,7 +74,7 @@ def read_torchsnapshot(folder: Path, key: str | None, rank: int | None) -> Sourc
 
     Args:
         folder: The snapshot.
-        key: Must be None: the snapshot has keys of its own.
+        key: Must be None, since the keys of the snapshot are used.
         rank: The rank; None for rank 0, if no other rank has entries of its own.
 
     Raises:

@@ -49,7 +49,7 @@ def import_files(
         path: A file or a folder.
         name: The snapshot's name, for the report.
         take: Takes the snapshot; None for a dry run.
-        key: The key to import the state under; None if the state has keys of its own.
+        key: The key for the state; None to use the top keys of an app state, or else ``model``.
         rank: The rank whose state to import, if a folder has several ranks.
         metadata: The user's metadata, which win over those of the files.
 
@@ -102,10 +102,10 @@ def is_imported(path: Path, contents: Contents, *, key: str | None, rank: int | 
 def has_weights_of(path: Path, contents: Contents, keys: Collection[str]) -> bool:
     """Whether files hold the weights of a snapshot, and no other tensors. This reads the files.
 
-    A tensor of the files is compared with the snapshot's tensor of the same name: dtype, shape and
-    bytes must be equal. If the snapshot has no tensor of that name, as with an adapter, any tensor
-    of it may be the equal one. If the snapshot has a tensor for each name of the files, each tensor
-    of the snapshot must equal one in the files. So tied tensors may be missing there.
+    Each tensor of the files must equal the snapshot's tensor of the same name, in dtype, shape and
+    bytes. If the snapshot has no tensor of that name, as with an adapter, the tensor must equal any
+    tensor of the snapshot. If the snapshot has all names of the files, each of its tensors must
+    also equal one in the files, under any name: so the files may lack tied tensors.
 
     Args:
         path: As for :func:`import_files`. If there are several shards, one of them or their index.
@@ -151,7 +151,7 @@ def read_source(path: Path, key: str | None, rank: int | None) -> SourceFiles:
 
     Args:
         path: The file or folder.
-        key: The key to import the state under; None if the state has keys of its own.
+        key: The key for the state; None to use the top keys of an app state, or else ``model``.
         rank: The rank whose state to import, if a folder has several ranks.
 
     Raises:

@@ -21,7 +21,7 @@ from casnap.format.decoding import json_decoder
 _SHARD = re.compile(r"(.+)-([0-9]+)-of-([0-9]+)(\.[a-z]+)", re.DOTALL)
 
 Shards = dict[Path, "set[str] | None"]
-"""By file, the names of its tensors; None if no index names them."""
+"""File → the names of its tensors; None if no index lists them."""
 
 
 class _ShardIndex(msgspec.Struct):

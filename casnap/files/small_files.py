@@ -22,7 +22,7 @@ _NOT_CARRIED = (
 
 
 def is_carried(name: str, nbytes: int) -> bool:
-    """Whether an import takes along a file of this name and length that lies beside weights."""
+    """Whether an import stores a file beside weights, by its name and its length in bytes."""
     return (
         is_file_name(name)
         and not name.lower().startswith("casnap-")
@@ -32,7 +32,7 @@ def is_carried(name: str, nbytes: int) -> bool:
 
 
 def small_files(folder: Path) -> dict[str, bytes]:
-    """Return the files that an import takes along, by name: files right in a folder of weights."""
+    """Return the small files, right in a folder of weights, that an import stores; by name."""
     return {
         file.name: file.read_bytes()
         for file in paths_in(folder)

@@ -30,7 +30,7 @@ _MOST_AXES = 64
 
 
 MODEL = "model"
-"""The key under which a state without keys of its own is imported."""
+"""The key under which a state that is not an app state is imported."""
 
 
 @dataclass

@@ -137,7 +137,7 @@ class Archive:
             os.pwrite(fd, data, start)
 
     def _lay_out(self, crcs: Sequence[int]) -> tuple[dict[int, bytes], list[int], int]:
-        """Lay out the archive. Its offsets do not depend on the CRCs, so zeros serve to find them.
+        """Lay out the archive. Its offsets do not depend on the CRCs, which may still be zeros.
 
         Args:
             crcs: The CRC-32 of each storage.

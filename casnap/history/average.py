@@ -132,7 +132,7 @@ def average(
         sources: The snapshots. A tensor without a mean is taken from the last one.
         weights: The weight of each snapshot, as :func:`checked_weights` returns them.
         name: The full name of the new snapshot.
-        options: Its metadata, and whether it replaces another one.
+        options: The metadata of the new snapshot, and whether it replaces one of the same name.
         exact: Whether to sum in float64.
 
     Raises:
@@ -140,7 +140,7 @@ def average(
         StateError: No tensor of weights has one shape and dtype in all snapshots; or the metadata
             hold something that JSON cannot, or take more than 64 KiB.
         DamagedError: A chunk is missing or damaged; nothing was committed.
-        FencedError: A collector was faster, several times.
+        FencedError: A collector deleted chunks that the mean needed, several times.
     """
     started = time.monotonic()
     options = replace(options, metadata=checked_metadata(options.metadata or {}))
@@ -288,7 +288,7 @@ class _Averaging:
         sources: The snapshots.
         weights: Their weights; None for equal ones.
         session: The session to write with.
-        crew: The crew of the session, which fails at an interrupt.
+        crew: The threads of the session. They fail at an interrupt.
         options: The options of the new snapshot.
         exact: Whether to sum in float64.
         keeps_equal: Whether an element that is equal in all snapshots stays as it is.
@@ -336,7 +336,10 @@ class _Averaging:
         return self._manifest(changes)
 
     def _rely_on_last(self) -> None:
-        """Rely on all nodes and chunks of the last snapshot: the new one shares most of them."""
+        """Declare that the commit needs all nodes and chunks of the last snapshot.
+
+        The new snapshot shares most of them.
+        """
         for node in self._sources[-1].nodes(set()):
             named = [node.digest, *node.chunks]
             for at in range(0, len(named), _BATCH):
@@ -355,7 +358,7 @@ class _Averaging:
         return mean.result(is_weighted=self._weights is not None)
 
     def _small_mean(self, tensor: TensorToAverage) -> bytes:
-        """Return the bytes of the mean of a tensor whose entries hold its bytes."""
+        """Return the mean, as bytes, of a small tensor whose bytes lie in its entries."""
         mean = self._mean_of(tensor, Region.whole(tensor.entry.shape))
         for number, entry in enumerate(tensor.entries):
             mean.add(memoryview(bytearray(entry.payload.inline)), self._weight(number))
@@ -409,7 +412,7 @@ class _Averaging:
             cell.into[cell.number] = digest
 
     def _manifest(self, changes: Mapping[tuple[int | None, str], dict[str, Entry]]) -> Manifest:
-        """Return the manifest of the last snapshot with other entries."""
+        """Return the manifest of the last snapshot, with some of its entries replaced."""
         last = self._sources[-1]
         manifest = last.manifest
         shared = dict(manifest.shared)

@@ -24,14 +24,14 @@ _WIDER = {
 MOST_SNAPSHOTS = 16
 """How many snapshots are looked at, the newest first."""
 _MOST_MISSES = 8
-"""How many tensors of a snapshot may differ before one is equal: then it is another model."""
+"""A snapshot is given up after this many tensors that differ, if none was equal before."""
 
 # The bytes of stored chunks that are read at a time.
 _WINDOW_BYTES = 32 << 20
 
 
 class RoundedSearch:
-    """Compares tensors with stored ones of more bits. What it has compared is not read again.
+    """Compares tensors with stored tensors of wider dtypes. No two tensors are compared twice.
 
     Args:
         leaves: The tensors that are looked for, by path.
@@ -48,11 +48,11 @@ class RoundedSearch:
         self._compared: dict[tuple[str, TensorContent], bool] = {}
 
     def found_in(self, contents: Contents) -> dict[str, TensorContent]:
-        """Return the tensors that equal those of a snapshot, cast to their own dtypes.
+        """Return the tensors that equal a stored tensor once that is cast to the same dtype.
 
-        A tensor is compared with those of its shape that have its path below the key. Chunk by
-        chunk is read, up to the first one that differs; nothing is read any more after eight
-        tensors that differ, if none is equal.
+        A tensor is compared with stored tensors of the same shape and of the same path below the
+        key. Chunks are read one by one, up to the first that differs. After eight tensors that
+        differ, if none was equal, nothing more of the snapshot is read.
 
         Args:
             contents: The snapshot.
@@ -81,7 +81,7 @@ class RoundedSearch:
 
 
 def _candidates(contents: Contents, leaf: Leaf) -> Iterator[tuple[str, TensorEntry]]:
-    """Yield path and entry of each tensor of more bits that has the name and shape of a leaf."""
+    """Yield path and entry of each stored tensor of a wider dtype with a leaf's name and shape."""
     _, slash, below = leaf.path.partition("/")
     own = leaf.entry
     assert isinstance(own, TensorEntry)

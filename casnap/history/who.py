@@ -1,7 +1,7 @@
 """Find the snapshots that hold given weights, by digests.
 
-Tensors that were cast to a wider dtype are found by their narrower form, if the cast lost nothing.
-For tensors that were cast to a narrower dtype, the elements of stored ones are read and cast.
+A tensor whose values all fit into a narrower dtype is also looked for in that dtype. For a tensor
+that may be a rounded copy of a stored one, the stored elements are read and cast.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Holder:
     Attributes:
         name: Its name.
         found: How many of the tensors it holds, under any path.
-        lacking: The paths of the others.
+        lacking: The paths of the tensors that it lacks.
     """
 
     name: str
@@ -65,9 +65,9 @@ class WhoReport:
             equals, the newest.
         elsewhere: For each tensor that the first holder lacks, the names of other holders, the
             newest first; empty if no snapshot has it.
-        cast: For each tensor that is held in another dtype, that dtype. Both have the same values.
-        rounded: For each tensor that is held in a dtype of more bits, that dtype. The tensor equals
-            what is held, cast to its own dtype.
+        cast: For each tensor that is stored in another dtype with the same values, that dtype.
+        rounded: For each tensor that equals a stored tensor of a wider dtype once that is cast, the
+            wider dtype.
     """
 
     tensors: int
@@ -82,7 +82,7 @@ class WhoReport:
         return [holder.name for holder in self.holders if not holder.lacking]
 
     def __str__(self) -> str:
-        """Return the answer in lines."""
+        """Return the report in several lines."""
         if not self.holders:
             return f"no snapshot holds any of the {self.tensors:,} tensors"
         named = self.holders[:_MOST_NAMED]
@@ -110,7 +110,7 @@ class Asked:
     Attributes:
         entries: The entries, by path, as the store would have them.
         chunk_size: The most bytes of a chunk.
-        leaves: The leaves, by path, if the bytes of the tensors are at hand.
+        leaves: The leaves, by path, if the bytes of the tensors are available.
     """
 
     entries: Mapping[str, Entry]
@@ -124,7 +124,7 @@ def tensors_of(source: object, key: str | None, chunk_size: int) -> Asked:
     Args:
         source: The path of a file or folder, as :meth:`casnap.Store.import_file` takes it; an
             object with ``state_dict``; or a dict.
-        key: The key for a state without keys of its own; by default ``model``.
+        key: The key for a state that is not an app state; by default ``model``.
         chunk_size: The chunk size of the store, in bytes.
 
     Raises:
@@ -214,7 +214,7 @@ def _add_rounded(
         held: What each snapshot holds, as :func:`_held` returns it. This adds to it.
         snapshots: The snapshots, in the order of their commits.
         asked: The tensors.
-        forms: The paths of the tensors that are looked for.
+        forms: The path of each tensor → its identities, as for :func:`_held`.
 
     Returns:
         Path and stored form of each tensor that was added.
