@@ -64,8 +64,8 @@ def save_state(
     ``model_1``, ``custom_0`` and so on. The models are stored as they are without a wrapper of DDP
     or FSDP. With FSDP, optimizers are stored by the names of parameters.
 
-    First, each snapshot beside the new one is deleted if this process has seen its folder, and the
-    folder is gone, as by ``shutil.rmtree``.
+    Before it saves, it deletes each older snapshot in the same parent folder whose own folder this
+    process has seen, and a user or a program has deleted since, as by ``shutil.rmtree``.
 
     Args:
         accelerator: The Accelerator.
@@ -223,7 +223,7 @@ def _engine(accelerator: Accelerator) -> Any:
 def _metadata_of(accelerator: Accelerator) -> dict[str, Any]:
     """Return the step as metadata, as the engine or an optimizer counts it; empty if none does.
 
-    The Accelerator's own count does not do: it counts only within ``accumulate()``, and begins
+    The Accelerator's own count is not used: it counts only within ``accumulate()``, and begins
     again at the end of each data loader.
     """
     if (engine := _engine(accelerator)) is not None:
@@ -240,7 +240,7 @@ def _is_sharded(accelerator: Accelerator) -> bool:
 
 
 def _models(accelerator: Accelerator, models: list[Any] | None) -> list[Any]:
-    """Return the given models, or all, as they are stored: by their names without wrappers."""
+    """Return the given models, or all, as they are stored: without wrappers in their names."""
     models = accelerator._models if models is None else models
     if _is_sharded(accelerator):
         return [ShardedModel(model) for model in models]
@@ -318,7 +318,7 @@ def _checkpoints(accelerator: Accelerator) -> Checkpoints:
 
 
 def _weights_in(path: StrPath) -> list[Path]:
-    """Return the weights that the Accelerator would load from a folder, whoever has put them."""
+    """Return the files of weights that the Accelerator would load, whoever has written them."""
     numbered = ("model_[0-9]*.safetensors", "pytorch_model_[0-9]*.bin")
     return [] if "://" in os.fspath(path) else matching(local_path(path), *WEIGHTS, *numbered)
 
@@ -326,7 +326,7 @@ def _weights_in(path: StrPath) -> list[Path]:
 def _is_its_own(path: StrPath) -> bool:
     """Whether the Accelerator itself has written a whole checkpoint.
 
-    The files of random states tell this, since it writes them last.
+    It has if there are files of random states, which it writes last.
     """
     return "://" not in os.fspath(path) and bool(
         matching(local_path(path), f"{RNG_STATE_NAME}_*.pkl")

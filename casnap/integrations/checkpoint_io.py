@@ -98,7 +98,7 @@ class SnapshotIO(_Base):
         path: StrPath,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take a snapshot of a checkpoint, in this process alone. It replaces one of the same name.
+        """Take a snapshot of a checkpoint, in this process alone; replace one of the same name.
 
         Args:
             checkpoint: The checkpoint that Lightning saves.
@@ -284,7 +284,7 @@ class SnapshotIO(_Base):
 def _aside(path: StrPath) -> Path | None:
     """Return where a replaced file is kept until the new snapshot is durable; None in a bucket.
 
-    The new name has the same suffix, but another end of its stem. Lightning looks for its last
+    The new name has the same suffix, but its stem ends in another way: Lightning looks for its last
     checkpoint by stem and suffix, and must not find this file.
     """
     if "://" in (path_here := local_path(path)):
@@ -320,7 +320,7 @@ def _move_to(checkpoint: dict[str, Any], map_location: Any) -> dict[str, Any]:
 
 
 def read_snapshots(saving: Any) -> None:
-    """Make ``load_from_checkpoint`` of Lightning read snapshots too. It does not use the plugin.
+    """Make Lightning's ``load_from_checkpoint``, which uses no plugin, read snapshots too.
 
     Args:
         saving: The module of Lightning that reads its files.
@@ -348,7 +348,7 @@ def read_snapshots(saving: Any) -> None:
 
 
 def note_folders(callback: Any) -> None:
-    """Make each callback tell the plugin its ``dirpath`` when it is set up.
+    """Make each callback give its ``dirpath`` to the plugin when it is set up.
 
     The plugin itself only gets the paths of checkpoints.
 

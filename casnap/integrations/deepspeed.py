@@ -78,9 +78,10 @@ def save_checkpoint(
 ) -> Snapshot:
     """Take a snapshot of what ``engine.save_checkpoint`` saves. All ranks call this.
 
-    The keys are ``model`` (the weights as the module has them, and the buffers of rank 0),
-    ``optimizer`` (``fp32``, the master weights, and each state such as ``exp_avg``, by the names of
-    the parameters; and ``groups``) and ``engine`` (counts, loss scale, scheduler, client state).
+    The snapshot has three keys. ``model`` has the weights as the module has them, and the buffers
+    of rank 0. ``optimizer`` has the master weights (``fp32``) and states such as ``exp_avg``, by
+    the names of the parameters, and ``groups``. ``engine`` has counts, loss scale, scheduler and
+    client state.
 
     Args:
         engine: The engine, of ZeRO-1, 2 or 3.
@@ -376,7 +377,7 @@ def _module_run(parameter: Any) -> _HeldElements:
 
 
 def _state_run(optimizer: Any, parameter: Any, key: str) -> _HeldElements:
-    """Return the elements of an optimizer state of a parameter that this rank holds.
+    """Return this rank's elements of a parameter's optimizer state.
 
     Args:
         optimizer: The optimizer of ZeRO.
@@ -601,7 +602,7 @@ def _problems_of_groups(optimizer: Any, stored: _Stored) -> list[str]:
 
 
 def _numbers_of(settings: Mapping[str, Any]) -> set[str]:
-    """Return the names of a group's numeric settings. They tell kinds of optimizers apart."""
+    """Return the names of a group's numeric settings, which differ between kinds of optimizers."""
     return {
         name
         for name, value in settings.items()

@@ -64,7 +64,7 @@ def reload_sglang(
             the callback waits as long as the host of the server is alive.
 
     Raises:
-        ValueError: The URL is none of HTTP.
+        ValueError: The URL is no HTTP URL.
     """
     server = _Server(url, headers, timeout)
 
@@ -180,17 +180,17 @@ def reload_vllm_server(
             changed in place. With ``wait``, the pause takes as long as the longest request.
 
     Raises:
-        ValueError: The URL is none of HTTP, or there is no such mode.
+        ValueError: The URL is no HTTP URL, or there is no such mode.
     """
     _check_mode(mode)
     return _reload(_VllmServer(_Server(url, headers, timeout), mode), patches=patches)
 
 
 def _stays(folder: Path) -> bool:
-    """Whether no pull changes the files of a folder. Then a callback need not wait for ever.
+    """Whether the files of a folder never change, since no pull changes it in place.
 
-    After a timeout the engine may still load the folder. If pulls change the folder in place, the
-    callback has to wait until the engine has answered.
+    If they never change, a callback may stop waiting after a timeout, though the engine may still
+    load the folder. Otherwise the callback has to wait until the engine has answered.
     """
     return not Version.is_in_place(folder)
 
@@ -234,7 +234,7 @@ class _Engine(ABC):
 
     @abstractmethod
     def version(self) -> str:
-        """Return the name of the version that the engine was last told."""
+        """Return the name of a version that the engine has, as :meth:`name_version` sets it."""
 
 
 class _Reload:
@@ -260,7 +260,7 @@ class _Reload:
     def _paused(self) -> Iterator[None]:
         """Pause the engine for a ``with`` block, then resume it.
 
-        If its weights may be a mix, it stays paused.
+        If the weights may be a mix of two versions, the engine stays paused.
         """
         try:
             self._engine.pause()
@@ -619,7 +619,7 @@ class _ToSafeHost(HTTPSHandler):
 
 
 class _OtherEngineError(TypeError):
-    """An object has the calls of a vLLM engine, but its answers have another form."""
+    """An object has the methods of a vLLM engine, but they return something else."""
 
 
 class _NotFoundError(CasnapError):
@@ -635,7 +635,7 @@ class _Server:
         timeout: Seconds to wait for an answer.
 
     Raises:
-        ValueError: The URL is none of HTTP.
+        ValueError: The URL is no HTTP URL.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None, timeout: float) -> None:

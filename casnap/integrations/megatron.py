@@ -98,7 +98,7 @@ _NOTICE = (
 
 
 class CasnapSaveStrategy(AsyncSaveShardedStrategy):
-    """Saves a sharded state dict as a snapshot that has the name of its folder.
+    """Saves a sharded state dict as a snapshot with the path of the checkpoint's folder.
 
     The keys are ``tensors`` (each ShardedTensor as a whole, by its key), ``objects`` (each
     ShardedObject, by its key and shard) and ``common`` (the bytes of ``common.pt``). The metadata
@@ -167,7 +167,7 @@ class CasnapSaveStrategy(AsyncSaveShardedStrategy):
     def _begin(
         self, state: Mapping[str, Any], folder: str | Path
     ) -> tuple[Save, Callable[[], DividedLeaves]]:
-        """Begin a save into a folder; return it, and a function that returns this rank's state."""
+        """Begin a save; return the save, and a function that returns the state of this rank."""
         leads, metadata = own_rank() == 0, dict[str, Any]()
         if leads:
             # If the common state cannot be read safely, its step is unknown.
@@ -258,9 +258,9 @@ def _path_of(shard: Any) -> ObjectPath:
 
 
 def _parts(path: str, tensor: Any) -> Iterator[tuple[Region, torch.Tensor]]:
-    """Yield the boxes of a ShardedTensor in the global tensor, each with its memory in its shape.
+    """Yield the boxes of the global tensor that a ShardedTensor fills, each with its elements.
 
-    Megatron Core 0.13 has ShardedTensors that are a run of the elements of their box.
+    In Megatron Core 0.13, a ShardedTensor may have only some consecutive elements of its box.
     """
     if tensor.data is None:
         raise StateError(f"{path} has no data")

@@ -1,7 +1,7 @@
-"""Files beside a snapshot, for programs that look for the files of another library.
+"""Notices: files beside a snapshot that have the names of another library's files.
 
-A notice stands where a library's own file would be, and cannot be loaded (``format/notices.py``).
-Notices are removed with the marker of their snapshot (``backends/local/backend.py``).
+A program that loads a notice gets an error that names casnap (``format/notices.py``). Notices are
+removed with the marker of their snapshot (``backends/local/backend.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def put_notices(snapshot: Snapshot, subject: str, *names: str) -> bool:
         names: The names of the files.
 
     Returns:
-        Whether each of them is there now.
+        Whether all of these files are beside the snapshot now.
     """
     repository = snapshot.contents.store
     if repository.backend.folder is None or not repository.marks:

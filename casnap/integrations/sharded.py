@@ -1,7 +1,8 @@
 """Models and optimizers whose tensors FSDP has divided, as parts of an app state.
 
-Both go by the names of the parameters without FSDP's own, as ``torch.distributed.checkpoint``
-gives them. So any number of ranks loads them, with FSDP or without.
+Their states have the names of the parameters without FSDP's additions, as
+``torch.distributed.checkpoint`` gives them. So any number of ranks can load them, with FSDP or
+without.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from casnap.errors import EntryNotFoundError, StateError
 
 
 class ShardedModel(NamedTuple):
-    """A model, each rank with its own parts.
+    """A model that may be sharded: each rank holds its own shards.
 
     Attributes:
         module: The model, in FSDP's wrapper if there is one.
@@ -40,7 +41,7 @@ class ShardedModel(NamedTuple):
 
 
 class ShardedOptimizer(NamedTuple):
-    """An optimizer, whose state goes by the names of the model's parameters.
+    """An optimizer whose state is keyed by the names of the model's parameters.
 
     Attributes:
         module: The model.
@@ -51,11 +52,11 @@ class ShardedOptimizer(NamedTuple):
     optimizer: Any
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its state; all ranks call it. A fresh optimizer gets one first."""
+        """Return the state; all ranks call it. A fresh optimizer gets an initial state first."""
         return get_optimizer_state_dict(self.module, self._plain)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load its state; all ranks call it."""
+        """Load the state; all ranks call it."""
         set_optimizer_state_dict(self.module, self._plain, state_dict)
 
     @property
@@ -65,7 +66,7 @@ class ShardedOptimizer(NamedTuple):
 
 
 def adapter_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the whole tensors that FSDP2 trains, on the CPU of rank 0; all ranks call it."""
+    """Return the trained tensors of a model in FSDP2, whole, on rank 0's CPU; all ranks call it."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     return get_model_state_dict(module, options=options)
 
@@ -75,11 +76,12 @@ def optimizer_for(
 ) -> Stateful:
     """Return the object that loads the stored state of an optimizer.
 
-    If the state is stored by the names of parameters, that is a :class:`ShardedOptimizer`; if it is
-    stored by their numbers, the optimizer itself.
+    If the stored state is keyed by the names of parameters, that object is a
+    :class:`ShardedOptimizer`; if it is keyed by their numbers, it is the optimizer itself.
 
     Raises:
-        StateError: The state is stored by the numbers of parameters, and ranks have divided these.
+        StateError: The stored state is keyed by the numbers of parameters, and the ranks have
+            divided the parameters.
     """
     try:
         groups = snapshot.read_object(f"{key}/param_groups")

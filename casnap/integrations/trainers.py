@@ -57,7 +57,7 @@ WEIGHTS_ALONE = (
     "For its weights, `casnap pull FOLDER NEW`, with this folder and a new one, writes a folder "
     'that every program opens, or use casnap.Snapshot(folder).restore({"model": model})'
 )
-"""How to get weights, for notices of trainers."""
+"""The sentence, in the notices of trainers, that says how to get the weights alone."""
 OTHER_WEIGHTS = "these are not the weights of the snapshot in that folder"
 """The message about weights that somebody else has put beside a snapshot, after their paths."""
 
@@ -95,15 +95,15 @@ class Notices(NamedTuple):
     names: Sequence[str]
 
     def put(self, snapshot: Snapshot) -> bool:
-        """Put those that are missing, as ``put_notices`` does; return whether all are there."""
+        """Put the missing files, as ``put_notices`` does; return whether all of them are there."""
         return put_notices(snapshot, self.subject, *self.names)
 
 
 class Save:
     """One save of a checkpoint, which all ranks make together.
 
-    First, this deletes each older snapshot beside the new one if this process has seen its folder,
-    and the folder is gone.
+    Before it saves, it deletes each older snapshot in the same parent folder whose own folder this
+    process has seen, and a user or a program has deleted since.
 
     Args:
         path: The path of the snapshot, or its name in ``store``.
@@ -168,8 +168,8 @@ class Save:
 def plain_model(accelerator: Any, model: Any) -> Any:
     """Return a model without what Accelerate and ``torch.compile`` have put around it.
 
-    Only newer versions of Accelerate can do the same, by ``keep_torch_compile=False``. Without it,
-    Accelerate takes DDP out of a compiled model that goes on training.
+    Only newer versions of Accelerate can do the same, by ``keep_torch_compile=False``. Without that
+    option, Accelerate would take DDP out of a compiled model whose training goes on.
     """
     return accelerator.unwrap_model(getattr(model, "_orig_mod", model))
 
@@ -260,13 +260,14 @@ class Checkpoints:
         return None if unhealthy is None else self._without_folder(unhealthy)
 
     def _without_folder(self, unhealthy: Snapshot) -> str:
-        """Return the last healthy checkpoint, of which a limit of the trainer has left no folder.
+        """Return the path of the last healthy checkpoint that has a snapshot, but no folder left.
 
         Args:
-            unhealthy: The last of the checkpoints that have one.
+            unhealthy: The last checkpoint that has a folder. No checkpoint with a folder is
+                healthy.
 
         Raises:
-            SnapshotError: There is none.
+            SnapshotError: There is no healthy checkpoint.
         """
         run = unhealthy.name.rpartition("/")[0]
         for snapshot in reversed(unhealthy.store.snapshots(run or None)):
@@ -282,7 +283,7 @@ class Checkpoints:
         )
 
     def next_number(self) -> int:
-        """Return the number for the next checkpoint: one more than that of any there is."""
+        """Return the number for the next checkpoint: one more than the highest that exists."""
         whole = (path for path in self.paths() if self._is_own(path) or snapshot_at(path))
         return max((self.number(path) or 0 for path in whole), default=-1) + 1
 
@@ -378,8 +379,8 @@ def check_beside(
 ) -> None:
     """Check that a snapshot's folder contains no other checkpoint, nor other weights.
 
-    All ranks call this, and rank 0 looks. A run goes on from the snapshot. Whoever has put
-    something else there may think that a run goes on from that.
+    All ranks call this, and rank 0 looks. A run goes on from the snapshot, but whoever has put
+    other files there may think that it goes on from them.
 
     Args:
         snapshot: The snapshot.
@@ -442,12 +443,12 @@ def check_whole(snapshot: Snapshot, key: str) -> None:
 
 
 def load_own(snapshot: Snapshot, key: str, into: Stateful, *, allow_pickle: bool = False) -> bool:
-    """Load the value of a key: this rank's own; on a new rank, the one that all ranks share.
+    """Load this rank's value of a key; on a new rank, the value that all ranks share.
 
     A new rank is one that the take did not have.
 
     Returns:
-        Whether there was a value. A new rank has none if ranks stored only values of their own.
+        Whether there was a value. There is none on a new rank if each rank stored its own value.
     """
     rank = own_rank()
     check_whole(snapshot, key)

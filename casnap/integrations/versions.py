@@ -43,7 +43,7 @@ class Versions(NamedTuple):
     Attributes:
         package: The name of the package.
         oldest: The oldest version that was tested.
-        newest: The newest version that was tested. Its later patches count as tested.
+        newest: The newest version that was tested. Its later patch releases count as tested.
         failing: The versions that are known to fail, inside or outside of this range.
         last_of_majors: The newest version that was tested of each older major version.
     """
@@ -55,7 +55,7 @@ class Versions(NamedTuple):
     last_of_majors: tuple[str, ...] = ()
 
     def instead_of(self, installed: str) -> str:
-        """Return the command that installs a tested version, of the same major one if it can be."""
+        """Return the command that installs a tested version, of this major version if possible."""
         major = _release(installed)[0]
         same = [v for v in (*self.last_of_majors, self.newest) if _release(v)[0] == major]
         return f"pip install '{self.package}=={same[0] if same else self.newest}'"

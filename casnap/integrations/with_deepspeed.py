@@ -1,4 +1,4 @@
-"""For trainers that may have an engine of DeepSpeed: save and load the engine's part with theirs.
+"""Save and load the state of a trainer together with its DeepSpeed engine, if it has one.
 
 This module can be imported without DeepSpeed; ``deepspeed.py`` cannot.
 """
@@ -13,7 +13,7 @@ from casnap.extending import LiveState, TakeOptions
 from casnap.integrations.trainers import Notices, Save, StrPath
 
 KEYS = ("model", "optimizer", "engine")
-"""The keys of an engine's part."""
+"""The keys of a snapshot that hold the state of an engine."""
 
 
 def take(

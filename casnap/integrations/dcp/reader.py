@@ -134,7 +134,7 @@ class CasnapReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **_: Any
     ) -> None:
-        """Do nothing: the metadata tell DCP everything it has to know."""
+        """Do nothing: the metadata already have everything that DCP has to know."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Put this process's rank into its plan, for the coordinator."""

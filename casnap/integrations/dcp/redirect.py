@@ -1,4 +1,4 @@
-"""Have programs that give DCP only a path save to casnap, and load from it."""
+"""Redirect saves and loads of DCP to casnap, in programs that give DCP only a path."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def install(
     ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` with ``checkpoint_id=path``,
     ``FileSystemWriter(path)`` and ``FsspecWriter(path)`` use casnap if the path lies below the
     store, whichever module has imported these names. A path may be relative, go through links, or
-    be a ``file://`` URI. Other paths work as before. So do subclasses of these classes. If another
-    library has defined a subclass, a warning names it; where a snapshot is, its readers are
-    replaced by casnap's. A writer for the store's own folder needs ``checkpoint_id=``.
+    be a ``file://`` URI. Other paths work as before. Subclasses that another library has defined
+    keep working as before, and a warning names them; but where a snapshot is, a reader of casnap
+    replaces a reader of such a class. A writer for the store's own folder needs ``checkpoint_id=``.
 
     Args:
         store: A store, or its path or URI; it is made if there is none. If code deletes the folders
@@ -116,7 +116,7 @@ def _new_of(kind: type) -> Callable[..., Any]:
     """Return the function that replaces ``__new__`` of one of torch's classes."""
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        """Return a writer or reader of casnap if the path calls for one, else an object of ``cls``.
+        """Return a writer or reader of casnap for a redirected path, else an object of ``cls``.
 
         Python does not call ``cls.__init__`` for an object of another class.
         """
@@ -173,9 +173,9 @@ def _path_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 def _construct(
     cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> CasnapWriter | CasnapReader | None:
-    """Return casnap's writer or reader for the arguments of torch's; None if casnap has no part.
+    """Return casnap's writer or reader in place of torch's; None to make torch's.
 
-    It has none if the path lies below no installed store, or has a checkpoint that DCP itself
+    Torch's is made if the path lies below no installed store, or has a checkpoint that DCP itself
     wrote.
     """
     path = _path_in(args, kwargs)

@@ -87,7 +87,7 @@ def true_copy(stager: Any, tensor: Any, memo: dict[int, Any], non_blocking: bool
 
 
 class _TrueStager(StateDictStager):
-    """Copies tensors by value. Each copy of one storage gets the memory of the copy before."""
+    """Copies tensors by value. A new copy of a storage reuses the memory of its last copy."""
 
     _offload_tensor = true_copy
 
@@ -219,8 +219,9 @@ class KeptStager:
     def __getstate__(self) -> dict[str, Any]:
         """Pickle this object without its copies, which DCP itself sends to the other process.
 
-        Tensors lose their attributes when they are sent, so that parts look like whole tensors. So
-        the pickle names a tensor that is such a part, and the other process refuses it.
+        Tensors lose their attributes when they are sent. Then a tensor that is a part of a larger
+        one looks whole. So the pickle names such a tensor, and the other process refuses to save
+        it.
         """
         state = {key: value for key, value in vars(self).items() if key not in ("_stager", "_own")}
         return {**state, "_lost_parts": self._staged_parts}

@@ -133,8 +133,8 @@ class CasnapWriter(KeptStager, StorageWriter):
 
         Raises:
             StateError: DCP asks each rank to save for itself, or there is no path.
-            UnsupportedTypeError: Tensors that were sent to another process have lost the mark that
-                they hold parts of larger ones.
+            UnsupportedTypeError: Tensors that were sent to another process have lost the attribute
+                that says that they are parts of larger ones.
         """
         self._save.place.id  # noqa: B018 - raises if there is no path
         if self._lost_parts is not None:

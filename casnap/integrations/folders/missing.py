@@ -55,7 +55,7 @@ def judge_folders(store: Repository, table: Table, folder: str) -> list[Verdict]
 
 
 def _judge_run(store: Repository, table: Table, run: str, rows: dict[str, Row]) -> dict[str, str]:
-    """Return, by name of each snapshot, why it is kept; "" if it counts as deleted.
+    """Return for each snapshot, by its full name, why it is kept; "" if it counts as deleted.
 
     Args:
         store: The store.
@@ -90,7 +90,7 @@ def _judge_run(store: Repository, table: Table, run: str, rows: dict[str, Row]) 
 
 
 def _names_in(backend: Backend, run: str) -> set[str] | None:
-    """Return the entries in the folder of a run, as full names; None if there is no folder."""
+    """Return the full name of each file and folder in a run's folder; None without that folder."""
     path = str(Path(backend.folder or "", run))
     prefix = f"{run}/" if run else ""
     with translated(path):

@@ -1,8 +1,8 @@
 """Delete snapshots whose folders a training loop has deleted, as it rotates its checkpoints.
 
 A process knows the folders of the snapshots that it saved through DCP or a trainer. It also knows
-the folders of earlier processes that it found at its first save beside them. When the next save
-begins, it deletes each snapshot whose known folder is gone
+the folders of earlier processes' snapshots that it found in the same parent folder at its first
+save there. When the next save begins, it deletes each snapshot whose known folder is gone
 (``docs/decisions/0060-rotated-folders.md``).
 
 A checkpoint may also be a folder of several snapshots, with the same names in each checkpoint, as
@@ -98,9 +98,9 @@ class RunFolder:
         return gone
 
     def _entries(self) -> set[tuple[str, int]]:
-        """Return the names and inodes of the entries in the folder.
+        """Return the name and the inode of each file and folder in the folder.
 
-        If name and inode are the same later, the entry is the same.
+        If both are the same later, it is the same file or folder.
         """
         with os.scandir(self._path) as entries:
             return {(entry.name, entry.inode()) for entry in entries}
@@ -200,7 +200,8 @@ def _key(view: View, run: str, inner: str) -> str:
 def forget(snapshot: Snapshot) -> bool:
     """Delete a snapshot that a trainer no longer wants, unless it must stay.
 
-    It must if it is tagged or not mirrored yet, or if all later ones of its run have NaN.
+    A snapshot must stay if it is tagged or not mirrored yet, or if all later ones of its run have
+    NaN.
 
     If the snapshot has to stay now, but its folder is deleted, a later save of this process deletes
     it.

@@ -9,9 +9,10 @@
 
 :func:`install` gives the mixin to every Trainer of the process, for programs that nobody edits.
 
-The class of a Trainer with casnap is made together with the Trainer: the mixin, then the classes of
-the user and of tools, then :class:`~.storing.StoringTrainer`, then ``Trainer`` itself. So what
-subclasses do when they save and load is done too.
+When a program makes a Trainer with casnap, it gets an object of a new class. The method resolution
+order of this class is the mixin, the classes of the user and of tools,
+:class:`~.storing.StoringTrainer`, ``Trainer`` itself. So subclasses still do what they do when they
+save and load.
 
 Begin with ``mixin.py``, which saves. ``storing.py`` loads, and ``classes.py`` makes the class.
 ``weights.py`` and ``small_files.py`` are about the files in the folder of a checkpoint.

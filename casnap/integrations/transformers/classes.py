@@ -44,7 +44,7 @@ def alone(kind: type) -> Iterator[tuple[type, str]]:
 
 
 def has_own_form(kind: type) -> bool:
-    """Whether a class writes weights in a form of its own: its ``_save`` calls no Trainer's."""
+    """Whether a class writes weights in another form: its ``_save`` does not call Trainer's."""
     return any(_replacing(kind, {"_save"}))
 
 
@@ -58,7 +58,7 @@ def _replacing(kind: type, names: Collection[str]) -> Iterator[tuple[type, str]]
 
 
 def unpickled(kind: Any) -> Any:
-    """Return a Trainer of a class, as pickle asks for it."""
+    """Return a new Trainer of a class, without a state. Pickle calls this."""
     return kind.__new__(kind)
 
 

@@ -12,7 +12,7 @@ from casnap.integrations.transformers.mixin import CasnapTrainerMixin
 
 
 def install(tell: Callable[[str], object] | None = None, *, weights: str | None = None) -> None:
-    """Have every Trainer that this process makes from now on save and load as by the mixin.
+    """Have each new Trainer of this process save and load as :class:`CasnapTrainerMixin` does.
 
     Subclasses are included, also those that were imported before. Checkpoints that the Trainer
     itself has written are still loaded. A tool that names the newest checkpoint of ``output_dir``

@@ -113,12 +113,12 @@ class CasnapTrainerMixin(_Base):
     _engine: Any = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a Trainer of the class that stores: see the docstring of this package."""
+        """Make a Trainer of the class with casnap. The docstring of this package describes it."""
         new, kind = super().__new__, storing(cls, CasnapTrainerMixin)  # type: ignore[arg-type]
         return new(kind) if new is object.__new__ else new(kind, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Have pickle name the class that was asked for: it cannot find this object's class."""
+        """Have pickle store the class that the program asked for: it cannot find the made class."""
         made: Any = super().__reduce_ex__(protocol)
         is_plain = made[0] is copyreg.__newobj__  # type: ignore[attr-defined]
         return (unpickled, (self._asked_for,), *made[2:]) if is_plain else made
@@ -295,7 +295,7 @@ class CasnapTrainerMixin(_Base):
     ) -> dict[str, bytes]:
         """Put the small files into the folder of a checkpoint, and return them.
 
-        Before, delete the weights, optimizer and scheduler that an earlier save left there. All
+        First, delete the weights, optimizer and scheduler that an earlier save left there. All
         files are written to ``staged`` first, so that a killed save leaves no file of weights.
         """
         with naming_full_disk(folder):
@@ -320,9 +320,9 @@ class CasnapTrainerMixin(_Base):
     ) -> None:
         """Put the weights beside the snapshot; with ``casnap_weights="last"``, delete older ones.
 
-        These are the weights that casnap has put beside all other checkpoints but the best one.
-        None are put without the notices: from weights alone, a Trainer without casnap would go on
-        with a fresh optimizer.
+        It deletes the weights that casnap has put beside all other checkpoints but the best one. No
+        weights are put without the notices: from weights alone, a Trainer without casnap would go
+        on with a fresh optimizer.
         """
         folder, model, has_adapter = Path(snapshot.path), self._plain_model(), self._has_adapter
         checkpoints = Checkpoints(run_dir, f"{PREFIX_CHECKPOINT_DIR}-", is_its_own).paths()
@@ -366,13 +366,13 @@ class CasnapTrainerMixin(_Base):
 
     @property
     def _has_own_form(self) -> bool:
-        """Whether a subclass writes the weights in a form of its own, by a model that is whole."""
+        """Whether a subclass writes the weights in another form, and each rank has all of them."""
         is_whole = self._engine is None and not self.is_fsdp_enabled
         return is_whole and has_own_form(type(self))
 
     @property
     def _has_adapter(self) -> bool:
-        """Whether PEFT saves only an adapter: of its own model, or of a model that got one."""
+        """Whether PEFT saves only an adapter: the model is PEFT's, or has got an adapter."""
         model = self._plain_model()
         if isinstance(model, PreTrainedModel):
             return bool(model._hf_peft_config_loaded)

@@ -36,9 +36,10 @@ _LITTLE_ROOM = 64 << 10
 
 @contextmanager
 def staging(folder: Path) -> Iterator[Path]:
-    """Make a folder in that of a checkpoint, for files that are not put yet; delete it afterwards.
+    """Make a temporary folder in a checkpoint's folder for a ``with`` block; delete it at the end.
 
-    First, those that killed saves have left in any checkpoint of the run are deleted.
+    Files are written there before they are moved to the checkpoint's folder. First, temporary
+    folders that killed saves have left in any checkpoint of the run are deleted.
 
     Args:
         folder: The folder of the checkpoint.
@@ -100,7 +101,7 @@ def put_small_files(staged: Path, folder: Path) -> dict[str, bytes]:
     Files of the same names are overwritten.
 
     Args:
-        staged: The folder in it into which the Trainer has written them.
+        staged: The temporary folder of :func:`staging`, into which the Trainer has written them.
         folder: The folder of the checkpoint.
     """
     for path in sorted(staged.rglob("*")):

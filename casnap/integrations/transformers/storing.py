@@ -1,4 +1,4 @@
-"""The Trainer with casnap in place of its files: it loads snapshots, and checkpoints of its own."""
+"""The base class of a Trainer with casnap: it loads snapshots, and the Trainer's checkpoints."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ STATE = ("optimizer.pt", "scheduler.pt")
 class StoringTrainer(Trainer):
     """A Trainer that loads from snapshots, and whose methods write no files while it saves one.
 
-    It comes right above the Trainer in the order of classes, so the methods of users' subclasses
-    still run. The snapshot has what the methods would write.
+    It is the last class before ``Trainer`` in the method resolution order, so the methods of users'
+    subclasses still run. The snapshot has what the replaced methods would write.
     """
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -37,7 +37,7 @@ _LOADED = (*WEIGHTS, *ADAPTER, "pytorch_model_fsdp*")
 """Globs for the files, and the folder of FSDP, from which the Trainer itself loads weights."""
 
 STAGED = "casnap-files"
-"""The name of the folder in that of a checkpoint into which the Trainer writes its files first."""
+"""The name of the temporary folder, in a checkpoint's folder, for files that are not yet whole."""
 
 
 def weights_in(folder: Path) -> list[Path]:
@@ -85,7 +85,7 @@ def may_be_others(snapshot: Snapshot, folder: Path) -> Iterator[Path]:
 
 
 def put_staged(snapshot: Snapshot, folder: Path, staged: Path) -> None:
-    """Put weights beside a snapshot as they are: adapters, or weights in a form of their own.
+    """Move weights that PEFT or a subclass has written into a snapshot's folder, unchanged.
 
     Args:
         snapshot: The snapshot.
@@ -128,7 +128,7 @@ def is_weights(name: str) -> bool:
 def without_progress_bars() -> Iterator[None]:
     """Within this ``with`` block, Transformers shows no progress bar, such as that of its shards.
 
-    Its public function would also change what is set for Hugging Face's hub.
+    The public function of Transformers would also change the bars of huggingface_hub.
     """
     was_active = transformers_logging._tqdm_active
     transformers_logging._tqdm_active = False

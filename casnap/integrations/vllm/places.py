@@ -25,7 +25,7 @@ class UnknownPlacesError(CasnapError):
 
 
 class OtherBaseError(CasnapError):
-    """The model holds other weights than those that patches are to replace."""
+    """The model does not hold the weights that the patches are to replace."""
 
 
 class ModelPart(NamedTuple):
@@ -162,7 +162,7 @@ def _pointers(targets: list[torch.Tensor]) -> list[tuple[int, torch.dtype, tuple
 
 
 class _Notes:
-    """Notes where in a model a loader would copy each tensor of the checkpoint.
+    """Records where in a model a loader would copy each tensor of the checkpoint.
 
     Attributes:
         regions: Name of a tensor of the checkpoint → its parts in the model.

@@ -66,10 +66,11 @@ class CasnapUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
     Attributes:
         folder: The real path of a folder of safetensors: one that a pull has made, or any other.
-        content: The content of its version; "" for a folder that no pull has made.
+        content: The digest of its version (:attr:`casnap.Version.content`); "" for a folder that no
+            pull has made.
         patches: A file with patches; "" to load the folder whole.
         digest: The BLAKE3 of the file with patches.
-        base: The content that the patches apply to.
+        base: The ``content`` of the version that the patches apply to.
         whole: Tensors that have changed, and are not in the file of patches.
     """
 
@@ -105,11 +106,11 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
 
     @property
     def _held(self) -> str:
-        """The content that this worker's weights have; "" if it is unknown."""
+        """The ``content`` of the version that this worker holds; "" if that is unknown."""
         return self._content if self._loaded_path == self._path else ""
 
     def _compare(self) -> None:
-        """Compare the weights with the folder that vLLM has loaded, and find out their places.
+        """Compare the weights with the folder that vLLM has loaded; learn where its tensors lie.
 
         If that fails, a warning says so, and the next version is loaded whole.
         """
@@ -121,7 +122,7 @@ class CasnapTransferEngine(WeightTransferEngine[CasnapInitInfo, CasnapUpdateInfo
             _log.warning("casnap: the next version is loaded whole: %r", e)
 
     def _learn(self) -> tuple[Places, str]:
-        """Return where the checkpoint's tensors lie in the model, and the content of the weights.
+        """Return where the checkpoint's tensors lie in the model, and its version's ``content``.
 
         Raises:
             Exception: The places cannot be found out, or the model holds other weights.
@@ -328,7 +329,7 @@ def _write_of(name: str, patch: Patch, region: ModelPart) -> _Write | None:
     Args:
         name: The name of the tensor.
         patch: The patch.
-        region: The part, in the model.
+        region: The part of the tensor, and its memory in the model.
     """
     which, places = region.located(_shared(patch.indices))
     if not len(places):
@@ -378,7 +379,7 @@ def _weights(folder: Path, tensors: Mapping[str, VersionTensor]) -> dict[str, to
 
 
 def _why_derived(model: Any) -> str:
-    """Return why a model may hold data made from its weights, such as packed ones; "" if not.
+    """Return why a model may hold data computed from its weights, such as packed ones; else "".
 
     Patches would not change such data.
     """
