@@ -299,10 +299,10 @@ class ServedFolder:
         return path
 
     def next_turn(self) -> int:
-        """Return the number of this pull: one more than that of the pull before.
+        """Return the number of this pull: one more than that of the last pull.
 
-        A pull verifies one of the :data:`~casnap.serving.version.PARTS` of the kept bytes. The
-        number selects it.
+        The number selects which of the :data:`~casnap.serving.version.PARTS` of the kept bytes this
+        pull verifies.
         """
         turn = 0
         with suppress(FileNotFoundError, ValueError, DamagedError, *PLACE_ERRORS):
@@ -337,11 +337,11 @@ class ServedFolder:
         return version
 
     def _note_current(self, name: str) -> None:
-        """Set the time of a version's folder to later than all others'.
+        """Set the time of a version's folder to later than the times of all other versions.
 
         :meth:`clean_up` keeps the versions with the latest times, since an engine has one of them
-        loaded. The clock of this host may have been set back, so the current time alone would not
-        do.
+        loaded. The clock of this host may have been set back, so the current time may be earlier
+        than theirs.
         """
         before = [self._folder.status(each).st_mtime_ns for each in self._names(VERSION.fullmatch)]
         # 1000: not all file systems tell nanoseconds apart.
@@ -349,9 +349,9 @@ class ServedFolder:
         os.utime(name, ns=(now, now), dir_fd=self._folder.fd, follow_symlinks=False)
 
     def clean_up(self, keep: int, *, is_announced: bool = False) -> None:
-        """Delete unfinished versions, and old ones, except those that were current last.
+        """Delete unfinished versions, and old versions beyond the last ``keep``.
 
-        Nothing is deleted while a crash may bring back the link to the version before. A version
+        Nothing is deleted while a crash may bring back the link to the previous version. A version
         that cannot be deleted causes a warning.
 
         Args:
@@ -448,7 +448,7 @@ class ServedFolder:
             self.note_doubtful(version.record.changed_since(last))
 
     def note_doubtful(self, names: Iterable[str]) -> None:
-        """Note tensors of which the engine may hold wrong bytes: the next call has to name them.
+        """Note tensors of which the engine may hold wrong bytes, for the next call of the callback.
 
         Raises:
             PlaceError: The note cannot be written.

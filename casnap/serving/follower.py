@@ -77,8 +77,9 @@ class Follower:
 
     The constructor reads the first version whole; later, only chunks that change are read. Run each
     forward in ``with follower.applied():``, in a coroutine ``async with
-    follower.async_applied():``. A forward then sees one version from its beginning to its end. A
-    look that fails is logged and tried again; until then the tensors stay as they are.
+    follower.async_applied():``. A forward then sees one version from its beginning to its end. If
+    looking for a version fails, this is logged and tried again; the tensors stay as they are until
+    then.
 
     With ``torch.distributed``, all ranks of ``pg`` make a follower together, each with its slices
     (DTensors) of one model, and all enter :meth:`applied` equally often, each from one thread. They
@@ -335,7 +336,7 @@ class Follower:
         return min(seconds, self._calls.delay) if calls_again else seconds
 
     def _look(self, patience: float = _PATIENCE) -> None:
-        """Look for another version. A process alone applies it; many ranks only begin to stage it.
+        """Look for another version. One process applies it at once; many ranks begin to stage it.
 
         Args:
             patience: For how many seconds the ranks may go on staging one version although a newer
@@ -369,7 +370,7 @@ class Follower:
         self._seen_root = root
 
     def _newest(self) -> Contents:
-        """Return the newest snapshot that the options mean, and remember its number."""
+        """Return the newest snapshot that the options select, and remember its root's number."""
         try:
             wanted = self._source.newest(self._options)
         except SnapshotNotFoundError:
@@ -382,7 +383,7 @@ class Follower:
         return wanted.contents
 
     def _note(self, phase: Callable[[Handshake, int], None], commit: bytes) -> None:
-        """Note in the store that the version of a commit has reached a phase.
+        """Note in the store that this follower has brought a version to a phase, such as staged.
 
         Args:
             phase: The method that notes the phase.
@@ -471,7 +472,7 @@ class Follower:
         """Whether the version that all ranks are to stage was deleted, or is newer than ``newest``.
 
         Args:
-            newest: The newest snapshot that the options mean.
+            newest: The newest snapshot that the options select.
         """
         wanted = self._numbered.get(self._wanted)
         if wanted is None or newest.row.seq < wanted.contents.row.seq:
@@ -511,7 +512,7 @@ class Follower:
             self._stage(self._contents_of(wanted))
 
     def _agree(self) -> None:
-        """Apply the staged version if all ranks have staged it; hear which one to stage next."""
+        """Apply the staged version if all ranks have staged it; learn which one to stage next."""
         staged = self._staged
         is_mine = staged is not None and self._weights.fits(staged)
         mine = staged.contents.row.commit if staged is not None and is_mine else _NONE

@@ -19,7 +19,7 @@ from casnap.serving.version import Version, verify
 
 _log = logging.getLogger("casnap")
 OnVersion = Callable[[Path, list[str]], object]
-"""Called with the folder of a version, and the names of tensors that are new since the last call.
+"""Called with the folder of a version, and the names of tensors that changed since the last call.
 
 If a call fails, the next one names its tensors again: the failed call may have loaded them or not.
 """

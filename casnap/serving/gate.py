@@ -4,9 +4,10 @@ The gate counts each entrance as a *visit* of its own, rather than threads or ta
 pool may begin a generator and another one end it, and coroutines of one thread overlap. The gate
 uses the thread and the context of a visit only to find a caller who would wait for itself.
 
-A KeyboardInterrupt may come before the first and after the last line of each call. It could make
-``with`` over the ``Condition`` leave the lock taken, so methods take the lock itself. A visit is
-counted as ended before anything else is called. A waiting call looks again from time to time.
+A KeyboardInterrupt may come before the first and after the last line of each call. In a ``with``
+block of the ``Condition`` it could leave the lock taken, so the methods use the lock directly. A
+visit is counted as ended before anything else is called. A waiting call looks again from time to
+time.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Gate:
     def is_inside(self) -> bool:
         """Whether the caller is inside.
 
-        If so, it would wait for itself if it waited for all to leave.
+        If so, the caller would wait for itself if it waited until all visits are over.
         """
         if self._has_context:
             return True

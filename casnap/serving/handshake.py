@@ -5,8 +5,10 @@ it lives (``backends/announcement.py``). So a trainer can wait until engines ser
 The number of the root that published a version identifies the version.
 
 The clocks of hosts need not be equal. The waiting process watches each note: if a note does not
-change for three beats, its follower counts as dead. A time in a note can only cast doubt: a note
-whose time looks old, or lies in the future, counts only once it has changed (decision 89).
+change for three beats (90 seconds by default), its follower counts as dead. A time in a note can
+only cast
+doubt: a note whose time looks old, or lies in the future, counts only once it has changed (decision
+89).
 """
 
 from __future__ import annotations
@@ -122,7 +124,8 @@ class FollowerState:
         noted_time: When it wrote the note, by the same clock.
         staged: The last version that it has staged.
         serving: The version that it serves.
-        is_silent: Whether it seems to be dead: it has not changed its note for three beats.
+        is_silent: Whether it seems to be dead: it has not changed its note for three beats (90
+            seconds by default).
         is_doubtful: Whether the time of its note looks old, or lies in the future. Either the
             follower is dead or its clock is wrong; only watching its notes tells which.
     """
@@ -512,7 +515,7 @@ class FollowerWatch:
 
 
 def _lasts(content: _NoteContent) -> float:
-    """Return for how many seconds a note counts; then the follower counts as dead."""
+    """Return after how many seconds without a new note the follower counts as dead."""
     beat = content.beat_seconds
     # NaN fails the comparison too, and counts as the least.
     return _BEATS * (min(beat, _MOST_BEAT) if beat >= _LEAST_BEAT else _LEAST_BEAT)

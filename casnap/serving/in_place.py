@@ -66,7 +66,7 @@ _MOST_KEPT = min(16 << 30, memory_bytes() // 8)
 
 
 class WithdrawnError(Exception):
-    """The snapshot was withdrawn before the folder was changed."""
+    """The snapshot is no longer to be served; the folder was not changed yet."""
 
 
 class FolderInPlace(ServedFolder):
@@ -162,7 +162,9 @@ class FolderInPlace(ServedFolder):
         return translated(lambda e: str(self.link / os.fsdecode(e.filename or "")), kept)
 
     def can_change(self, fd: int, file: PlannedFile) -> bool:
-        """Whether a file has the new layout, and no other name or user shares it.
+        """Whether a file may be changed in place: it has the new layout, and is not shared.
+
+        It is shared if it has a second name, or if another user may have written to it.
 
         Args:
             fd: The open file.
@@ -278,8 +280,8 @@ class _ChangedFolder(ExportOutput):
         """Keep a file of the folder under its name.
 
         Raises:
-            OSError: ``file`` has another name than ``name``. A hard link would not do, since later
-                pulls would change the content under both names.
+            OSError: ``file`` has another name than ``name``. A hard link would be wrong, since
+                later pulls would change the content under both names.
         """
         if file != self._link / name:
             raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(file))
@@ -411,7 +413,7 @@ class _WriterInPlace(Writer):
         return True
 
     def _here(self, fd: int, chunk: ChunkToWrite) -> Digest | None:
-        """Return the digest of the bytes at a chunk's place; None if they are not this chunk."""
+        """Return the digest of the bytes at a chunk's place; None unless they are that chunk."""
         name, (_, tensor, _, cell) = self._names[fd], chunk
         wanted = {
             here.digest

@@ -158,8 +158,8 @@ class PullReport:
         linked_bytes: The bytes of files that are links to the version before, or stay in place.
         copied_bytes: The bytes of tensors that were copied from the version before, or stay in
             place.
-        fetched_bytes: The bytes of tensors that the pull read from the store, as the tensors have
-            them.
+        fetched_bytes: The bytes of tensors that the pull read from the store, counted without
+            compression and deltas.
         received_bytes: The bytes that the store sent for that: chunks in their stored form, which
             is smaller for deltas, nodes of trees, and parts of the index. Reads of other threads in
             this store count too.

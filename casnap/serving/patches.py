@@ -49,8 +49,8 @@ class StagedPatches(NamedTuple):
     Attributes:
         path: Where the file is.
         digest: Its BLAKE3.
-        base: The content that the patches apply to: :attr:`Version.content`.
-        content: The content that the patches lead to.
+        base: The :attr:`Version.content`, a digest, of the version that the patches apply to.
+        content: The :attr:`Version.content` of the version that the patches lead to.
         whole: Changed tensors that are not in the file, since their patch would be larger.
         nbytes: The length of the file.
         is_of_version: Whether the file lies in the version that it leads to, and is deleted with
@@ -133,8 +133,8 @@ class Patch(NamedTuple):
         Args:
             path: The file.
             digest: Its BLAKE3.
-            base: The content that the patches must apply to.
-            content: The content that the patches must lead to.
+            base: The :attr:`Version.content` of the version that the patches must apply to.
+            content: The :attr:`Version.content` of the version that the patches must lead to.
 
         Raises:
             DamagedError: The file is damaged, or another one.
@@ -167,13 +167,13 @@ class Patch(NamedTuple):
 
 
 def _made_by_pull(new: Version, base: str) -> StagedPatches | None:
-    """Return the patches from ``base`` that a pull has put into a version.
+    """Return the patches that a pull has put into a version, if they apply to ``base``.
 
-    The result is None if there are none from ``base``, or if they are damaged.
+    Return None if there are none, or if they are damaged.
 
     Args:
         new: The version.
-        base: The content that the patches have to apply to.
+        base: The :attr:`Version.content` of the version that the patches have to apply to.
     """
     with translated(str(new.folder)):
         paths = list(new.folder.iterdir())
@@ -294,7 +294,7 @@ class Differences:
         """Return the collected differences as the content of a file of patches.
 
         Args:
-            content: The content of the newer version.
+            content: The :attr:`Version.content` of the newer version.
         """
         patches = {}
         for name, parts in self._parts.items():

@@ -204,7 +204,7 @@ def _switched(
 
 
 def _holds(version: Version, turn: int) -> bool:
-    """Verify the part of a version's bytes that is due in this pull; mark files that have changed.
+    """Verify the part of a version's bytes that is due in this pull; have damaged files rewritten.
 
     Args:
         version: The version.

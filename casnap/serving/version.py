@@ -205,7 +205,10 @@ class VersionRecord(Struct):
 
     @property
     def content(self) -> str:
-        """A digest of the content, the same on each host and in each folder."""
+        """A digest of what decides the content: store, commit and :attr:`mapping`.
+
+        It is the same on each host and in each folder.
+        """
         described = [self.store_id, self.commit, self.mapping]
         return digest_of(msgspec.json.encode(described, order="deterministic")).hex()
 
@@ -315,7 +318,7 @@ class Version:
 
     @property
     def content(self) -> str:
-        """A digest of the content: :attr:`VersionRecord.content`."""
+        """A digest that identifies the content: :attr:`VersionRecord.content`."""
         return self.record.content
 
     def is_intact(self, file: str) -> bool:
@@ -394,7 +397,7 @@ class Version:
 
     @cached_property
     def cells(self) -> dict[tuple[Digest, str], StoredCell]:
-        """Digest in the store and cast of each chunk → its cell in a file."""
+        """The digest in the store and the cast of each chunk → where the chunk lies in a file."""
         return {(source, cast): cell for _, source, cast, cell in self.each_cell()}
 
     @cached_property

@@ -1,10 +1,10 @@
 """Put files of weights beside a snapshot, for programs that open a checkpoint without casnap.
 
 The files are those that a pull writes. They lie in the folder of the snapshot itself, and are
-written after its commit. A reader finds all of them or none. They are written in a folder of their
-own, then moved, the record that lists them first. If there are several files, a notice that no
-reader can load stands in place of the first one until all others are there. They are removed in the
-opposite order.
+written after its commit. A reader finds all of them or none. They are written in a temporary
+folder, then moved; the record that lists them is moved first. If there are several files, a notice
+that no reader can load stands in place of the first one until all others are there. They are
+removed in the opposite order.
 
 Other programs write into the same folder. :meth:`WeightFiles.others_than` finds weights there that
 differ from the snapshot's.
@@ -57,7 +57,7 @@ class WeightFiles:
         folder: The folder, which need not be there.
 
     Attributes:
-        STAGED: The name of the folder in it where files are written before they are put.
+        STAGED: The name of the temporary folder, inside ``folder``, where files are written first.
     """
 
     STAGED = "casnap-weights"
@@ -79,8 +79,9 @@ class WeightFiles:
 
         Args:
             contents: The snapshot, whose weights are at ``model``.
-            others: Folders of other snapshots. A file that equals one in the first of them with
-                weights becomes a hard link, or shares blocks where the file system can.
+            others: Folders of other snapshots. The first one with weights counts: a file that
+                equals one there becomes a hard link to it, or shares blocks with it where the file
+                system can.
             tied: Tensors to leave out if another one has their bytes.
             max_shard_size: The most bytes of a file.
             write: If given, writes the weights into a folder, in place of the weights in the
@@ -159,7 +160,7 @@ class WeightFiles:
     def others_than(
         contents: Contents, paths: Iterable[Path], keys: Collection[str] = ("model",)
     ) -> list[Path]:
-        """Return those files and folders whose weights differ from a snapshot's.
+        """Return which of some files and folders have other weights than a snapshot.
 
         A file that casnap has put beside the snapshot, and that still has its length and time, is
         not read. All others are hashed. They count as the snapshot's if they have its tensors,
