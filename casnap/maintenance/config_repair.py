@@ -11,7 +11,7 @@ from casnap.storage.inspecting import config_content, config_in, read_config, re
 
 
 def check_config(store: Repository, root: Root) -> None:
-    """Check that the record by which a store was opened equals the copy in its newest root.
+    """Check that the ``casnap.json`` of an open store equals the copy in its newest root.
 
     Raises:
         DamagedError: They differ, so ``casnap.json`` belongs to another store.

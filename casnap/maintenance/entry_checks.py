@@ -88,21 +88,21 @@ def _decoded(path: str, entry: ValueEntry | ContainerEntry, read: Read) -> objec
 def _components_of(entry: ContainerEntry) -> Iterable[str]:
     """Return the components of a container whose entry holds its spec.
 
-    They are kept for later calls, since most containers of a store are alike.
+    The result is cached, since most containers of a store are alike.
 
     Raises:
-        CasnapError: The spec is elsewhere, or it is damaged.
+        CasnapError: The entry does not hold the spec, or the spec is damaged.
     """
     components: Iterable[str] = decode_one(Leaf("", entry, entry.payload.inline)).components
     return components
 
 
 def balance(inner: str, entry: Entry, components: Iterable[str], most: int) -> int:
-    """Return a number for an entry. If no container of a key lacks an element, they sum to 0.
+    """Return a number for an entry. The numbers of a key sum to 0 if no container lacks an element.
 
-    The sum is over all entries of the key. An entry adds the hash of its path, except the key's own
-    entry. A container subtracts the hash of each element's path. Each tree is summed up only once,
-    and the sums of the trees that a rank sees are added.
+    An entry adds the hash of its path, except the key's own entry. A container subtracts the hash
+    of each element's path. So each tree is summed up only once, and the sums of the trees that a
+    rank sees are added.
 
     Args:
         inner: The path of the entry below its key.

@@ -57,7 +57,7 @@ class FullIndex:
         return sum(self._stored)
 
     def of(self, digest: Digest) -> list[Place]:
-        """Return all places of a digest."""
+        """Return all places, in packs, of the chunk or node with a digest."""
         i = bisect_left(range(self._count), digest, key=self._digest)
         places = []
         while i < self._count and self._digest(i) == digest:

@@ -121,7 +121,7 @@ class PackSurvey:
         self.index = FullIndex(self._segments())
 
     def whole_places(self, digest: Digest) -> list[Place]:
-        """Return the places of a digest that are not known to be bad."""
+        """Return the places of a chunk or node, by its digest, that are not known to be damaged."""
         places = self.index.of(digest)
         return [place for place in places if self._is_whole(digest, place)]
 
@@ -157,7 +157,7 @@ class PackSurvey:
         self._note_other_bases()
 
     def blame(self, digest: Digest) -> list[Damage]:
-        """Return the damages because of which a chunk or node cannot be read at its places."""
+        """Return the damages that keep a chunk or node from being read at its places."""
         return self._blame.get(digest, [])
 
     def has_long_chain(self, digest: Digest) -> bool:
@@ -299,7 +299,7 @@ class PackSurvey:
         self._note_other_bases()
 
     def _note_other_bases(self) -> None:
-        """Report deltas whose real base is not the one in the index.
+        """Report deltas whose real base is another chunk than the index says.
 
         A collector goes by the index, so it may delete the real base.
         """

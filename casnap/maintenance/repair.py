@@ -60,8 +60,8 @@ class RepairReport:
         saved_chunks: How many chunks and nodes were copied out of damaged packs.
         healed_chunks: How many lost chunks and nodes were found in a source.
         rescued_packs: Condemned packs that are needed, and are no longer condemned.
-        restored_root: If files that the newest root named are missing, and its table of snapshots
-            cannot be read: the older root whose snapshots the store has again. Else None.
+        restored_root: The number of the older root whose snapshots the store has again; None unless
+            files that the newest root named are missing, and its table of snapshots cannot be read.
         skipped: Sources that could not be used, and why; also packs that no segment lists.
         warnings: If an older root is restored, what the newer roots had. Also snapshots that
             markers name, but the newest root does not, as in a check. No repair can bring either

@@ -147,7 +147,7 @@ class SnapshotSurvey:
 
 
 def copy_name(commit: bytes) -> str:
-    """Return the name by which damages name an unfinished copy of a snapshot.
+    """Return the name, in damages, of an unfinished copy of a snapshot.
 
     Args:
         commit: The commit id of the snapshot.

@@ -100,7 +100,7 @@ class Survey:
         return self.trees.needed
 
     def whole_places(self, digest: Digest) -> list[Place]:
-        """Return the places of a digest that are not known to be bad."""
+        """Return the places of a chunk or node, by its digest, that are not known to be damaged."""
         return self.packs.whole_places(digest)
 
     def note_bad(self, digest: Digest, place: Place, failure: Failure) -> None:

@@ -194,7 +194,7 @@ class TreeSurvey:
     def _entry(
         self, contents: Contents, path: str, entry: Entry, read: Read
     ) -> tuple[list[Damage], Iterable[str]]:
-        """Return the damages that hurt an entry, and the components of its elements.
+        """Return the damages that hurt an entry, and the path components of its elements.
 
         Args:
             contents: The snapshot.
@@ -233,7 +233,7 @@ class TreeSurvey:
         return damages
 
     def _small_contents(self, items: list[tuple[str, Entry]]) -> dict[Digest, bytes]:
-        """If ``reads``, read the chunks of all values and specs among some entries together."""
+        """Return the chunks of values and specs among some entries; {} unless ``reads`` is set."""
         digests: dict[Digest, None] = {}
         if self.reads:
             total = 0
@@ -289,7 +289,7 @@ class TreeSurvey:
         return raws
 
     def lacking(self, contents: Contents, entries: Entries) -> list[tuple[str, Damage]]:
-        """Report the containers without all their elements; return each with its damage.
+        """Report the containers that lack elements; return each with its damage.
 
         Args:
             contents: The snapshot.

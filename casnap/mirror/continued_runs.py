@@ -1,4 +1,4 @@
-"""Place a snapshot at a mirror, where another store may have begun the run that it continues.
+"""Decide how a snapshot is put into a mirror that may have the same run from another store.
 
 ``docs/decisions/0058-lives-of-a-run.md`` has the rules, and ``tests/model/succession.py`` shows
 that two nodes never mix their branches.
@@ -37,7 +37,8 @@ class Succession:
         new_name: The full name of the snapshot at the mirror.
         row: Its row in the mirrored store.
         retention: Which copies to keep at the mirror; None for all.
-        tag: The tag that the mirror follows; "" for none. It keeps no copy from being replaced.
+        tag: The tag that the mirror follows; "" for none. A copy with this tag may be replaced; one
+            with another tag may not.
         predecessor: The id of the store whose run the last placement took over; "" for none.
         replaced: The names of the copies of earlier lives that the last placement replaces.
     """
@@ -130,7 +131,7 @@ class Succession:
     ) -> Upkeep:
         """Return which copies of the run the same commit deletes or thins, by the retention.
 
-        All lives of the run count.
+        The copies of all lives of the run count.
 
         Args:
             table: The table of the mirror.

@@ -7,13 +7,14 @@ each commit of this process. A **watcher**, a daemon thread, begins other passes
 or for snapshots that other processes have committed. On each host one process at a time has a pass.
 
 A mirror may follow a tag. The pass then copies only the snapshot that the tag is published on, and
-moves the tag at the mirror. No take waits for the mirror or gets its errors. Three places decide
-when to copy: :meth:`Mirror.wake` begins each pass, :meth:`Mirror._copy_all` copies in it, and
-:meth:`Mirror._pause` holds it up during a take. To copy later, have ``_copy_all`` raise, after
-``destination()``, an error that :meth:`Mirror._run` passes over, as it does ``BusyError``. A plain
-return would count as a success, and end the pauses after failures. Do not keep ``wake`` from
-beginning a pass: :meth:`Mirror.start` waits for the first one. :meth:`Mirror.wait` returns only
-once all snapshots are copied.
+moves the tag at the mirror. No take waits for the mirror or gets its errors.
+
+Three places decide when to copy: :meth:`Mirror.wake` begins each pass, :meth:`Mirror._copy_all`
+copies in it, and :meth:`Mirror._pause` holds it up during a take. To make copies wait, change
+``_copy_all``: after ``destination()``, raise an error that :meth:`Mirror._run` ignores, as it
+ignores ``BusyError``. A plain return would count as a success, and end the pauses after failures.
+Leave ``wake`` as it is: :meth:`Mirror.start` waits for the first pass, and :meth:`Mirror.wait`
+returns only once all snapshots are copied.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class _StoppedError(Exception):
 
 
 class _OvertakenError(Exception):
-    """The tag has moved on in the mirrored store, so this copy must not get it at the mirror."""
+    """The tag has moved on in the mirrored store, so the mirror must not give it to this copy."""
 
 
 class Mirror:
@@ -149,7 +150,7 @@ class Mirror:
         _all.add(self)
 
     def _begin(self) -> None:
-        """Set the state of the threads to "none runs"; a forked child does so too."""
+        """Set the state as before any pass; a forked child, which has no threads, does so too."""
         self._event = threading.Event()
         self._changed = threading.Condition()
         self._backoff = Backoff(f"the mirror of {self._source.backend.uri} at {self.uri}")
@@ -180,7 +181,7 @@ class Mirror:
         """Begin to copy; wait a moment to see whether the place holds the right store.
 
         Raises:
-            CasnapError: It holds another store; or it holds none, and none can be made.
+            CasnapError: The place holds another store; or it holds none, and none can be made.
         """
         if self._passive:
             # Only a mirror with a tag needs this. Without a tag, a wait ends when the notes of a
@@ -224,9 +225,9 @@ class Mirror:
     def notes(self, name: str) -> dict[str, Any]:
         """Return the notes for the row of a new snapshot of the mirrored store.
 
-        If the mirror gets all snapshots, they say that it lacks this one. They also say which root
-        of the mirror the run of the snapshot continues. The first call for a run chooses that root,
-        for all later calls of this process.
+        If the mirror gets all snapshots, a note says that the mirror lacks this one. Another note
+        says which root of the mirror the run of the snapshot continues. The first call for a run
+        chooses that root, for all later calls of this process.
 
         Args:
             name: The full name of the snapshot.
@@ -468,7 +469,7 @@ class Mirror:
             self._patient_for -= _GIVE_WAY_LOOK
 
     def _explain(self, job: CopyJob, error: CasnapError) -> str | None:
-        """Return why a snapshot cannot be copied now; None if it never can be.
+        """Return why a snapshot cannot be copied now; None if it can never be copied.
 
         Args:
             job: The snapshot.
@@ -638,8 +639,8 @@ class Mirror:
         """Return which snapshots the mirror lacks. :meth:`wait` calls this.
 
         Raises:
-            MirrorError: On a rank other than 0: the store has another mirror now, or none. Such a
-                rank has no passes, which would find that out.
+            MirrorError: On a rank other than 0: the store has another mirror now, or none. On rank
+                0, a pass finds that out.
         """
         root, lag = self._look()
         if self._passive:

@@ -2,8 +2,9 @@
 
 A take into a store with a mirror commits its row with the note that the mirror lacks the snapshot.
 The mirror removes the note once it holds the snapshot. Until then no process prunes the snapshot,
-even one that does not know of the mirror, and even after a crash. A mirror that follows a tag lacks
-the snapshot that the tag is published on until the mirror's setting has the number of that publish
+even one that does not know of the mirror, and even after a crash. A mirror that follows a tag needs
+no such notes. To publish a tag is to move it to a snapshot, in a commit with a number. A setting of
+the store has the number of the last publish that the mirror has followed
 (``docs/decisions/0093-mirrors-of-a-tag.md``). Other notes say which life of its run a snapshot
 belongs to (``docs/decisions/0058-lives-of-a-run.md``).
 """
@@ -42,7 +43,7 @@ class MirrorPlace(NamedTuple):
         prefix: The folder at the mirror that all snapshots go into; empty for none.
         uri: The last known URI of the mirror.
         tag: The published tag that it follows; empty if it gets all snapshots.
-        moved: The number of the last publish of that tag that it has.
+        moved: The number of the last publish of that tag that the mirror has followed.
     """
 
     store: str
@@ -53,7 +54,7 @@ class MirrorPlace(NamedTuple):
 
     @property
     def setting(self) -> dict[str, Any]:
-        """The setting by which the mirrored store keeps this place."""
+        """The value of the mirrored store's setting that says which store is its mirror."""
         fields = self._asdict()
         return fields if self.tag else {key: fields[key] for key in ("store", "prefix", "uri")}
 
@@ -63,10 +64,10 @@ class Lag(NamedTuple):
 
     Attributes:
         rows: The snapshots, by full name, in the order in which the mirror is to get them.
-        published: The name of the snapshot with the followed tag, if the mirror lacks its publish;
-            else empty.
-        number: The number of that publish; 0 for none.
-        moved: The number of the last publish that the mirror has.
+        published: The name of the snapshot with the followed tag, if the mirror has not followed
+            the last publish of the tag; else empty.
+        number: The number of that publish; 0 if ``published`` is empty.
+        moved: The number of the last publish that the mirror has followed.
     """
 
     rows: dict[str, Row]
@@ -202,7 +203,8 @@ def _changes(note: str | None) -> dict[str, Any]:
 def notes_of_renamed(root: Root, uri: str) -> dict[str, Any]:
     """Return the changes to the notes of a snapshot that gets another name.
 
-    If the store has a mirror, the mirror holds the snapshot under its old name alone.
+    If the store has a mirror, the mirror has the snapshot only under its old name, and lacks the
+    new one.
 
     Args:
         root: The newest root.
@@ -263,7 +265,7 @@ def mark_mirrored(
 
 
 def lacking_again(root: Root, move: TagMove, tag: str) -> Root:
-    """Return a root whose mirror setting says that the mirror lacks a publish of its tag.
+    """Return a root whose setting says that the mirror has not followed a publish of its tag.
 
     The mirror then repeats the publish. That is needed if the tag was moved at the mirror itself.
 
