@@ -54,12 +54,12 @@ def leaf_of_parts(path: str, shape: tuple[int, ...], parts: Iterable[Part]) -> I
 
 
 def boxes_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Region]:
-    """Yield the boxes that together hold a run of row-major elements, in the order of the run.
+    """Yield the boxes that together hold some consecutive elements (row-major), in their order.
 
     Args:
         shape: The shape of the tensor.
-        start: The number of the first element of the run.
-        stop: The number of its last element, plus one.
+        start: The row-major number of the first element.
+        stop: The number of the last element, plus one.
     """
     if start >= stop:
         return
@@ -79,13 +79,13 @@ def boxes_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Regi
 
 
 def _within_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Region]:
-    """Yield the boxes of a run that lies within one row, a single index of the first axis.
+    """Yield the boxes of consecutive elements that lie within one row of the first axis.
 
     Args:
         shape: The shape of the tensor.
-        row: The index.
-        start: The number of the first element of the run, in the whole tensor.
-        stop: The number of its last element, plus one.
+        row: The index of the row on the first axis.
+        start: The row-major number of the first element, in the whole tensor.
+        stop: The number of the last element, plus one.
     """
     begin = row * torch.Size(shape[1:]).numel()
     for box in boxes_of_run(shape[1:], start - begin, stop - begin):
@@ -235,7 +235,7 @@ def _match(
         What to load; and the memory to set to 0 first, since not all of it gets filled.
 
     Raises:
-        MismatchError: They do not fit.
+        MismatchError: A target or value does not fit the snapshot.
     """
     contents = snapshot.contents
     first = comm.broadcast_message(_Commit(contents.row.commit), _Commit)

@@ -1,4 +1,4 @@
-"""Choose which snapshot of a name, or of a run, counts: this store's or its mirror's.
+"""Find a snapshot by name, or the one to resume from, in a store or in its mirror.
 
 This module imports ``view.py`` and lower layers; ``store.py`` imports it.
 """
@@ -58,7 +58,7 @@ def find_row(view: View, name: str) -> FoundRow:
 
 
 class FoundWitness(NamedTuple):
-    """What a look for a witness has found.
+    """The result of looking for a witness.
 
     Attributes:
         contents: The witness, from the store or else from its mirror; None if neither has it.
@@ -179,7 +179,7 @@ def all_unhealthy_error(path: str) -> SnapshotError:
     """Return the error for a run that has only snapshots with NaN or infinite elements.
 
     Args:
-        path: The path of the last of them.
+        path: The path of the last such snapshot.
     """
     return SnapshotError(
         "only snapshots are left that have NaN or infinite elements; the last one is "
@@ -208,8 +208,8 @@ class _Newest(NamedTuple):
 
     Attributes:
         found: The snapshot; None if there is none.
-        last: The last snapshot of all, for the error if ``found`` is None: the last of those that
-            are only unhealthy if there is one, else of those that are whole, else of all.
+        last: The snapshot that an error names if ``found`` is None: the last one that is only
+            unhealthy; if there is none, the last one that is not thinned; else the last of all.
         passed: The paths of the later snapshots that were passed over, since they are unhealthy.
     """
 
@@ -221,8 +221,8 @@ class _Newest(NamedTuple):
 def _newest(view: View, prefix: str | None, *, thinned: bool, healthy: bool) -> _Newest:
     """Find the snapshot to resume from, here or at the mirror.
 
-    It is the last one that no rewind has moved aside, that is not thinned unless ``thinned``, and
-    with ``healthy`` not unhealthy.
+    It is the last snapshot that no rewind has moved aside. Thinned snapshots count only with
+    ``thinned``; unhealthy ones do not count with ``healthy``.
 
     Args:
         view: The store.

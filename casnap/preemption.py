@@ -116,7 +116,7 @@ class Preemption:
         return self._stopped
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches of a data loader, and note when it fetches, since no step runs then.
+        """Yield the batches of a loader; remember that no step is half done while it fetches one.
 
         A signal to the whole job ends the workers of the loader too, and the loader fails. At the
         end of the ``with``, a job of one process then takes the state that it had after the last

@@ -814,7 +814,8 @@ class Snapshot:
     def unhealthy(self) -> int | None:
         """How many tensors had NaN or infinite elements; None if the take did not measure that.
 
-        An infinite tensor of one element does not count, and what :class:`HealthOptions` ignore.
+        An infinite tensor of one element does not count, nor do tensors that the
+        :class:`HealthOptions` of the take ignore.
         """
         return self.row.unhealthy
 

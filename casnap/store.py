@@ -366,11 +366,11 @@ class Store:
     ) -> Snapshot | None:
         """Take a snapshot as :meth:`take` does; if the storage fails, warn, and return None.
 
-        So a run goes on if there is no space or no answer, after damage, after a collector that was
-        faster, and after a device computed a wrong digest. All ranks log the warning, and return
-        None. Once a take of the run succeeds again, another warning says how many takes failed, and
-        since when. Any other error is raised: a wrong state, name or store, a rank that died or
-        hangs, Ctrl-C.
+        So a run goes on if there is no space or no answer, after damage, after a collector deleted
+        chunks that the take needed, and after a device computed a wrong digest. All ranks log the
+        warning, and return None. Once a take of the run succeeds again, another warning says how
+        many takes failed, and since when. Any other error is raised: a wrong state, name or store,
+        a rank that died or hangs, Ctrl-C.
 
         This call does not raise the error of an earlier :meth:`async_take`. Either all ranks call
         this, or all call :meth:`take`. The arguments are those of :meth:`take`.
@@ -557,8 +557,8 @@ class Store:
             thinned: Return a thinned snapshot too, for its weights.
             healthy: Pass over snapshots in which the take has found NaN or infinite elements, with
                 a warning that names them; see :attr:`Snapshot.unhealthy`. A snapshot whose take did
-                not measure counts as healthy. If the run is to go on from the one that is returned,
-                and to take the names of the others again, :meth:`rewind` to it.
+                not measure counts as healthy. If the run is to go on from the returned snapshot,
+                and to use the names of the later ones again, :meth:`rewind` to it.
 
         Raises:
             StoreError: This store has no snapshot, and its mirror cannot be reached.
@@ -767,8 +767,8 @@ class Store:
     def followers(self, tag: str | None = None) -> list[serving.handshake.FollowerState]:
         """Return the followers of this store, with the version that each has staged and serves.
 
-        They are known from their last notes in the whole store. A call makes one request, and one
-        more for each note that has changed since this object's last call.
+        The versions are those of their last notes in the whole store. A call makes one request, and
+        one more for each note that has changed since this object's last call.
 
         Args:
             tag: Return only followers of this tag; by default all.
@@ -1154,9 +1154,9 @@ class Store:
 
         The mean is taken of the weights: floating-point tensors, except moments and buffers, that
         have one shape and dtype in all snapshots. All else comes from the last snapshot in
-        ``names``. It takes no more room; nor do tensors that are equal in all snapshots. The chunks
-        of each snapshot are read once, and verified; memory stays below 400 MiB for any size. With
-        ``torch.distributed``, one rank alone calls this.
+        ``names``, and takes up no more room in the store; nor do tensors that are equal in all
+        snapshots. The chunks of each snapshot are read once, and verified; memory stays below 400
+        MiB for any size. With ``torch.distributed``, one rank alone calls this.
 
         Elements are summed in float32 (those of float64 in float64) in the order of ``names``:
         ``(x0 + x1 + …) / n``, or ``x0 * w0 + x1 * w1 + …``, and cast to the dtype of the tensor. If
@@ -1303,7 +1303,7 @@ class Store:
                 same one.
             gc: "auto", the default: each process that deletes snapshots also collects their garbage
                 in the background. "off": only :meth:`gc` collects. A time, such as "12h": as
-                "auto", and this is the grace of all collections that have no grace of their own.
+                "auto", and this is the grace of all collections that are given none.
 
         Raises:
             ValueError: There is no such codec, or ``mirror`` or ``gc`` has no such value.
@@ -1378,7 +1378,7 @@ class Store:
         Args:
             a: The name of the first snapshot.
             b: The name of the second one.
-            elements: Read the chunks that differ, too, and tell how many elements differ, and by
+            elements: Read the chunks that differ, too, and report how many elements differ, and by
                 how much at most.
         """
         from casnap.comparing.diff import diff
@@ -1388,8 +1388,8 @@ class Store:
     def statistics(self, a: str, b: str) -> list[casnap.GroupStatistics]:
         """Say how far a training has moved each group of tensors from one snapshot to another.
 
-        A group has the paths that differ only in numbers, such as one weight in all layers of a
-        model. This reads the chunks of the tensors that differ.
+        A group has the tensors whose paths differ only in numbers, such as one weight in all layers
+        of a model. This reads the chunks of the tensors that differ.
 
         Args:
             a: The name of the first snapshot.
