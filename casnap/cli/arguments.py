@@ -93,7 +93,7 @@ def is_exclusive() -> bool:
 
 
 def open_store(store: str | None, **options: Any) -> Store:
-    """Return the store at a folder or URI, or above it; by default that of the current folder.
+    """Return the store at a folder or URI, or above it; by default at the current folder.
 
     Args:
         store: The folder or URI.
@@ -257,7 +257,7 @@ def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
 
 
 def second_snapshot(path: str, neighbour: Snapshot) -> Snapshot:
-    """Return a command's second snapshot, which may be named by its bare name.
+    """Return the second snapshot of a command, for which a bare name is enough.
 
     Args:
         path: A path or URI. Or only a name, of a snapshot in the folder or the store of the first
@@ -288,7 +288,7 @@ def second_snapshot(path: str, neighbour: Snapshot) -> Snapshot:
 
 
 def store_fields(store: Store) -> dict[str, Any]:
-    """Return, for JSON, the URI of the whole store, and the prefix of the view."""
+    """Return, for JSON, the store's URI, and the prefix to which ``store`` is limited."""
     return {"store": repository_of(store).backend.uri, "prefix": store.prefix}
 
 
@@ -324,7 +324,8 @@ def snapshot_fields(snapshot: Snapshot, lacking: Collection[str]) -> dict[str, A
 
     Args:
         snapshot: The snapshot.
-        lacking: The commit ids of snapshots that the mirror lacks, or whose publish it lacks.
+        lacking: The commit ids of the snapshots that the mirror lacks, and of the one that has the
+            mirror's tag here but not there.
     """
     return {
         **identity_of(snapshot),

@@ -210,7 +210,7 @@ def _print_counts(uri: str, report: CheckReport) -> None:
 
 
 def print_equal_weights(groups: list[list[str]] | None) -> None:
-    """Print groups of snapshots with equal weights; None if they are not known."""
+    """Print each group of snapshots with equal weights; for None, that damage hides them."""
     if groups is None:
         say("whether weights are equal can be told once the damage is repaired")
         return

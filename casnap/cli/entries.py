@@ -93,7 +93,7 @@ def _bytes_of(contents: Contents, path: str, entry: Entry) -> bytes:
 
 
 class _DictKeys(Struct, array_like=True):
-    """The field of a dict's spec that has the keys; all other fields are ignored."""
+    """The keys in a dict's spec, which describes the stored container; other fields are ignored."""
 
     keys: list[Key]
 

@@ -14,7 +14,7 @@ from casnap.view import repository_of
 
 
 def show_what_waits(place: Store) -> None:
-    """After a delete, print how many bytes were freed, how many wait, and what frees these."""
+    """After a delete, print the freed bytes, the garbage that is left, and what will free it."""
     repository = repository_of(place)
     collector = AutomaticCollector.of(repository)
     collector.wait()

@@ -20,7 +20,7 @@ from casnap.snapshot import Snapshot
 from casnap.view import repository_of, view_of
 
 _MOST = 56
-"""To show up to this many characters of metadata, a narrow terminal leaves out last columns."""
+"""How many characters of metadata a narrow terminal shows before it shows the last columns."""
 
 
 @click.command()
@@ -78,7 +78,7 @@ def _cells(snapshot: Snapshot, *, wide: bool) -> tuple[str, ...]:
 
 
 def _told(snapshot: Snapshot, *, brief: bool, only: Collection[str] | None = None) -> str:
-    """Return the tags and metadata of a snapshot in one line.
+    """Return the tags, the metadata and the state of a snapshot in one line.
 
     Args:
         snapshot: The snapshot.

@@ -50,7 +50,7 @@ def mirror_lag(store: Store) -> MirrorLag | None:
     The mirror is not read.
 
     Raises:
-        MirrorError: A later casnap has attached the mirror.
+        MirrorError: A newer version of casnap has attached the mirror.
     """
     repository = repository_of(store)
     uri = repository.backend.uri
@@ -135,8 +135,8 @@ def mirror(store: str | None, as_json: bool) -> None:
 def commits_lacking(store: Store, snapshots: Sequence[Snapshot]) -> set[str]:
     """Return the commit ids of the snapshots that the mirror lacks.
 
-    If the mirror follows a tag, they include the snapshot that has the tag here, but not at the
-    mirror.
+    If the mirror follows a tag, the result includes the snapshot that has the tag here, but not at
+    the mirror.
 
     Args:
         store: The store.
@@ -147,9 +147,9 @@ def commits_lacking(store: Store, snapshots: Sequence[Snapshot]) -> set[str]:
 
 
 def _owed_publish(store: Store) -> str:
-    """Return the commit id of the snapshot that has the followed tag here, but not at the mirror.
+    """Return the commit id of the snapshot that has the mirror's tag here, but not there.
 
-    The id is "" if the mirror follows no tag, or lacks nothing. No note in the snapshot's row tells
+    The id is "" if the mirror follows no tag, or lacks nothing. The snapshot's row does not say
     this, so the settings of the store are read.
     """
     repository = repository_of(store)

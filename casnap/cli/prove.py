@@ -83,7 +83,7 @@ def prove(
     the table has the first snapshot and the paths that differ, and what that usually means.
 
     The runs share a store in a temporary folder, which is kept if they differ. COMMAND runs in the
-    current folder; whatever else it writes is its own affair. The exit status is 1 if the killed
+    current folder; other files that it writes are not compared. The exit status is 1 if the killed
     run differs, or if unbroken runs differ in weights or moments.
     """
     try:

@@ -85,12 +85,12 @@ def report(
     as_json: bool,
     **rules: Any,
 ) -> None:
-    """Write a page about a store: is it well, what it takes up, what changed, and what goes next.
+    """Write a page about a store: its health, its size, what changed, and what rules would delete.
 
     The page is one HTML file that loads nothing. The command reads sizes, digests and metadata, and
-    no tensor. --json prints the facts of the page, and writes no page. With rules, as of `casnap
-    prune`, the page says which snapshots these let go; none is deleted. matplotlib draws charts, if
-    it is installed.
+    no tensor. --json prints the facts of the page, and writes no page. With rules, as those of
+    `casnap prune`, the page names the snapshots that no rule keeps; none is deleted. matplotlib
+    draws charts, if it is installed.
     """
     output = Path(local_path(output))
     retention = retention_of(rules) if has_rules(rules) else None
@@ -190,7 +190,7 @@ def _plan(
     retention: Retention,
     frees: Callable[[frozenset[str]], int],
 ) -> Plan:
-    """Return which snapshots some rules let go.
+    """Return the snapshots that no rule keeps.
 
     Args:
         place: The store.

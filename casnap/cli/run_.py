@@ -64,7 +64,7 @@ def run_(command: tuple[str, ...], **settings: str | None) -> None:
     processes that the command starts, such as those of torchrun. Checkpoints that a Trainer itself
     has written are still loaded.
 
-    The command gets this process, so its exit status and signals are as without casnap. Its
+    The command replaces this process, so its exit status and signals are as without casnap. Its
     environment has one folder more in PYTHONPATH; a Python that ignores that variable (python -I)
     goes on without casnap.
     """

@@ -22,11 +22,10 @@ class EndingSignals:
     """Makes the signals that end a program raise KeyboardInterrupt.
 
     A signal that the program was started to ignore, as by ``nohup``, stays ignored. Only the main
-    thread hears signals: in another one, nothing changes.
+    thread receives signals: in another thread, this class does nothing.
 
     Args:
-        once: Whether only the first signal raises, so that no other one interrupts what is done
-            then.
+        once: Whether only the first signal raises, so that no later one interrupts the cleanup.
     """
 
     def __init__(self, *, once: bool = False) -> None:
@@ -49,7 +48,7 @@ class EndingSignals:
 
     @contextmanager
     def held(self) -> Iterator[Callable[[], bool]]:
-        """Hold signals back for a ``with`` block. If one came, raise KeyboardInterrupt after it.
+        """Hold signals back for a ``with`` block; if one came, raise KeyboardInterrupt at its end.
 
         Yields:
             A function that returns whether a signal has come.

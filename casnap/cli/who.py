@@ -41,7 +41,8 @@ def who(
     Without an argument, it lists groups of snapshots. The snapshots of one group have equal
     weights: if they are steps of one run, the training has changed no weight between them.
 
-    If a snapshot and a file have the name, the snapshot is meant: write ./NAME for the file.
+    If there are a snapshot and a file of one name, the snapshot is meant: write ./NAME for the
+    file.
     """
     place = open_store(store)
     if prefix:

@@ -19,15 +19,18 @@ from typing import Any
 
 _TRAINER = "transformers.trainer"
 _VARIABLE = "CASNAP_RUN"
-"""This variable holds the process id of the command. If the command is a Python, it then puts the
-path of a file there, which exists until a Trainer trains."""
+"""The environment variable by which the processes of ``casnap run`` learn if one has trained.
+
+It holds the process id of the command. If the command is a Python process, that process replaces
+the id by the path of a new file. The first Trainer that trains deletes the file.
+"""
 _SETTINGS = "CASNAP_RUN_SETTINGS"
-"""This variable has the settings of the command, if there are any, as JSON."""
+"""The environment variable with the settings of ``casnap run``, as JSON; unset without any."""
 _HERE = str(Path(__file__).parent)
 
 
 class _Finder:
-    """Finds the module of the Trainer as always, and installs casnap once it is imported."""
+    """Finds ``transformers.trainer`` as usual, and installs casnap once this module is imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target) if name == _TRAINER else None
@@ -65,7 +68,7 @@ def _tell(text: str) -> None:
 
 
 def _watch() -> None:
-    """Have the command say so at its end if no Trainer has trained."""
+    """At the end of the command, print a message if no Trainer has trained."""
     descriptor, file = tempfile.mkstemp(prefix="casnap-run-")
     os.close(descriptor)
     process, os.environ[_VARIABLE] = os.environ[_VARIABLE], file
