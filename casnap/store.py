@@ -271,8 +271,9 @@ class Store:
                 logged.
             per_rank: Globs of paths whose values belong to their rank even if they are equal on all
                 ranks: the state of a data loader, for example. :class:`RNGState` needs no glob.
-            threads: The most threads of this process that hash, that copy, and that write to a
-                disk. By default, one per core (up to eight) hashes, and up to three write.
+            threads: The most threads of this process for each of three tasks: to hash, to copy, and
+                to write to a disk. By default, one per core (up to eight) hashes, and up to three
+                write.
             timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
         Raises:
@@ -366,11 +367,11 @@ class Store:
     ) -> Snapshot | None:
         """Take a snapshot as :meth:`take` does; if the storage fails, warn, and return None.
 
-        So a run goes on if there is no space or no answer, after damage, after a collector deleted
-        chunks that the take needed, and after a device computed a wrong digest. All ranks log the
-        warning, and return None. Once a take of the run succeeds again, another warning says how
-        many takes failed, and since when. Any other error is raised: a wrong state, name or store,
-        a rank that died or hangs, Ctrl-C.
+        So a run goes on if the disk is full, the storage does not respond, stored bytes are
+        damaged, a collector deleted chunks that the take needed, or a device computed a wrong
+        digest. All ranks log the warning, and return None. Once a take of the run succeeds again,
+        another warning says how many takes failed, and since when. Any other error is raised: a
+        wrong state, name or store, a rank that died or hangs, Ctrl-C.
 
         This call does not raise the error of an earlier :meth:`async_take`. Either all ranks call
         this, or all call :meth:`take`. The arguments are those of :meth:`take`.
@@ -1067,8 +1068,8 @@ class Store:
 
         If no snapshot holds all tensors, this also looks for what was cast to fewer bits: it reads
         tensors of the same shape and the same path below the key, in the 16 newest snapshots, and
-        casts them. It reads a tensor up to its first chunk that differs, and leaves a snapshot
-        after eight tensors that differ, if none is equal.
+        casts them. It reads a tensor up to its first chunk that differs. It gives up on a snapshot
+        after eight tensors that differ, if none was equal.
 
         Args:
             source: The path of a file or folder, as :meth:`import_file` takes it; an object with

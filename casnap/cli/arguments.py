@@ -324,8 +324,8 @@ def snapshot_fields(snapshot: Snapshot, lacking: Collection[str]) -> dict[str, A
 
     Args:
         snapshot: The snapshot.
-        lacking: The commit ids of the snapshots that the mirror lacks, and of the one that has the
-            mirror's tag here but not there.
+        lacking: The commit ids of the snapshots that the mirror lacks, and of the snapshot that has
+            the followed tag in the store, but not at the mirror.
     """
     return {
         **identity_of(snapshot),

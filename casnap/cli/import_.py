@@ -67,9 +67,10 @@ def import_(
     The store is found, or made, as for a take. Chunks that it has are not stored again. No code in
     a file runs: a file that needs pickle is refused.
 
-    The last argument names the snapshot. It names a store, or a folder in one, if there are several
-    files or folders, if it ends in a slash, if a store is there, or if it has no slash and no store
-    is above. Then each file or folder becomes a snapshot of its own name, without .pt and the like.
+    The last argument names the snapshot. In four cases it names a store, or a folder in one: there
+    are several files or folders, it ends in a slash, a store is there, or it has no slash and no
+    store is above. Then each file or folder becomes a snapshot of its own name, without .pt and the
+    like.
 
     If some of several cannot be imported, an error names them, and none is imported. A snapshot
     that is there already is compared, and not stored again: repeat an interrupted import to go on

@@ -147,10 +147,10 @@ def commits_lacking(store: Store, snapshots: Sequence[Snapshot]) -> set[str]:
 
 
 def _owed_publish(store: Store) -> str:
-    """Return the commit id of the snapshot that has the mirror's tag here, but not there.
+    """Return the commit id of the last published snapshot, if its tag has not moved at the mirror.
 
-    The id is "" if the mirror follows no tag, or lacks nothing. The snapshot's row does not say
-    this, so the settings of the store are read.
+    Otherwise return "". A row does not say what the mirror has followed, so this reads the settings
+    of the store.
     """
     repository = repository_of(store)
     uri = repository.backend.uri

@@ -5,9 +5,9 @@ trains is no reason to warn. There is a warning only if training seems to have g
 snapshots: their names differ in numbers alone, as ``step_100`` and ``step_200``, or moments of an
 optimizer changed. So a last snapshot that has the weights of the last step causes no warning.
 
-A take is compared with the take before it of this process and run. A snapshot that is published or
-exported by another process is compared with the snapshots before and after it in the run. The trees
-are compared by digests, and no chunk is read.
+A take is compared with this process's previous take in the same run. A snapshot that is published
+or exported by another process is compared with the snapshots before and after it in the run. The
+trees are compared by digests, and no chunk is read.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class SourceFiles:
     Attributes:
         format: The format.
         files: How many files there are.
-        leaves: The leaves, by key.
+        leaves: The tensors and values of the state as leaves of a take, by key.
         metadata: Metadata that the files hold.
     """
 

@@ -270,7 +270,7 @@ class _CellToAverage:
         nbytes: Its bytes.
         digests: The digest of its chunk in each snapshot.
         mean: The mean.
-        into: The digests of the new tensor's chunks, by the numbers of its cells.
+        into: The list that gets the digest of the new chunk, at index ``number``.
     """
 
     path: str

@@ -18,7 +18,7 @@ from casnap.format.records import (
 
 
 class FullIndex:
-    """The places of all digests that some segments list.
+    """The places (pack and offset) of all chunks and nodes that some segments list, by digest.
 
     Args:
         parts: The sealed bytes of the segments, and their names for messages.

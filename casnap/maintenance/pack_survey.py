@@ -70,7 +70,7 @@ def _wrong_length(size: int, records: Sequence[Record]) -> str:
 
 
 class PackSurvey:
-    """The places that the index of a root lists, and which of them are whole.
+    """The places of chunks and nodes that the index of a root lists, and which of them are whole.
 
     The constructor reads the segments. :meth:`look` compares each pack with the index; :meth:`read`
     reads and verifies chunks.

@@ -27,7 +27,7 @@ class SucceededError(PlacementError):
 
 @dataclass
 class Succession:
-    """Places one snapshot at a mirror.
+    """Decides with which notes a snapshot enters a mirror, and which copies it replaces there.
 
     A run has a new *life* at the mirror whenever another store goes on with it.
 

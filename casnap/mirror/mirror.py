@@ -150,7 +150,7 @@ class Mirror:
         _all.add(self)
 
     def _begin(self) -> None:
-        """Set the state as before any pass; a forked child, which has no threads, does so too."""
+        """Set all attributes as before the first pass. A forked child calls this too."""
         self._event = threading.Event()
         self._changed = threading.Condition()
         self._backoff = Backoff(f"the mirror of {self._source.backend.uri} at {self.uri}")

@@ -59,7 +59,7 @@ class Attempt:
     def watch(self, look: Callable[[], bool], timeout: float) -> bool:
         """Start the command; wait until it ends, or until it is to be killed.
 
-        Whatever is raised, none of its processes is left.
+        When this returns or raises, no process of the command is left.
 
         Args:
             look: Called again and again. If it returns True, the command is killed.

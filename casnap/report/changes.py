@@ -36,7 +36,7 @@ class ModuleChanges(NamedTuple):
 
 
 class Module(NamedTuple):
-    """A module, or several siblings that are alike but for numbers in their names.
+    """A module, or several sibling modules that are alike, except for numbers in their names.
 
     Attributes:
         name: Its name: the path below the module that holds it, such as ``blocks.0–31``.

@@ -101,8 +101,9 @@ def new_rlock() -> threading.RLock:
 def cached_property(make: Callable[[Any], T]) -> functools.cached_property[T]:
     """Return a property that keeps its value; two threads may compute it at the same time.
 
-    Before Python 3.12 such a property has one lock for all objects. While one thread reads a store
-    for its object, all others would wait, and a forked child for ever. So this lock is left out.
+    Before Python 3.12, a cached property has one lock for all objects of its class. While one
+    thread computes the value for one object, the threads of all other objects would wait, and a
+    forked child might wait for ever. So this lock is left out.
     """
     made = functools.cached_property(make)
     if hasattr(made, "lock"):

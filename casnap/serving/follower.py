@@ -396,7 +396,10 @@ class Follower:
             phase(self._handshake, wanted.number)
 
     def _stage(self, contents: Contents) -> LivePatch:
-        """Return the staged patch that brings the tensors to a snapshot; stage it if need be."""
+        """Return the patch that brings the tensors to a snapshot, read and verified.
+
+        If it is not staged yet, this stages it.
+        """
         staged = self._staged
         is_staged = staged is not None and staged.contents.row.commit == contents.row.commit
         if staged is None or not is_staged or not self._weights.fits(staged):
@@ -487,7 +490,7 @@ class Follower:
         """Return the snapshot with a commit id that rank 0 has chosen.
 
         Raises:
-            SnapshotNotFoundError: The store has no such snapshot, where this rank looks.
+            SnapshotNotFoundError: This rank does not find the snapshot in the store.
         """
         store = self._source.store
         rows = store.read_at_newest(

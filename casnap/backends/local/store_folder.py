@@ -100,10 +100,10 @@ class StoreFolder:
     def identity(self) -> str:
         """A text that no other store's folder has, and no earlier one at the same path.
 
-        On a local disk it consists of the real path, of device and inode of the folder and of the
-        record, and of the time at which the record last changed. Inodes are reused, but no user can
-        choose this time. On a network file system, the client may give a file another inode and
-        time after a while. So the identity is the path alone on such a file system.
+        On a local disk it consists of the folder's real path, device and inode, and of the record's
+        device, inode and time of last change. Inodes are reused, but no user can choose this time.
+        On a network file system, the client may give a file another inode and time after a while.
+        So the identity is the path alone on such a file system.
         """
         with translated(self.uri):
             try:
@@ -122,7 +122,7 @@ class StoreFolder:
         self._read_record = _inode(info)
 
     def belong(self, check: Callable[[], None]) -> None:
-        """Note that the record that was read last is that of the store in use.
+        """Note that this folder belongs to the store whose record was read last.
 
         Args:
             check: Raises a StoreError if the folder now holds another store.

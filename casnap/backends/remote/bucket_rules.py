@@ -120,7 +120,7 @@ def _covers(folder: str, prefixes: Sequence[str]) -> bool:
 
 
 def _meets(store: str, prefixes: Sequence[str]) -> bool:
-    """Whether a rule of the bucket applies to objects of a store. Those in ``tmp/`` do not count.
+    """Whether a rule of the bucket applies to objects of a store. Objects in ``tmp/`` do not count.
 
     Args:
         store: The prefix of the store's objects.

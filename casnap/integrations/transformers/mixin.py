@@ -366,7 +366,7 @@ class CasnapTrainerMixin(_Base):
 
     @property
     def _has_own_form(self) -> bool:
-        """Whether a subclass writes the weights in another form, and each rank has all of them."""
+        """Whether a subclass writes the weights in another form, and each rank has all weights."""
         is_whole = self._engine is None and not self.is_fsdp_enabled
         return is_whole and has_own_form(type(self))
 

@@ -75,7 +75,7 @@ def may_be_others(snapshot: Snapshot, folder: Path) -> Iterator[Path]:
     """Yield the weights in a checkpoint's folder that its snapshot may not have.
 
     These are all of :func:`weights_in`, except files that the snapshot holds with the same name and
-    bytes. It holds such files if a subclass of the Trainer has saved them.
+    bytes. The snapshot holds such files if a subclass of the Trainer has saved them.
     """
     has_files = "files" in snapshot.contents.keys()  # noqa: SIM118 - no dict
     files: Mapping[str, bytes] = snapshot.read_object("0/files") if has_files else {}

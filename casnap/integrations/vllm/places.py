@@ -48,8 +48,8 @@ class ModelPart(NamedTuple):
             indices: The indices of elements in the flat tensor of the checkpoint, ascending.
 
         Returns:
-            An index that selects the elements of this part, and the place of each of them in the
-            storage of the model's tensor.
+            An index into ``indices`` that selects the elements of this part, and the place of each
+            of these elements in the storage of the model's tensor.
         """
         axes = self._axes()
         last = self.start + sum((size - 1) * stride for size, stride, _ in axes)
