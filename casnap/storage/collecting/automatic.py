@@ -43,9 +43,13 @@ _log = logging.getLogger("casnap")
 # collections have taken no more than their SHARE.
 _PARTS = 8
 SHARE = 0.04
-"""The share of this process's processor time up to which collections begin early."""
+"""While collections have taken at most this share of this process's processor time, the next one
+begins early: once ``1 / _PARTS`` of the kept bytes was deleted.
+"""
 MOST = 512 << 20
-"""Beyond that share, a collection begins once snapshots with this many bytes were deleted."""
+"""Once collections have taken more than ``SHARE``, the next one begins only after snapshots of
+this many bytes were deleted.
+"""
 # To look at a snapshot costs less than 1 % of a take of this many bytes. A collection through the
 # whole store costs as much as to look at all its snapshots, and at so many more.
 _A_SNAPSHOT = 64 << 20
@@ -65,10 +69,10 @@ class _ExitError(Exception):
 
 
 class _Spent:
-    """How much processor time the collections of this process took, for all stores together.
+    """The processor time that this process has spent on collections, of all stores together.
 
-    Collections through the whole store are not counted. The larger a store is, the fewer of them
-    begin.
+    Collections through a whole store are not counted: the larger the store, the more must be
+    deleted before one of them begins.
     """
 
     def __init__(self) -> None:
@@ -389,7 +393,7 @@ class Outlook:
 
     @property
     def is_freed_unasked(self) -> bool:
-        """Whether processes with this one's environment free the garbage without being asked."""
+        """Whether casnap collects unasked, going by the environment and the store's settings."""
         return _collects_unasked(self._store, self._root)
 
     @property

@@ -96,12 +96,14 @@ class GcOptions:
 class GcReport:
     """The outcome of a collection; with ``dry_run``, of its plan.
 
-    A dry run plans as any other run does, but some figures are only estimates. It does not know
-    which chunks recoding would make smaller, nor which files in ``tmp/`` dead writers have left. If
-    it would copy out of packs, it counts all needed chunks of these packs, even those that another
-    pack has. It does not know the roots that the copies would put, so a real run may raise the
-    fence further. Nor does it know what the copies add to the index, so ``freed_bytes`` may be
-    more.
+    A dry run makes the same plan as a real run, but some of its figures are only estimates:
+
+    - It cannot tell which chunks recoding would make smaller, nor which files in ``tmp/`` are left
+      over from dead writers.
+    - ``copied_bytes`` also counts needed chunks that another pack has, and that a real run would
+      therefore not copy.
+    - A real run puts roots and segments for its copies. So it may raise the fence further, and may
+      free more bytes.
 
     Attributes:
         dry_run: Whether the collection only planned, and changed nothing.
@@ -399,8 +401,8 @@ class _Collector:
         Deleting the freed files is left to the caller.
 
         Returns:
-            The last plan that was made, and the root that was put for it. If the plan puts no root,
-            the root for which it was made.
+            The last plan, and the root that carries it out. If the plan needs no new root, the root
+            that it was made for.
         """
         if self._rewriting is not None:
             # A try that was fenced has left segments, which would be taken for orphans.
@@ -509,12 +511,12 @@ class _Collector:
         Args:
             plan: The plan.
             candidates: The packs that a new plan may condemn.
-            is_old: Whether to make a new plan in any case, since takes may have announced
-                themselves since the plan was made.
+            is_old: Whether ``plan`` was made long ago. Takes may have announced themselves since,
+                so a new plan is made in any case.
 
         Returns:
-            The plan that was carried out, and the root that was put for it. If the plan puts no
-            root, the root for which it was made.
+            The plan that was carried out, and the root that carries it out. If the plan needs no
+            new root, the root that it was made for.
         """
 
         def prepare(root: Root) -> Root | None:

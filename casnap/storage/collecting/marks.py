@@ -37,7 +37,7 @@ class Marks(Protocol):
         root: The root.
         snapshots: How many snapshots the root has.
         count: How many different chunks and nodes are needed; 0 if they were not counted.
-        uses: For each pack that was looked at, how much of it is needed.
+        uses: Each pack that the collection has looked at → how much of the pack is needed.
         rescue: Condemned packs that hold a needed chunk or node which no live pack holds.
         missing: The digests of needed chunks and nodes that no pack holds.
         finds_orphans: Whether the collection also looks for files that no root names.
@@ -62,7 +62,7 @@ class Marks(Protocol):
         """
 
     def contents_of(self, packs: Collection[PackId]) -> Iterator[Placed]:
-        """Yield the chunks and nodes in some of the packs that were looked at."""
+        """Yield the chunks and nodes in some packs, which must be keys of ``uses``."""
 
     def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
         """Return, for each needed digest among ``digests``, whether it names a node."""
@@ -78,4 +78,4 @@ class Marks(Protocol):
         """
 
     def note_done(self) -> None:
-        """Note the packs that this collection has read; the next collection skips them."""
+        """Note in the reference counts which packs were read: the next collection skips them."""

@@ -23,14 +23,15 @@ _SKEW = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """The result of marking, for the packs of a root.
+    """Which packs of a root a collection can condemn, and which condemned packs are needed again.
 
     Attributes:
         dead: Live packs that hold nothing that is needed.
-        sparse: Live packs of which little is needed, each with the bytes of its needed part. They
-            can be condemned once this part was copied.
+        sparse: Live packs of which little is needed, each with the bytes of its needed part. A
+            sparse pack can be condemned once this part was copied to another pack.
         rescued: Condemned packs that are needed.
-        found: Digests that the root lists as lost, but that are not missing any more.
+        found: Digests that the root lists as lost, but that a pack holds again, or that no snapshot
+            needs.
     """
 
     dead: frozenset[PackId] = frozenset()
@@ -189,7 +190,7 @@ def plan_collection(
 
 
 def _fence_after(waiting: Waiting, view: IndexView, unnamed: Iterable[bytes]) -> int:
-    """Return the greatest root number to which the fence may be raised, going by the grace alone.
+    """Return the highest fence that the grace allows. Takes under way may require a lower one.
 
     Args:
         waiting: How long condemned packs stay.

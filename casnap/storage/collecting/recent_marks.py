@@ -21,15 +21,15 @@ _log = logging.getLogger("casnap")
 # To read a footer takes as long as to read this many records of a segment.
 _RECORDS_A_FOOTER = 512
 _Contents = list[tuple[bytes, int, int]]
-"""The digests of a pack, each with its stored bytes there, and its codec."""
+"""For each chunk and node of a pack: its digest, its stored bytes, and its codec."""
 
 
 class RecentMarks:
     """Marks for the packs that are new, or hold chunks or nodes that are no longer needed.
 
-    All other packs are left out. Each new pack is looked at, because the counts have never seen a
-    chunk that was needed only between two collections. These marks find neither orphans nor
-    condemned packs that are needed: only a collection of the whole store does.
+    All other packs are left out. Each new pack is read, since the counts miss a chunk that was
+    written and became garbage between two collections. Only :class:`WholeMarks` find orphans, and
+    condemned packs that are needed again.
 
     Args:
         store: The store.
@@ -127,12 +127,12 @@ class RecentMarks:
         return newest
 
     def note_done(self) -> None:
-        """Note in the counts the segments that were read; the next collection skips them."""
+        """Note in the reference counts which segments were read: the next collection skips them."""
         self._counts.segments = self._segments
         self._counts.dead -= self._dead
 
     def contents_of(self, packs: Collection[PackId]) -> Iterator[Placed]:
-        """Yield the chunks and nodes in some of the packs that were looked at."""
+        """Yield the chunks and nodes in some packs, which must be keys of ``uses``."""
         for pack in packs:
             for digest, stored_size, _ in self._contents[pack]:
                 yield digest, pack, stored_size

@@ -80,8 +80,8 @@ def plan_recoding(
 ) -> RecodingPlan:
     """Choose the snapshots to recode. Only the table of snapshots is read.
 
-    In each folder, they are all snapshots but the last ``newest`` ones, those that were already
-    recoded, and those that a later version of casnap has stored.
+    It leaves out the last ``newest`` snapshots of each folder, the snapshots that were recoded
+    before, and those that a later version of casnap has stored.
 
     Args:
         store: The store.
@@ -174,7 +174,11 @@ class _Recoder:
         session.commit(change)
 
     def _recode_some(self, session: Session, groups: Iterator[list[CellPair]]) -> bool:
-        """Recode groups of chunks into new packs, up to a bound; return whether none is left."""
+        """Recode groups of chunks into new packs, until enough bytes for one commit were read.
+
+        Returns:
+            Whether all groups are recoded.
+        """
         self._store.read_at_newest(self._learn_bases)
         nbytes = 0
         for group in groups:

@@ -93,10 +93,10 @@ def _proven_elsewhere(
 ) -> dict[bytes, PackId]:
     """Return chunks and nodes that need not be copied, because a newer pack holds them whole.
 
-    Each is read from its newest live pack, and verified. It counts only if it can be read there,
-    and this pack is not one of ``packs``. A delta must not depend on an older place of the same
-    chunk. The chunks are read in the order of their bases, so that a chain of deltas is applied
-    only once.
+    Each chunk or node is read from the newest live pack that holds it, and verified. It is returned
+    only if that succeeds, and if this pack is not one of ``packs``. A delta is returned only if its
+    chain ends, and does not lead back to the same chunk. Chunks of one chain are read one after the
+    other, so that each delta is applied only once.
 
     Args:
         store: The store.
@@ -121,10 +121,10 @@ def _proven_elsewhere(
 
 
 def _can_stand_on(session: Session, digest: Digest, base: Digest) -> bool:
-    """Have a session rely on the base of a delta; return whether the delta can be copied as it is.
+    """Return whether a delta can be copied as it is; if so, have the session rely on its base.
 
-    A chunk may be stored as several deltas. The delta that is to be copied may differ from the one
-    whose chain was followed before.
+    The chain of the base is followed here. A chunk may be stored as several deltas, and the caller
+    has perhaps followed the chain of another one.
 
     Args:
         session: The session.

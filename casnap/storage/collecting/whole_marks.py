@@ -91,14 +91,14 @@ class WholeMarks:
         return sum(use.live for pack, use in self.uses.items() if pack not in condemned)
 
     def _needed_below(self, references: Iterable[bytes]) -> set[bytes]:
-        """Return the bases that needed chunks stand on, because they are stored as deltas.
+        """Return the bases of the needed chunks that are stored as deltas in some pack.
 
-        A chunk may be stored as a delta in one pack, and whole in another. Its base is still needed
-        then, even if the collector counts the other place: a take may rely on the delta.
+        If another pack has such a chunk whole, the base is needed all the same: a take may rely on
+        the delta.
 
-        The base of a delta does not count as needed if a base further down the chain is missing,
-        since the delta cannot be read any more. The missing base was deleted while no snapshot
-        needed the chunk, and a take that needed the chunk later has stored it again.
+        A base that cannot be read itself, because its own chain lacks a base, does not count as
+        needed: the delta cannot be read either. That is no damage. The missing base was deleted
+        while no snapshot needed the chunk, and a take that needed the chunk later stored it again.
 
         Args:
             references: The references to the needed chunks.
@@ -123,7 +123,7 @@ class WholeMarks:
         self._sweep(use_counts, part)
 
     def _of_forgotten(self) -> set[bytes]:
-        """Return the references that only the snapshots treated as deleted have."""
+        """Return the references that only those snapshots have that are treated as deleted."""
         rows: dict[bool, set[bytes]] = {True: set(), False: set()}
         if self._deleted:
             rows[False].update(tops_of(self.root))
@@ -147,10 +147,12 @@ class WholeMarks:
     def _sweep(self, use_counts: dict[bytes, int], part: int) -> None:
         """Go through all records of the index, and add up how much of each pack is needed.
 
+        The digests are divided into parts, to bound memory. One call looks at one part.
+
         Args:
-            use_counts: The needed digests of this part, each with the value 0. If a live pack holds
+            use_counts: The needed digests of the part, each with the value 0. If a live pack holds
                 a digest, the call sets its value to a number that stands for the pack.
-            part: The number of the part of the digests that is marked now.
+            part: The number of the part.
         """
         condemned = self.root.condemned
         in_several: set[bytes] = set()
@@ -192,10 +194,11 @@ class WholeMarks:
                 self.uses[pack].live -= stored_bytes
 
     def _look_in_condemned(self, nowhere: set[bytes]) -> None:
-        """Find which condemned packs hold digests that no live pack holds; note these packs.
+        """Add the condemned packs that hold some digests to ``rescue``.
 
         Args:
-            nowhere: The digests. Those that no condemned pack holds either are noted as missing.
+            nowhere: Digests that no live pack holds. If no condemned pack holds a digest either,
+                the digest is added to ``missing``.
         """
         for digest, pack, _ in self.places_of(frozenset(nowhere)):
             self.rescue.add(pack)
@@ -225,7 +228,7 @@ class WholeMarks:
                     yield digest, packs[n], stored_bytes
 
     def note_done(self) -> None:
-        """Note in the counts the segments that were read; the next collection skips them."""
+        """Note in the reference counts which segments were read: the next collection skips them."""
         if self._counts is not None:
             self._counts.segments = self._counted
 

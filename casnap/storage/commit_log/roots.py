@@ -45,7 +45,7 @@ FEATURES: frozenset[str] = frozenset()
 """The features of stores that this version can read and write."""
 WRITER = f"casnap {__version__}"
 MOST_ROOTS = 1 << 48
-"""Root numbers are less: ids of packs and segments begin with one, in 6 bytes."""
+"""Each root number is less than this: the ids of packs and segments hold one in 6 bytes."""
 # The folder with a copy of the newest root, which alone is needed to read the store.
 COPIES = "roots/copies"
 
@@ -492,7 +492,7 @@ def _now_stands(backend: Backend, root: Root, key: str, content: bytes) -> bool:
 
 
 def _make_durable(backend: Backend, key: str) -> None:
-    """Make a new root durable. It is tried once: after a failure, a success would prove nothing.
+    """Sync a new root. There is one try: after a failed sync, a sync that succeeds proves nothing.
 
     Raises:
         UnclearCommitError: The root may be lost if the machine crashes.

@@ -97,7 +97,7 @@ class Settings:
 
     @property
     def of_new_store(self) -> dict[str, Any]:
-        """The settings that a new store gets if it is made to hold the same snapshots."""
+        """The settings for a new store to which the snapshots of this store will be copied."""
         codec = self.values[_CODEC]
         return new_settings(None if _codec_by(codec) is None else codec)
 

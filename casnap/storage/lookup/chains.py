@@ -78,22 +78,23 @@ def _chain(digest: Digest, places: Mapping[Digest, Place | None]) -> list[Record
 
 
 def exceeds(deltas: int, place: Place) -> bool:
-    """Whether a chain becomes too long for readers when it goes on at a place.
+    """Whether a chain has too many deltas for readers once a chunk is added to its end.
 
     Args:
         deltas: How many deltas the chain has so far.
-        place: The place of the next chunk of the chain.
+        place: The place of the chunk to add.
     """
     return deltas >= MOST_LINKS and place.codec == _DELTA
 
 
 def can_carry(chain: Sequence[Record], digest: Digest) -> bool:
-    """Whether a chunk can be stored as a delta of the first chunk of a chain.
+    """Whether a chunk can be stored as a delta whose base is the first chunk of a chain.
 
-    It cannot if the chain has no end, has the most deltas already, or contains the chunk.
+    It cannot if the chain has no end, contains the chunk, or would get more deltas than readers
+    apply.
 
     Args:
-        chain: The chain; empty if it has no end.
+        chain: The chain of the base; empty if it has no end.
         digest: The digest of the chunk.
     """
     return 0 < len(chain) <= MOST_LINKS and digest not in dict(chain)
@@ -170,7 +171,7 @@ class DeltaBases:
 
     Attributes:
         endless: The places of deltas whose chains have no end, as pairs of a pack and an offset.
-        nowhere: The digests of the bases of these deltas.
+        nowhere: The digests of bases that no place holds whole, or as a delta whose chain ends.
     """
 
     def __init__(self) -> None:

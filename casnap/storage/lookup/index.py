@@ -166,9 +166,9 @@ class Index:
         return cache
 
     def _look_where_it_is(self) -> None:
-        """Forget the open cache if the identity of the place has changed since it was opened.
+        """Close this host's cache if another store may lie at the URI now.
 
-        Another place may now have the same URI.
+        The identity of the place, such as an inode, tells whether the store was replaced.
         """
         place = digest_of(os.fsencode(self._backend.identity)).hex()[:32]
         name = f"{self._store_id}-{place}"
@@ -176,7 +176,7 @@ class Index:
             self._name, self._cache, self._looked_at_size = name, None, False
 
     def view(self, root: Root) -> IndexView:
-        """Return the index as a root sees it. The segments that are not cached are read and cached.
+        """Return the index as a root sees it; read and cache its segments that are not cached yet.
 
         Raises:
             DamagedError: A segment is missing or damaged.
@@ -376,7 +376,10 @@ class Index:
         return self._backend.appears(key, lambda: ref in newest_root(self._backend).segments)
 
     def pack_appears(self, pack: bytes, still: Callable[[], object]) -> bool:
-        """Wait for a pack that must exist but seems absent, as the backend's ``appears`` does."""
+        """Wait for a pack that must exist, but seems absent; return whether it has appeared.
+
+        See :meth:`casnap.backends.base.Backend.appears`.
+        """
         return self._backend.appears(pack_key(pack), still)
 
     def check_there(self, root: Root) -> None:
@@ -407,10 +410,10 @@ class Index:
         return SealedSegment(*self.sealed(ref)).bases() if ref.deltas else iter(())
 
     def keep_small(self, ident: SegmentId, sealed: bytes) -> None:
-        """Cache the sealed bytes of a small segment of a remote store, for the next commit.
+        """Cache the sealed bytes of a small segment of a remote store.
 
-        So the commit need not read the segment. Each commit merges the last small segment into its
-        own, so only one is kept. On a disk, nothing is done.
+        The next commit merges this segment into its own, and so need not read it from the store.
+        Only the last such segment is cached. For a store on a disk, this does nothing.
         """
 
     def sealed_or_kept(self, ref: SegmentRef) -> tuple[bytes, str]:

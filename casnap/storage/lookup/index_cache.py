@@ -66,7 +66,8 @@ _BARE_PLACE = struct.Struct(">16sQIIB")
 _FOLDER = re.compile("[0-9a-f]{32}(-[0-9a-f]{32})?")
 _URI = "uri"
 MOST_FOLDERS = 64
-"""The most caches that a host keeps. A host that uses more stores loses time."""
+"""The most caches that a host keeps. If it uses more stores, it makes caches anew again and again.
+"""
 _UNUSED_SECONDS = 30 * 86400.0
 # Seconds to wait for other writers: to cache segments, and to cache data that only saves time.
 _PATIENCE, _LITTLE = 30.0, 1.0
@@ -113,10 +114,10 @@ class IndexCache(ABC):
         """Cache a segment: the packs that it lists, and its records."""
 
     def learning(self) -> AbstractContextManager[object]:
-        """Return a block in which only one process of this host caches segments.
+        """Return a context manager that one process of this host at a time can be in.
 
-        A process that enters the block waits for the one that is in it, and then finds the segments
-        in the cache. This only saves time.
+        A process caches segments in it. The next process waits, and then finds these segments in
+        the cache. This only saves time.
         """
         return contextlib.nullcontext()
 
@@ -210,10 +211,10 @@ class MemoryCache(IndexCache):
 class LmdbCache(IndexCache):
     """A cache in an LMDB environment.
 
-    A take trusts the cache, so every record has a checksum, and every node is verified. The files
-    of the cache are not synced, so after a reboot, which the boot id shows, a new cache replaces
-    it. A new one also replaces it if a process died while it wrote: LMDB aborts a process that
-    finds inconsistent pages.
+    A take trusts the cache, so every record has a checksum, and every node is verified. A new cache
+    replaces one that may be inconsistent, since LMDB aborts a process that finds inconsistent
+    pages. So a cache is not used after a reboot (its files are not synced), nor after a process
+    died while it wrote to the cache.
 
     Args:
         folder: The folder of the cache.
@@ -361,7 +362,7 @@ class LmdbCache(IndexCache):
 
     @contextlib.contextmanager
     def _turn(self, patience: float) -> Iterator[None]:
-        """Hold the cache's write lock for a block. LMDB's own lock would wait without a limit.
+        """Hold the cache's write lock in a ``with`` block. LMDB's own lock has no time limit.
 
         Args:
             patience: How many seconds to wait for the lock.

@@ -52,7 +52,7 @@ class Step(NamedTuple):
     Attributes:
         places: The places, each with the wants for its chunk.
         is_alone: Whether there is only one chunk, which is then read without a buffer of the pool.
-        counts: Whether the places are from the index, so that a failure there counts as damage.
+        counts: Whether the places are from the index, so that a failed read there means damage.
     """
 
     places: list[Located]
@@ -127,7 +127,7 @@ class Left:
                 self.attempts.setdefault(digest, []).append(failed[digest])
 
     def give_up(self) -> None:
-        """Move the chunks that are left to ``lost``."""
+        """Add the chunks that are still unread to ``lost``, and look for them no longer."""
         for digest, wants in self.wants.items():
             self.lost += [Lost(want, self.attempts.get(digest, [])) for want in wants]
         self.wants, self.attempts = {}, {}
@@ -138,7 +138,7 @@ Rung: TypeAlias = Callable[[Left], Iterator[Step]]
 
 
 class Bases(NamedTuple):
-    """Finds the bases of deltas for one read of chunks. All answers are from the same root.
+    """Finds the bases of deltas for one read of chunks, in the index of a single root.
 
     Attributes:
         find: Returns, for each digest, a place or None. It prefers a place where the chunk is not
@@ -167,14 +167,15 @@ class Lookup(Protocol):
         """Return the rungs of the ladder, in the order in which they are tried."""
 
     def node(self, digest: Digest, hint: Place | None) -> tuple[bytes | None, Place | None]:
-        """Return a node from this host's cache, or by reading its whole pack; otherwise a hint.
+        """Look for a node in this host's cache, or read the whole pack that may hold it.
 
         Args:
             digest: The digest of the node.
             hint: The place that a root or row gives for the node, or None.
 
         Returns:
-            The bytes of the node, or None; and the hint for the first rung, or None.
+            The bytes of the node, or None if it was not found; and the place to try first on the
+            ladder, or None.
         """
 
     def bases(self) -> Bases:
@@ -282,7 +283,7 @@ class LocalLookup:
             yield from self._again_at(left.view, left, list(left.wants))
 
     def _wait_for_packs(self, left: Left) -> None:
-        """Wait until this host sees one of the missing packs. It then sees the other packs too."""
+        """Wait until this host sees one of the missing packs. It then sees all of them."""
         tried = (attempt for attempts in left.attempts.values() for attempt in attempts)
         missing = {a.place.pack for a in tried if a.failure.reason is Reason.MISSING}
         if missing:

@@ -128,7 +128,7 @@ class KnownHints:
         self._lock = new_lock()
 
     def keep(self, cache: IndexCache, pack: bytes, node_pack: NodePack) -> None:
-        """Keep the hints of a pack, here and in this host's cache.
+        """Remember the hints of a pack in this object, and write them to this host's cache.
 
         Args:
             cache: This host's cache.

@@ -24,10 +24,10 @@ from casnap.storage.lookup.pack_lengths import GONE, listed_packs
 
 
 class OlderRoot(NewestRoot):
-    """The newest root of a store, for readers; an older root while the newest one lacks a file.
+    """Gives readers an older root in place of the newest one, which names a missing file.
 
-    The older root is returned until there is a root after ``newest``, or until the file ``lacked``
-    appears or changes its length.
+    This ends once another root follows ``newest``, or once the file ``lacked`` appears or changes
+    its length. From then on, the newest root is returned.
 
     Args:
         backend: The backend of the place.
@@ -54,7 +54,7 @@ class OlderRoot(NewestRoot):
 
 
 class FilesThere:
-    """Tells whether all files that a root names exist. It lists all packs once.
+    """Says whether all files that a root names exist. All packs are listed once, at the beginning.
 
     Args:
         backend: The backend of the place.

@@ -28,7 +28,7 @@ _MOST_TOLD = 1 << 18
 
 
 class PackLengths:
-    """The lengths of packs on a disk. Each question looks at the files.
+    """The lengths of packs on a disk. Nothing is remembered: each call looks at the files.
 
     Args:
         backend: The backend of the place.
@@ -50,11 +50,11 @@ class PackLengths:
         """Note the lengths of packs that this process has written, or another rank has listed."""
 
     def has_to_list(self) -> bool:
-        """Whether this process knows no lengths yet: one of many ranks then lists all packs."""
+        """Whether this process knows no lengths yet. If so, one rank may list the packs for all."""
         return False
 
     def listed_for(self, ranks: int, total: int) -> dict[PackId, int]:
-        """List the packs for many ranks, if that takes no more requests than their single looks.
+        """List the packs for many ranks, unless it takes fewer requests if each rank looks itself.
 
         Args:
             ranks: How many ranks will look at packs.

@@ -114,9 +114,9 @@ def search(
 ) -> dict[Digest, list[tuple[SegmentId, Place]]]:
     """Search segments for digests by reading parts of them.
 
-    The chunks of a tensor mostly are in one segment. So one digest is looked for in all segments,
-    and the others only in the segments that have the first one. This is repeated for the digests
-    that were not found.
+    All segments are searched for a first digest. The segments that have it are searched for all
+    other digests, since the chunks of a tensor are mostly in one segment. The digests that were not
+    found are searched for in the same way.
 
     Args:
         backend: The backend of the store.
@@ -146,9 +146,9 @@ def search(
 def _look_in_waves(searches: list[_Search], todo: list[Digest], at_once: int) -> None:
     """Look for digests in segments, without a search of all segments for each digest.
 
-    One digest is looked for in all segments, and the other digests only in the segments that have
-    this one. This is repeated a few times with the digests that are left. Then the last ones are
-    looked for in all segments.
+    All segments are searched for a first digest. The segments that have it are searched for all
+    other digests. This is repeated a few times with the digests that were not found. Then all
+    segments are searched for what is still not found.
 
     Args:
         searches: A search for each segment. They note the records that they find.

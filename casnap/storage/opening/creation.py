@@ -139,10 +139,10 @@ def _first_root(config: StoreConfig, settings: dict[str, Any]) -> Root:
 
 
 def _adopted_config(backend: Backend, *, is_ours: bool) -> StoreConfig:
-    """Return the ``casnap.json`` that is the same for all processes that are making the store.
+    """Return the ``casnap.json`` on which all processes agree that are making the store now.
 
-    Only at a place without put-if-absent can several processes make the same store. They agree on
-    the copy in root 0 if there is a root, and otherwise on the record that was put last.
+    At a place without put-if-absent, several processes may each put this file. They agree on the
+    copy of it in root 0. While there is no root, they agree on the file that was put last.
     """
     time.sleep(_SETTLED)
     config = read_config(backend)

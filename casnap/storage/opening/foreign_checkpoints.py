@@ -62,7 +62,7 @@ _FOLDERS = (
     _SAFETENSORS,
     CheckpointForm("torch_checkpointing", ("metadata.pkl", "*_0.pt"), is_sure=False),
 )
-"""The forms of folders. The first one that matches counts."""
+"""The forms of checkpoints that are folders. A folder has the first form that it matches."""
 _LATEST = "latest"
 """DeepSpeed writes the name of its last checkpoint into this file, beside the checkpoint."""
 
@@ -145,7 +145,7 @@ class ForeignCheckpoints:
         """Return the name of the library whose checkpoint the folder contains; "" without one.
 
         Args:
-            saver: The name of a library whose checkpoints count even if other files may match.
+            saver: The name of a form that counts even if other files may match its telltales.
 
         Raises:
             PlaceError: The folder cannot be looked at.
@@ -157,8 +157,8 @@ class ForeignCheckpoints:
         """Check that the folder for a new snapshot contains no checkpoint of another library.
 
         Args:
-            saver: The name of the form of the library that takes the snapshot. A checkpoint of this
-                form counts even if its telltales may match other files.
+            saver: The name of a form that counts even if other files may match its telltales: that
+                of the library that takes the snapshot.
 
         Raises:
             SnapshotExistsError: The folder contains a checkpoint. A library that is given the

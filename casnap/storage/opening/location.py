@@ -63,8 +63,8 @@ class Location(NamedTuple):
     Attributes:
         backend: The backend of the store, whether or not the store exists.
         name: A name or prefix in the store; "" for the store itself.
-        exists: Whether the store exists. None if this is not known: a remote store is not asked
-            before it is opened, to save a request; or the place could not be looked at.
+        exists: Whether the store exists. None if this is not known: a local place could not be
+            looked at, or the place is remote, where a look would cost a request.
     """
 
     backend: Backend
@@ -471,8 +471,8 @@ def _is_open_to_all(place: Path) -> bool:
 def _is_usable(place: Path, way: Path, use: _Use) -> bool:
     """Whether a folder above a path holds a store that the path may mean.
 
-    If every user may write to the folder, any of them may have put the store there. Then no
-    snapshots are put into this store, and its faults do not matter for the path.
+    If every user may write to the folder, a stranger may have put the store there. Such a store
+    gets no snapshots, and if it cannot be read, it is skipped without an error.
 
     Args:
         place: The folder.
@@ -544,7 +544,7 @@ def _serves(store: Path, inner: str) -> bool:
 
 
 def not_served_text(folder: Path) -> str:
-    """Return an addition to a message if a store above a folder does not serve it; else ""."""
+    """Return a hint for a message if a store above a folder takes no snapshots there; else ""."""
     try:
         store = next((p for p in folder.parents if exists(p / STORE_FOLDER / CONFIG_KEY)), None)
         if store is None or serves_below(newest_root(LocalBackend(store))):
@@ -587,11 +587,11 @@ def _advice(store: Path) -> str:
 
 
 def is_ours(store: Path, uid: int) -> bool:
-    """Whether the files of a user id in a store's folder count as this user's.
+    """Whether files in a store's folder that have a user id count as files of this user.
 
     Some volumes give all files to one user id: an access point of EFS, an export with
-    ``all_squash`` or, for root, ``root_squash``, CIFS. On such a volume, a new file of this process
-    gets that id. So the id counts as this user's.
+    ``all_squash`` or, for root, ``root_squash``, CIFS. There a new file of this process gets that
+    id too, so files with the id count as this user's.
 
     Args:
         store: The folder of the store.

@@ -124,10 +124,10 @@ def _made(
 
 
 def _warn_of_neighbours(store: Path) -> None:
-    """Log a warning, once, if this process has made a second store beside one of its own.
+    """Log a warning, once, if takes to paths have made two stores in one folder.
 
-    This counts only stores that were made because a snapshot was taken to a path. Paths that end in
-    ``step_5/model`` make a store of each ``step_5``.
+    A take to the path ``run/step_5/model`` makes a store of ``run/step_5``. So a process that takes
+    to such paths makes a store for each step, and the stores share no chunks.
     """
     first = _made_by_paths.setdefault(store.parent, store)
     if first is not None and first != store:

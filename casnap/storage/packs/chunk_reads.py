@@ -33,7 +33,7 @@ _MAX_OFFSET = 1 << 62
 Sink = Callable[[memoryview], None]
 """Called with the verified bytes of a chunk, from any thread. It must copy the bytes it keeps."""
 Fill = Callable[[memoryview], bool]
-"""Fills memory with a chunk that the caller has; returns False if their lengths differ."""
+"""Fills memory with a chunk that the caller has; returns False if the chunk has another length."""
 FindBase = Callable[[Digest], "Fill | None"]
 """Returns a function that reads a chunk which the caller has; None if the caller lacks it."""
 
@@ -46,8 +46,8 @@ class Want(NamedTuple):
         nbytes: The raw length of the chunk; -1 if it is not known.
         sink: Called with the verified bytes.
         path: The path of the entry that needs the chunk, for messages.
-        target: Memory into which the chunk may be read before it is verified. If it was read there,
-            the sink is called with this very object.
+        target: Memory into which the chunk may be read straight, and verified there. If it was, the
+            sink is called with this very object.
         is_node: Whether the chunk is a tree node.
         is_stored: Whether the sink wants the stored bytes, which are not verified.
         as_delta: If given, it is called instead of the sink when the chunk is stored as a delta.
@@ -75,9 +75,9 @@ class ReadOptions(NamedTuple):
             take buffers too. With 0, the calling thread reads into a buffer of its own.
         keep: Called with the id of a pack, and with verified runs of its bytes, each with its
             offset in the pack.
-        room: Called with the number of bytes and of chunks of a run. It returns memory in a new
-            pack for the run, or None. Large raw chunks are read into this memory, and stay in the
-            new pack; nodes are not.
+        room: For a caller that copies chunks into new packs. It is called with the number of bytes
+            and of chunks of a run, and returns memory in a new pack, or None. Large raw chunks of
+            the run are read straight into this memory; nodes are not.
         base: Returns a chunk that the caller has, to be used as the base of a delta. Its bytes need
             not be verified, because the resulting chunk is verified.
     """
@@ -333,10 +333,15 @@ def _fill_in_place(backend: Backend, run: PackRun, options: ReadOptions) -> list
 
 
 def _lay_out(run: PackRun, room: Room | None) -> tuple[list[_Laid], list[Located]]:
-    """Assign memory to the chunks of a run: parts of ``room``; without it, their own targets.
+    """Assign to each chunk of a run the memory to read it into.
+
+    Args:
+        run: The run.
+        room: Memory for the whole run; None to use the ``target`` of each chunk.
 
     Returns:
-        The chunks with their memory; and the chunks that get none, since they overlap others.
+        The chunks, each with its memory; and the chunks that get no memory, since they overlap the
+        chunk before them.
     """
     laid: list[_Laid] = []
     without: list[Located] = []

@@ -78,10 +78,10 @@ class _Pack:
         fill: How many of its bytes are in use.
         records: The records of its chunks or nodes.
         hints: The hints to write after its nodes.
-        promised: For how many more records the footer must have space.
+        promised: The number of records still to come, for which the footer must have space.
         waits: How many fillers and rooms still use the pack. At 0 the pack is written.
-        again: The bytes that a second copy of its small chunks takes.
-        counted: How many of the records are already counted in ``again``.
+        again: The bytes that a second copy of the small chunks among ``records`` takes.
+        counted: The number of records that ``again`` covers so far.
     """
 
     id: PackId

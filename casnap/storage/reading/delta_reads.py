@@ -95,8 +95,8 @@ class _Chain:
         If that fails, ``failure`` is set.
 
         Args:
-            memory: Memory for the wanted chunk. It is used if the caller has the chunk at the end
-                of the chain.
+            memory: Memory for the wanted chunk. It is used only if ``fill`` gives the chunk at the
+                end of the chain.
         """
         if self.fill is not None:
             self.raw = memory[: self.place.raw_size]

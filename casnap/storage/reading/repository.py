@@ -265,11 +265,10 @@ class Repository:
         return self.read_at_newest(read)
 
     def as_of_whole_root(self) -> Repository | None:
-        """Return the store as of an older root, if the newest root is not whole.
+        """Return the store as of an older root, for reading, if the newest root is not whole.
 
-        A root is whole if all files that it names exist. The older root is the newest whole one
-        with snapshots. A root without snapshots does not count: a run that sees an empty store
-        would begin from the start. The result is only for reading.
+        A root is whole if all files that it names exist. The newest whole root with snapshots is
+        taken: a run that sees an empty store would begin from the start.
 
         Returns:
             The store; None if the newest root is whole, or if no older root with snapshots is
@@ -321,11 +320,11 @@ class Repository:
         return SealedSegment(*self.index.sealed_or_kept(ref))
 
     def has_to_list_packs(self) -> bool:
-        """Whether this process knows no lengths of packs yet: one of many ranks then lists all."""
+        """Whether this process knows no pack's length yet. One rank may then list them for all."""
         return self.index.pack_lengths.has_to_list()
 
     def list_packs_for(self, ranks: int, total: int) -> dict[PackId, int]:
-        """List the packs for many ranks, if that takes no more requests than their single looks.
+        """List the packs for many ranks, unless it takes fewer requests if each rank looks itself.
 
         Args:
             ranks: How many ranks will look at packs.

@@ -54,7 +54,7 @@ class Table(Tree[Row]):
         return super().edit({**dict.fromkeys(self._needless(changes)), **changes}, put_node)
 
     def _needless(self, changes: Mapping[str, Row | None]) -> Iterator[str]:
-        """Yield the names of the witnesses that are of no use after a change to the table."""
+        """Yield the names of the witnesses that :meth:`edit` removes along with some changes."""
         runs = set()
         for name, row in changes.items():
             before = self.get(name)
@@ -84,10 +84,10 @@ class Table(Tree[Row]):
     def in_commit_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
         """Return snapshots in the order in which they were committed.
 
-        A copy of a snapshot from another store may be committed late: for example, only after a
-        repair, or once its name is free. So the copies whose rows name their commits in one other
-        store are put into the order of these commits, within the places that they have together.
-        All other snapshots keep their places.
+        Copies from another store may be committed here in another order than there: for example,
+        one was copied late, after a repair. The row of such a copy names the root of the original.
+        So the copies from one store are sorted by these roots; as a group they keep their positions
+        in the list, and so do all other snapshots.
         """
         ordered = sorted(rows, key=lambda item: (item[1].seq, item[0]))
         places: dict[str, list[int]] = {}

@@ -42,18 +42,17 @@ def snapshot_before(
 ) -> Contents | None:
     """Return the earlier snapshot whose chunks are to be the bases for a snapshot's chunks.
 
-    It is the last snapshot before this one in the same folder. But the first snapshot of a folder
-    may be a fine-tune of a snapshot in another folder. So a first snapshot is compared with the
-    newest snapshots of other folders, and the one that shares most bytes with it, by path, dtype
-    and shape, is returned.
+    It is the snapshot before in the same folder. The first snapshot of a folder may be a fine-tune
+    of a snapshot in another folder. So it is compared with the newest snapshots of other folders,
+    by path, dtype and shape of the tensors, and the most similar one is returned.
 
     Args:
         contents: The snapshot to find bases for.
         snapshots: The names and rows of all snapshots in its store.
-        is_there: Whether the store to which the chunks are copied has a snapshot. Other snapshots
-            are skipped.
-        last_there: Returns the last earlier snapshot of the folder in the store to which the chunks
-            are copied. It is used if ``snapshots`` has no earlier snapshot that both stores have.
+        is_there: For a copy to another store: returns whether that store has a snapshot. Snapshots
+            that it lacks are skipped.
+        last_there: For a copy to another store: returns the last earlier snapshot of the folder in
+            that store. It is used if the two stores have no earlier snapshot in common.
 
     Returns:
         The earlier snapshot; None if there is none.
@@ -112,7 +111,7 @@ def bases_in(
 
 
 def _alike_bytes(contents: Contents, other: Contents) -> int:
-    """Return how many bytes of tensors a snapshot shares with another, by path, dtype and shape."""
+    """Return the bytes of the tensors whose path, dtype and shape are the same in two snapshots."""
     nbytes = 0
     for _, digest, digest_of_other in _subtrees(contents, other):
         if digest_of_other is not None:

@@ -167,7 +167,7 @@ class Contents:
         return MANIFEST + self.row.manifest.digest
 
     def nodes(self, visited: set[bytes]) -> Iterator[Node]:
-        """Yield the snapshot's nodes that were not visited yet, each before those below it.
+        """Yield the snapshot's nodes that were not visited yet, each before the nodes below it.
 
         Args:
             visited: The keys of visited nodes. The keys of the yielded nodes are added.
@@ -270,7 +270,7 @@ class Contents:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """In a block, replace a ``DamagedError`` whose cause is that the snapshot is gone.
+        """In a ``with`` block, replace a ``DamagedError`` that arose since the snapshot is gone.
 
         Raises:
             SnapshotNotFoundError: The snapshot was deleted, replaced or thinned, and its chunks

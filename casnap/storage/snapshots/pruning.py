@@ -35,13 +35,14 @@ _warned: set[str] = set()
 OnRelease = Callable[[Sequence[Row]], None]
 """Called after a commit, with the rows of the snapshots that it removed or thinned."""
 Judge = Callable[[Table], Iterable[Verdict]]
-"""Returns verdicts on snapshots of a table. A snapshot whose verdict has no reason goes."""
+"""Returns verdicts on snapshots of a table. A snapshot is removed if its verdict has no reason."""
 
 
 class PruneChange(ABC):
-    """A change to the table that removes snapshots. Each try to commit judges the table again.
+    """A change to the table that removes snapshots.
 
-    Snapshots may have been tagged or replaced since a try that failed.
+    Each try to commit judges the table again: since a try that failed, snapshots may have been
+    tagged or replaced.
 
     Attributes:
         verdicts: The verdicts of the last try.

@@ -220,9 +220,8 @@ class Tags:
             commit_id: The commit id that the snapshot must have.
             check: Called in each try to commit, with the table and the number of the next root. It
                 raises an error if the tag must not be moved.
-            again: Called, if the tag is already on this snapshot alone, with the newest root and
-                the last move. It returns the root with the changes that the caller wants to commit
-                even then.
+            again: Called in place of a move if only this snapshot has the tag already. It gets the
+                newest root and the last move of the tag, and returns the root to commit.
 
         Returns:
             The move.

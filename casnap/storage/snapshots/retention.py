@@ -25,7 +25,7 @@ _NUMBER = re.compile("[0-9]{1,255}")
 _NAMED_STEP = re.compile(r"(?<![a-zA-Z])step[=_]([0-9]{1,255})(?!\.?[0-9])")
 _MODES = ("min", "max")
 LAST_HEALTHY = "all later ones have NaN or infinite elements"
-"""The reason to keep a snapshot to which a run with NaN may have to go back."""
+"""The reason to keep the last healthy snapshot of a run: the run may have to go back to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Retention:
     The rules apply to each *run* on its own: the snapshots of one folder, in the order of their
     commits. Tagged snapshots are always kept, and so are snapshots that wait for their copy in
     another store. If the last snapshot of a run is unhealthy (see :class:`HealthOptions`), the last
-    one that is not is kept whole too. Snapshots that a rewind has moved aside (see
+    healthy one is kept too, and is not thinned. Snapshots that a rewind has moved aside (see
     :meth:`Store.rewind`) count as the oldest of their run for ``keep_last``; ``keep_every`` and
     ``keep_best`` skip them.
 

@@ -44,7 +44,10 @@ class Runs:
 
     @staticmethod
     def holds(table: Table, rows: Mapping[str, Row]) -> dict[str, list[str]]:
-        """Return, by name, why snapshots must stay: own holds, and that all later ones have NaN.
+        """Return the reasons why snapshots must stay, by name.
+
+        These are the holds of each row, and ``LAST_HEALTHY`` for the last healthy snapshot of a
+        run whose later snapshots are unhealthy.
 
         Args:
             table: The table.

@@ -52,7 +52,7 @@ class Upkeep(NamedTuple):
             retention: The rules; None keeps all snapshots.
             session: The session that commits. It stores the new manifests.
             replaced: The names of snapshots that the commit removes in any case.
-            counts: Returns whether the rules apply to a snapshot, and count it.
+            counts: Returns whether a snapshot counts for the rules. One that does not is kept.
         """
         if retention is None:
             return cls({}, {})

@@ -31,9 +31,9 @@ class Run(NamedTuple):
 
     @property
     def last_healthy(self) -> str:
-        """The name of the snapshot to resume from, if the last one is unhealthy; "" if it is well.
+        """The name of the last healthy snapshot, if the last snapshot is unhealthy; else "".
 
-        No other snapshot can be resumed from without NaN, so it must stay.
+        This snapshot must stay: later ones would bring NaN into a run that resumes from them.
         """
         rows = [(n, row) for n, row in self.snapshots if not (row.is_rewound or row.is_thinned)]
         if not rows or not rows[-1][1].unhealthy:
@@ -44,7 +44,7 @@ class Run(NamedTuple):
 def runs_of(rows: Iterable[tuple[str, Row]]) -> list[Run]:
     """Group snapshots by run, for rules about the newest snapshots of a run.
 
-    In each run, snapshots that a rewind has moved aside come first: the run went on without them.
+    In each run, the snapshots that a rewind has moved aside come first, as if they were the oldest.
     """
     ordered = sorted(Table.in_commit_order(rows), key=lambda item: not item[1].is_rewound)
     runs: dict[str, list[tuple[str, Row]]] = {}

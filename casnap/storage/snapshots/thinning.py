@@ -85,15 +85,15 @@ def thin_table(
 ) -> tuple[dict[str, Row], dict[str, Thinned]]:
     """Thin the snapshots to which rules must still be applied. The caller commits the new rows.
 
-    A snapshot with a hold, such as a tag, stays whole. So does the last healthy one of a run with
-    NaN.
+    A snapshot with a hold, such as a tag, is not thinned. The last healthy snapshot of a run whose
+    later snapshots are unhealthy is not thinned either.
 
     Args:
         store: The store.
         rows: The names and rows of all snapshots of some runs.
         rules: The rules.
         put: Stores a node, even if the store has it, and returns a reference to it.
-        added: The name of the snapshot that the same commit adds, which stays whole.
+        added: The name of the snapshot that the same commit adds. It is not thinned.
 
     Returns:
         The new rows, by the name of the snapshot; and the thinned snapshots, by name. A snapshot

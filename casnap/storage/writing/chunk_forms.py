@@ -74,7 +74,7 @@ class ChunkForms:
         A chunk that :meth:`write` has written counts with its new form.
 
         Args:
-            view: The index as the base of the change sees it.
+            view: The index as the root sees it that the change began from.
             digests: The digests of the chunks.
         """
         return chains_below(digests, partial(self._find, view))
@@ -120,7 +120,7 @@ class ChunkForms:
         new_packs.copy_stored(digest, form.content, nbytes, form.codec)
 
     def _find(self, view: IndexView, digests: list[Digest]) -> list[Place | None]:
-        """Return a place for each chunk: of its newly written form, or else the newest live one."""
+        """Return a place for each chunk: from :meth:`write`, or else in the newest live pack."""
         others = [digest for digest in digests if digest not in self._written]
         places = dict(zip(others, self._index.find_newest(view, others), strict=True))
         return [self._written.get(digest) or places[digest] for digest in digests]

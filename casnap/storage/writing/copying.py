@@ -31,11 +31,11 @@ Report = Callable[[Digest, int], None]
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Hold the right to copy chunks through the pool's buffers. One thread has it at a time.
+    """In this ``with`` block, one thread at a time copies chunks through the buffers of the pool.
 
     A copy holds buffers for reading while it waits for buffers for writing. Two copies at the same
     time could each hold the buffers that the other waits for. Threads in the background have
-    another pool, and so a right of their own.
+    another pool, so one of them may copy at the same time as another thread.
     """
     with _turn_in_background if works_in_background() else _turn:
         yield

@@ -36,11 +36,11 @@ class Handover(Struct, array_like=True):
         new_bytes: The stored bytes of the chunks and nodes that the rank added.
         records: The records of these chunks and nodes, as a sealed segment that is not stored yet.
             Empty if there are none, or too many for the segment of the rank that commits.
-        weight: If the records are too many, the number of records, bases and packs that need
-            another segment; else 0.
+        weight: The number of records, bases and packs that this message leaves out, since they are
+            too many, and that must be written into another segment; 0 if there are none.
         segments: The segments that the rank wrote, for itself and other ranks.
         sample: The id of one of the rank's packs; empty if it wrote none.
-        place: Bytes that are equal for ranks that write to the same place.
+        place: A digest that is equal for ranks that write to the same place.
         fenced: Why packs of the rank are gone, for example deleted by a collector; "" if none are.
         full: Why the rank could not write all its packs; "" if it could.
         requests: How many requests the rank has made, by kind.
@@ -60,10 +60,10 @@ class Handover(Struct, array_like=True):
 
     @staticmethod
     def segment_writers(handovers: Sequence[Handover]) -> list[int]:
-        """Return the ranks that write segments, since the committing rank cannot take all records.
+        """Choose the ranks that write segments of the records that the handovers leave out.
 
-        Each writes one segment for itself and the ranks after it, up to the next rank that writes.
-        So even with many ranks there are few segments, which a reader reads one by one.
+        Each of them writes one segment: of its own records, and of those of the ranks after it up
+        to the next writer. So there are few segments even with many ranks.
 
         Args:
             handovers: The handovers of all ranks, in their order.
@@ -97,14 +97,14 @@ class Handover(Struct, array_like=True):
 
 
 class OtherRanks:
-    """The handovers of the other ranks of a take, as the rank that commits has them.
+    """The handovers of the other ranks of a take, which the rank that commits has gathered.
 
-    By default there are no other ranks.
+    Without arguments, it stands for a process that takes alone.
 
     Args:
         gather: Returns the handovers, as for
             :meth:`~casnap.storage.writing.session.Session.include`.
-        check: Raises if the other ranks have given up.
+        check: Raises an error if the other ranks have given up.
 
     Raises:
         FencedError: A pack that a rank wrote or relies on is gone.
@@ -119,7 +119,7 @@ class OtherRanks:
         packs: The ranks' packs that no segment lists yet.
         samples: One pack for each rank, or at least for each place where ranks write.
         records: The records of ``packs``.
-        check: Raises if the other ranks have given up.
+        check: Raises an error if the other ranks have given up.
     """
 
     def __init__(

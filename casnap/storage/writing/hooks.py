@@ -1,6 +1,6 @@
 """The hooks of a commit.
 
-The public classes set them, to add notes, make room on the disk, and collect.
+``Store`` and ``Snapshot`` set them: to add notes, to make room on the disk, and to collect garbage.
 """
 
 from __future__ import annotations

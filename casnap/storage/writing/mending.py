@@ -196,9 +196,9 @@ class Mending:
         damaged: frozenset[PackId],
         unreadable: Collection[SegmentRef],
     ) -> bool:
-        """Whether the results of a survey of one root are also right for a newer root.
+        """Whether what a survey has found for one root is also right for a newer root.
 
-        They are not if the newer root has other condemned packs or other lost digests, or if it no
+        It is not if the newer root has other condemned packs or other lost digests, or if it no
         longer names all unreadable segments and all damaged packs.
 
         Args:

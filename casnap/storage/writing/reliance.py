@@ -30,10 +30,10 @@ _DELTA = int(Codec.DELTA)
 class Reliance:
     """The chunks and nodes of earlier commits that a change needs, and their packs.
 
-    Collectors see a note of the change until the reliance ends.
+    Until the reliance ends, the change is announced to collectors.
 
-    Each session has a reliance. A caller that must know which chunks the store has before its
-    session begins makes a reliance for this, and the session later takes it over.
+    Each session has a reliance. A caller may make another one before its session begins, to learn
+    which chunks the store has. It passes this one to the session, which takes it over.
 
     Args:
         store: The store.
@@ -43,8 +43,7 @@ class Reliance:
         at_once: Whether to announce the change right away, even if that costs requests.
 
     Attributes:
-        base: The index as the base of the change sees it. The base is the root that the change
-            began from.
+        base: The index as the root sees it that the change began from.
         renew: Keeps the change announced. Threads call it from time to time.
     """
 
@@ -181,7 +180,7 @@ class Reliance:
                 raise FencedError
 
     def stands(self) -> bool:
-        """Whether the packs of the newest root still hold all that the change relies on."""
+        """Whether packs of the newest root still hold all chunks and nodes that were relied on."""
         try:
             self.confirm(self._store.view())
         except FencedError:

@@ -28,7 +28,7 @@ from casnap.storage.packs.pack_writer import new_id
 from casnap.storage.reading.repository import Repository
 
 MERGE_MOST = 640_000
-"""The most records and bases of a segment. So it has less than 48 MiB, however many packs."""
+"""The most records and bases of a segment, together. They bound its length to 48 MiB."""
 _SMALL = 1 << 15
 # The most records, bases and packs of a merged segment. They have 53, 40 and 16 bytes each.
 _MOST = 900_000
@@ -100,9 +100,9 @@ class Rewriting:
 
 
 def segments_to_rewrite(view: IndexView, without: Collection[PackId], costs: Costs) -> Groups:
-    """Return groups of segments to rewrite: those that list packs to leave out.
+    """Return groups of segments to rewrite: those that list a pack to leave out.
 
-    If there are many small segments, these are among them too.
+    If there are many small segments, they are rewritten too, to merge them.
 
     Args:
         view: The index as a root sees it.
@@ -272,8 +272,8 @@ def _to_merge(
     Args:
         sizes: The number of records, bases and packs of each segment.
         new_size: The number of records, bases and packs of the new segment.
-        levels: For each level of segments, the most records, bases and packs of a segment; and how
-            many segments of the level are merged with a new one.
+        levels: For each size class of segments, the smallest class first: the most records, bases
+            and packs of a segment in it; and from how many segments in it on they are merged.
     """
     merged: list[SegmentRef] = []
     total = new_size

@@ -82,8 +82,8 @@ class Session:
         codec: The codec of new chunks.
         requests_before: How many requests the backend had made when the change began, by kind.
         base_root: The root that rank 0 has just read for all ranks; by default a recent one.
-        earlier: A reliance that was begun before the session. It may grow until the session commits
-            or hands over; then the session takes it over.
+        earlier: A reliance that the caller began before the session. The caller may go on using it
+            until the session commits or hands over, and then takes it over.
         puts_root: Whether this process puts the root. If so, it checks that the place keeps writers
             apart.
         copies: Whether the session copies chunks out of packs. In one process, sessions that do so
@@ -92,8 +92,7 @@ class Session:
 
     Attributes:
         store: The store.
-        base: The index as the base of the change sees it. The base is the root that the change
-            began from.
+        base: The index as the root sees it that the change began from.
         commit_id: The commit id of the root to put.
         new_packs: The packs that the session writes.
         may_be_referenced: Whether a root may name the new packs, now or later.
@@ -459,9 +458,10 @@ class Session:
         return upper
 
     def _slim(self, row: Row) -> Row:
-        """Return a row whose metadata, if they are large, are moved to a node of their own.
+        """Return a row without its metadata, if they are large; they are stored as a node instead.
 
-        Otherwise the metadata would be written again with each change to the leaf that has the row.
+        A leaf of the table has several rows. Large metadata in one row would be written again with
+        each change to another row of the leaf.
         """
         content = encode(row.metadata)
         if len(content) <= INLINE_METADATA_BYTES:
@@ -543,7 +543,7 @@ class Session:
         return encode_segment(self._unlisted) if self._unlisted.packs else b""
 
     def list_unlisted(self, sealed: Sequence[bytes]) -> Handover:
-        """Write a segment of the records that several ranks have not listed yet.
+        """Write a segment of the records of several ranks that no segment lists yet.
 
         Args:
             sealed: The :attr:`unlisted` records of this rank and of the ranks for which it writes;
@@ -624,9 +624,10 @@ class Session:
 
 
 def _serving_all(root: Root, changes: Mapping[str, Row | None]) -> Root:
-    """Return a root whose store serves the names that a commit sets; change its settings if needed.
+    """Return the root, changed so that its store serves all paths if a commit needs that.
 
-    A user who gives a snapshot a name with a folder wants the store to serve all paths.
+    A store that a path alone has made serves only names without a folder. Once a commit sets a name
+    with a folder, the setting ``FOLDER_ONLY`` is dropped.
     """
     names = (name for name, row in changes.items() if row is not None)
     if serves_below(root) or not any(map(is_deep, names)):

@@ -33,7 +33,7 @@ _log = logging.getLogger("casnap")
 T = TypeVar("T")
 
 TRIES = 5
-"""The fences, or full disks, after which a writer gives up by default."""
+"""How many times a writer is fenced, or finds the disk full, before it gives up, by default."""
 Obstacle: TypeAlias = FencedError | StorageFullError
 
 
