@@ -49,7 +49,7 @@ from casnap.take.staging import (
 
 
 class Scope(Enum):
-    """Whether the entry of a leaf is global or its rank's own, and which ranks hash the leaf."""
+    """Whether the entry of a leaf is global or belongs to one rank, and which ranks hash it."""
 
     UNDECIDED = "global if all ranks turn out to hold the same, else its rank's"
     PER_RANK = "its rank's"
@@ -67,7 +67,7 @@ class KeySpan(NamedTuple):
         component: The key, as a path component.
         start: The index of the first leaf.
         stop: One past the index of the last leaf.
-        scope: The scope of all leaves that are not sharded, if it is known.
+        scope: The scope of those leaves that are not sharded; ``UNDECIDED`` if it is not known.
     """
 
     component: str
@@ -88,7 +88,7 @@ class CapturedState:
         leaves: All leaves, in order.
         spans: Which leaves belong to which key.
         grids: Leaf → its grid of cells. Small leaves that are not sharded have none.
-        inline: Leaf → its entry with its bytes, for small leaves that are not sharded.
+        inline: Leaf → its entry, which holds its bytes, for small leaves that are not sharded.
         same_as: Leaf → an earlier leaf with the same address, shape, strides and dtype.
         sharded: Whether any leaf is a sharded tensor.
         plans: Leaf → what this rank does for it. Only leaves that other ranks hold too, in whole or
@@ -180,9 +180,9 @@ class CapturedState:
         Leaves that share memory yield their bytes once.
 
         Args:
-            share: Where to begin in the leaves that this rank hashes whole, as a fraction of their
-                bytes, from 0 to 1. What lies before that place comes last. Ranks that hold equal
-                leaves begin at different places, and so write different chunks.
+            share: At which fraction (0 to 1) of their bytes to begin with the leaves that this rank
+                hashes whole; the bytes before come last. Ranks that hold equal leaves begin at
+                different fractions, and so write different chunks.
         """
         for i, plan in self.plans.items():
             for part in plan.sends:
@@ -207,14 +207,14 @@ class CapturedState:
         return [i for i in self.grids if i not in self.same_as and i not in self.plans]
 
     def _starting_point(self, leaves: list[int], share: float) -> tuple[int, int]:
-        """Return the leaf and the cell that lie at a fraction of the bytes of some leaves.
+        """Return the position at a fraction of the bytes of some leaves.
 
         Args:
             leaves: The numbers of the leaves.
             share: The fraction, from 0 to 1.
 
         Returns:
-            The index of the leaf in ``leaves``, and the cell in that leaf.
+            The index of a leaf in ``leaves``, and a cell of that leaf.
         """
         sizes = [self.leaves[i].entry.payload.nbytes for i in leaves]
         start = share * sum(sizes)
@@ -239,7 +239,7 @@ class CapturedState:
             first_cell = end
 
     def _held_box(self, leaf: int, region: Region) -> HeldBox:
-        """Return the one of this rank's boxes of a leaf that contains ``region``."""
+        """Return this rank's box of a leaf that contains ``region``."""
         return next(held for held in self._held_boxes(leaf) if _holds(held.region, region))
 
     def _held_boxes(self, leaf: int) -> list[HeldBox]:
@@ -374,7 +374,7 @@ def _state_of(key: str, value: Stateful) -> dict[str, Any]:
 
 
 class DividedLeaves:
-    """Leaves that were divided among the ranks before the take; all of them are global.
+    """Leaves that the caller has already divided among the ranks; all of them are global.
 
     Args:
         leaves: Key → the leaves below it that this rank has. All ranks have the same keys.

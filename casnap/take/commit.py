@@ -49,11 +49,12 @@ class _Instruction(msgspec.Struct, array_like=True):
     Exactly one field is set.
 
     Attributes:
-        move: Move your packs to names under the root of this number, and hand over again.
-        writers: These ranks write the segments. Each writes for itself and for the ranks after it,
-            up to the next writer.
-        error: The commit failed with this error.
-        result: The commit is done.
+        move: The number of a root. The receiver gives its packs ids under this root, and hands over
+            again.
+        writers: The ranks that now write segments, each of its own records and those of the ranks
+            after it, up to the next writer.
+        error: The error with which the commit has failed.
+        result: The snapshot, which is committed.
     """
 
     move: int | None = None

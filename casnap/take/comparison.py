@@ -1,4 +1,7 @@
-"""Find out what a take of a live state would store, without storing it, to compare it."""
+"""Compute what a take of a live state would store, without storing it.
+
+Callers compare the result with a snapshot or a witness.
+"""
 
 from __future__ import annotations
 
@@ -73,9 +76,9 @@ def _manifest(source: StateSource, chunk_size: int, put_node: Put) -> Manifest:
 def digests_of(
     store: Repository, name: str, source: StateSource, options: TakeOptions, comm: Comm
 ) -> list[PathDigest]:
-    """Return a short digest of what a snapshot of a state would hold at each path; store nothing.
+    """Return a short digest of each path of a state, as a snapshot of it would have; store nothing.
 
-    All ranks call this together, and share the work as in a take. Devices hash what they hold.
+    All ranks call this together, and share the work as in a take. Devices hash their own tensors.
 
     Args:
         store: The store.
@@ -85,7 +88,7 @@ def digests_of(
         comm: The ranks.
 
     Returns:
-        On rank 0 the paths of all ranks, on other ranks none.
+        On rank 0, the paths of all ranks with their digests; on other ranks, an empty list.
 
     Raises:
         StateError: Something in the state cannot be taken, or the ranks contradict each other.
@@ -141,12 +144,12 @@ def _hash(
     work: Callable[[Hasher, Batches, Crew], None],
     share: float = 0.0,
 ) -> Digests:
-    """Hash the cells of a state that are this rank's work, on their devices if these can.
+    """Hash this rank's cells of a state. Cells on a device that can hash are hashed there.
 
     Args:
         state: The state.
         threads: The most threads that hash; None for no bound.
-        work: Hashes all batches by a hasher.
+        work: Has the given hasher hash all given batches.
         share: Where to begin; see :meth:`CapturedState.pieces`.
     """
     hasher = Hasher(state, lambda _: _Digester(), None)
@@ -167,14 +170,15 @@ def _hash(
 
 
 def digests_alone(state: CapturedState, left_out: Iterable[int]) -> Mapping[int, bytes]:
-    """Hash what this process holds, and ask no other rank.
+    """Hash leaves of this process's state, without communication with other ranks.
 
     Args:
         state: The state.
-        left_out: The numbers of leaves that are not hashed. All sharded ones must be among them.
+        left_out: The numbers of the leaves not to hash. All sharded leaves must be among them.
 
     Returns:
-        For each other leaf whose entry does not hold its bytes, the digests of its cells, joined.
+        The number of each hashed leaf → the joined digests of its cells. Small leaves, which are
+        stored inside their entries, have none.
 
     Raises:
         DeviceError: A device has computed a wrong digest.

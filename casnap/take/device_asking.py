@@ -38,7 +38,7 @@ from casnap.take.hashing import Hasher
 from casnap.take.staging import Piece
 
 RelyOn = Callable[[list[Digest]], Sequence[Place | None]]
-"""Relies on the digests that a store has, and returns None for each other digest."""
+"""Relies on the chunks of those digests that a store has; returns None for each other digest."""
 
 # The bytes that a device hashes at a time; the bound of the memory that was made for pieces.
 _WINDOW_BYTES, _MADE_BYTES = 512 << 20, 16 << 20
@@ -50,10 +50,10 @@ _NEW_IN_A_ROW, _LOOKS_AGAIN = 2, 8
 
 
 class Streaks:
-    """For each leaf, in how many takes in a row all its chunks were new to one store.
+    """Counts, for each leaf, the last takes in a row in which one store had none of its chunks.
 
-    Most takes do not ask the store for a leaf with a long streak: to hash it on the device first
-    would only cost time.
+    After a few such takes, most takes do not ask the store for the chunks of this leaf: to hash the
+    leaf on the device first would only cost time.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Streaks:
     def is_asked(self, path: str) -> bool:
         """Whether this take asks the store for the chunks of the leaf at a path.
 
-        A leaf with a long streak is asked for in one take of several, in case it no longer changes.
+        After a long streak, only one take of several asks, in case the leaf no longer changes.
         """
         if self._new_in_a_row.get(path, 0) < _NEW_IN_A_ROW:
             return True
@@ -132,7 +132,7 @@ def _tensors_of(content: object) -> list[torch.Tensor]:
 
 
 class Asking:
-    """One take asks the store which of the cells on its devices the store has.
+    """Finds out, for one take, which cells in the memory of devices the store has already.
 
     Args:
         state: The state.
@@ -141,7 +141,7 @@ class Asking:
         store_id: The id of the store.
 
     Attributes:
-        leaves: The numbers of the leaves to ask for.
+        leaves: The numbers of the leaves whose cells the store is asked for.
     """
 
     def __init__(

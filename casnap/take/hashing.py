@@ -19,7 +19,7 @@ Batches = Callable[[int], Iterable[list[Piece]]]
 
 
 class ChunkTaker(Protocol):
-    """Takes chunks from one thread, as a session's writer does."""
+    """Hashes and stores the chunks of one thread, as the writer of a session does."""
 
     def store(self, raws: list[Raw], /) -> list[Digest]:
         """Store the chunks that the store lacks; return the digests of all, in order."""
@@ -87,8 +87,8 @@ class Hasher:
 
     Args:
         state: The state that the pieces belong to.
-        writer: Returns a new taker of chunks, for one thread. Its argument chooses which new chunks
-            this rank writes; None if it writes all.
+        writer: Returns a new :class:`ChunkTaker` for one thread. Its argument is a function that
+            chooses which new chunks this rank writes; with None, the rank writes all.
         progress: Called with the phase, the bytes done, and the total.
         measuring: Measures the tensors in the pieces; None for nothing.
 
@@ -150,10 +150,10 @@ class Hasher:
             writer.finish()
 
     def _keep_inline(self, piece: Piece) -> bool:
-        """Keep the bytes of a small piece, in place of digests, for the entry that will hold them.
+        """Keep the bytes of a piece in ``self.digests.shared``, if an entry will hold these bytes.
 
-        This concerns only leaves that several ranks hash, and that are so small that their entries
-        hold their bytes. ``self.digests.shared`` gets the bytes.
+        That is so for a leaf that several ranks hash, and that is small enough to be stored inside
+        its entry.
 
         Returns:
             Whether the bytes were kept. If so, the caller must not hash the piece.

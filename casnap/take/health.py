@@ -1,9 +1,10 @@
-"""Measure the tensors of a take, as they are hashed: NaN, infinities, norms and largest values.
+"""Measure the health of the tensors of a take: NaN, infinities, norms and largest values.
 
-Each cell is hashed by one rank, or by each rank for itself, so what was measured is that which is
-stored, and no element counts twice. A device measures what it holds, in the call. The host measures
-all else right after it was hashed, also in the background. What a take of this process has measured
-is not measured again while it has the same digests.
+A rank measures the cells that it hashes. So it measures the bytes that are stored, and no element
+counts twice. A device measures the tensors that it holds during the call, before ``async_take``
+returns. The host measures all other tensors right after it has hashed them, in the background too.
+If the bytes of a tensor have the same digests as in the last take of this process, its health is
+taken from there.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Measuring:
     Args:
         state: The state of this rank, with its plans.
         store_id: The id of the store.
-        ignore: Globs of paths of tensors that may be NaN or infinite.
+        ignore: Globs of the paths of tensors that may have NaN or infinite elements.
     """
 
     def __init__(self, state: CapturedState, store_id: str, ignore: Sequence[str]) -> None:
@@ -66,12 +67,12 @@ class Measuring:
         self._now: _Known = {}
 
     def on_devices(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """Yield the pieces of the state, and have devices measure those that they hold.
+        """Yield the pieces as they are; have each device measure the pieces in its memory.
 
-        All of it is measured when the last piece was yielded.
+        The devices have measured all their pieces once this iterator has ended.
 
         Args:
-            pieces: The pieces.
+            pieces: The pieces of the state.
         """
         window, nbytes = list[Piece](), 0
         for piece in pieces:
@@ -98,7 +99,7 @@ class Measuring:
             self._parts[piece.leaf][piece.first_cell] = found
 
     def note(self, pieces: Iterable[Piece], digests: Sequence[Digest]) -> None:
-        """Measure pieces in the memory of the host that were hashed; any thread may call this.
+        """Measure pieces in host memory after they were hashed. Any thread may call this.
 
         Args:
             pieces: The pieces.
@@ -123,7 +124,7 @@ class Measuring:
 
     @without_torch_modes()
     def _measure_here(self, new: Sequence[tuple[Piece, str, bytes]]) -> None:
-        """Measure pieces in the memory of the host, each with its dtype and its joined digests."""
+        """Measure pieces in host memory, given as triples: piece, dtype, joined digests."""
         small: defaultdict[str, list[tuple[Piece, str, bytes]]] = defaultdict(list)
         for each in new:
             piece, dtype, _ = each
@@ -137,7 +138,7 @@ class Measuring:
                 self._keep(*each, found)
 
     def _is_measured(self, piece: Piece) -> bool:
-        """Whether a device has measured what a piece on the host has."""
+        """Whether a device has measured the elements of a piece before they came to the host."""
         if piece.leaf not in self._by_device:
             return False
         plan = self._state.plans.get(piece.leaf)
@@ -148,16 +149,16 @@ class Measuring:
         self._now[dtype, joined] = self._parts[piece.leaf][piece.first_cell] = found
 
     def keep_known(self) -> None:
-        """Once the take has stored all, let the next one use what was measured."""
+        """Let the next take reuse what was measured. Call this once this take is committed."""
         _known[self._store_id] = self._now
 
     @property
     def leaves(self) -> Iterable[int]:
-        """The leaves with floating-point numbers that do not stand in their entries."""
+        """The floating-point leaves that are stored as chunks, not inside their entries."""
         return self._dtypes.keys()
 
     def parts_of(self, leaf: int) -> list[TensorHealth]:
-        """Return the numbers about the parts of a leaf that this rank has hashed, in order."""
+        """Return the health of each part of a leaf that this rank has hashed, in order."""
         parts = self._parts.get(leaf, {})
         return [parts[cell] for cell in sorted(parts)] if len(parts) > 1 else [*parts.values()]
 
@@ -169,17 +170,17 @@ class Measuring:
         notes: HealthNotes,
         rank: int | None = None,
     ) -> dict[str, TensorHealth]:
-        """Add to the notes which tensors of a key are unhealthy.
+        """Add the unhealthy tensors of a key to the notes.
 
         Args:
             key: The key of the app state, as a component.
             entries: The entries that this rank makes, by path below the key.
-            measured_by_path: Numbers about tensors, by path with the key.
+            measured_by_path: The health of tensors, by path with the key.
             notes: The notes.
-            rank: The rank whose own the entries are; None if they are global.
+            rank: The rank that the entries belong to; None if they are global.
 
         Returns:
-            The numbers about tensors that do not stand in their entries, by path below the key.
+            The health of the tensors that are stored as chunks, by path below the key.
         """
         found = {p: measured_by_path[key + p] for p in entries if key + p in measured_by_path}
         inline: defaultdict[str, dict[str, bytes]] = defaultdict(dict)
@@ -204,14 +205,15 @@ class Measuring:
 
 
 class HealthNotes(msgspec.Struct, array_like=True):
-    """Numbers about the tensors of a snapshot, or about those that a rank adds to it.
+    """The health of the tensors of one rank, or, once :meth:`joined`, of a whole snapshot.
 
     Attributes:
-        shared: Numbers about tensors of global entries that do not hold their bytes, by key of the
-            app state and path below it.
-        records: The record of each tree: those of a rank's own entries; at the end, of all.
+        shared: The health of the global tensors that are stored as chunks, by key of the app state
+            and path below it.
+        records: The digest of a tree → the health record of its tensors, for the manifest. A rank
+            adds the trees of its own entries; rank 0 then adds the global trees.
         count: How many tensors are unhealthy.
-        texts: A text for each of the first of them, with its path.
+        texts: For the first few unhealthy tensors, the path, and what is wrong.
     """
 
     shared: dict[str, dict[str, TensorHealth]] = msgspec.field(default_factory=dict)
@@ -222,22 +224,22 @@ class HealthNotes(msgspec.Struct, array_like=True):
     def add_record(
         self, tree: bytes, paths: Iterable[str], found: Mapping[str, TensorHealth]
     ) -> None:
-        """Add the record of a tree.
+        """Add the health record of a tree.
 
         Args:
             tree: The digest of the tree.
-            paths: The paths of all its entries.
-            found: Numbers about some of them, by path.
+            paths: The paths of all entries of the tree.
+            found: The health of some of these entries, by path.
         """
         if found:
             numbers = enumerate(sorted(paths))
             self.records[tree] = pack_health({i: found[p] for i, p in numbers if p in found})
 
     def add_unhealthy(self, text: str) -> None:
-        """Count a tensor that is unhealthy.
+        """Count an unhealthy tensor.
 
         Args:
-            text: Its path, and why.
+            text: The path of the tensor, and what is wrong.
         """
         self.count += 1
         if len(self.texts) < _MOST_TEXTS:
@@ -245,7 +247,7 @@ class HealthNotes(msgspec.Struct, array_like=True):
 
     @classmethod
     def joined(cls, notes: Iterable[HealthNotes]) -> HealthNotes:
-        """Return what several ranks add to one snapshot."""
+        """Join the notes of all ranks into the notes of their snapshot."""
         all_notes = cls()
         for each in notes:
             for key, found in each.shared.items():
@@ -257,7 +259,7 @@ class HealthNotes(msgspec.Struct, array_like=True):
 
     @property
     def fitting_records(self) -> dict[bytes, list[bytes]]:
-        """The records; none if they are too large for a manifest, which each restore reads."""
+        """``records``; empty if they are too large for a manifest, which each restore reads."""
         nbytes = sum(len(part) for record in self.records.values() for part in record)
         return self.records if nbytes <= MAX_HEALTH_BYTES else {}
 
@@ -272,9 +274,10 @@ def _counts_in_words(health: TensorHealth) -> str:
 
 
 def _is_unhealthy(entry: Entry, health: TensorHealth) -> bool:
-    """Whether a tensor has elements that no training goes on from.
+    """Whether a tensor has NaN or infinite elements, as a training that has diverged.
 
-    An infinite tensor of one element is none: trainers keep the best loss so far in such a one.
+    A tensor with one infinite element and no other counts as healthy: trainers begin with such a
+    "best loss so far".
     """
     assert isinstance(entry, TensorEntry)
     return bool(health.nan or (health.infinite and prod(entry.shape) > 1))

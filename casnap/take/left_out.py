@@ -31,17 +31,21 @@ LEFT_OUT = "left out of the app state: "
 
 _log = logging.getLogger("casnap.hints")
 _LOOKS = 3
-"""How many takes of a process look. For random states, two takes must be compared."""
+"""How many takes of a process look. The random states of two takes must be compared."""
 _SEEDS = 8
-"""How many seeds count as drawn by loaders: each draws one when it starts, and may ignore it."""
+"""Up to this many numbers drawn from torch's generator are taken for seeds of data loaders.
+
+Each loader draws a seed when it starts, even if it does not use the seed. So such draws do not mean
+that the training depends on the generator.
+"""
 
 
 class _Before(NamedTuple):
-    """What random numbers depended on at the previous look.
+    """The random states at the previous look, and what shows that it was the same training.
 
     Attributes:
         optimizer: An optimizer of the training.
-        seed: What torch was seeded with.
+        seed: The seed of torch's generator, ``torch.initial_seed()``.
         states: The random states of torch, by their names in ``RNGState``.
     """
 
@@ -106,7 +110,7 @@ class Hints:
 
 
 def _are_seeds(before: torch.Tensor, now: torch.Tensor) -> bool:
-    """Whether no more than a few seeds were drawn between two states of torch's generator."""
+    """Whether the generator gets from one state to the other by drawing a few seeds of loaders."""
     generator = torch.Generator()
     generator.set_state(before)
     for _ in range(_SEEDS):

@@ -51,8 +51,8 @@ class _Hashed(msgspec.Struct, array_like=True):
     Attributes:
         cells: The runs of cells that the sender hashed: id of the leaf, first cell, joined digests.
         undecided: The leaves that may be equal on all ranks: id of the leaf, digest of its entry.
-        measured: What the sender measured of leaves that several ranks hash: id of the leaf, the
-            numbers.
+        measured: The health of leaves that several ranks hash, as far as the sender has measured
+            them: id of the leaf, health of the sender's part.
     """
 
     cells: list[tuple[bytes, int, bytes]]
@@ -68,7 +68,7 @@ class _Contribution(msgspec.Struct, array_like=True):
         subtrees: Key → digest of the subtree of the rank's own entries.
         own_bytes: The bytes of the rank's own entries.
         own_entries: The number of the rank's own entries.
-        health: What the take measured of these entries.
+        health: The health of the tensors among these entries.
     """
 
     shared: dict[str, dict[str, KnownEntry]]
@@ -79,12 +79,12 @@ class _Contribution(msgspec.Struct, array_like=True):
 
 
 class Built(NamedTuple):
-    """A manifest, and what is said of it elsewhere.
+    """A manifest, and facts about its entries for the row of the snapshot.
 
     Attributes:
         manifest: The manifest.
         stats: The number and bytes of its entries, each global entry counted once.
-        health: What the take measured, and how many tensors are unhealthy.
+        health: The health of its tensors, and how many are unhealthy.
     """
 
     manifest: Manifest
@@ -109,11 +109,11 @@ def build_manifest(
         division: How the ranks divided the work.
         digests: The digests that this rank computed.
         put_node: Stores a tree node.
-        environment: What the take was made with; only that of rank 0 counts.
-        measuring: What measured the tensors of this rank; None if nothing did.
+        environment: The environment of the take; only that of rank 0 counts.
+        measuring: The measurements of this rank's tensors; None if none were made.
 
     Returns:
-        On rank 0, the manifest, and what is said of it; None on other ranks.
+        On rank 0, the manifest with facts about it; None on other ranks.
 
     Raises:
         StateError: Two ranks name one path, but hold different things there.
@@ -141,7 +141,7 @@ def joined(
         contributions: The contribution of each rank.
         components: The keys of the app state, in order.
         put_node: Stores a tree node.
-        environment: What the take was made with.
+        environment: The environment of the take.
     """
     manifest = Manifest({}, {}, environment=environment)
     health = HealthNotes.joined(contribution.health for contribution in contributions)
@@ -164,7 +164,7 @@ def joined(
 
 
 class KeptNodes(dict[Digest, bytes]):
-    """The nodes of trees that are stored nowhere, by digest."""
+    """Tree nodes that are kept in memory and not stored, by digest."""
 
     def put(self, node: bytes) -> Digest:
         """Keep a node; return its digest."""
@@ -177,7 +177,7 @@ class KeptNodes(dict[Digest, bytes]):
 
 
 PathDigest: TypeAlias = tuple[str, int, bytes]
-"""What a path holds, in few bytes. A tuple, since a state may have a million paths:
+"""A short digest of what a state holds at a path. A tuple, since it may have a million paths:
 
 - the path; if the entry belongs to one rank, the rank's number and a ``/`` come first
 - the form of its entry, as :func:`casnap.state.roles.form_of` gives it
@@ -332,11 +332,11 @@ class _Builder:
         contribution: _Contribution,
         of_rank: Mapping[str, Mapping[str, KnownEntry]],
     ) -> None:
-        """Note what was measured of the entries that this rank contributes.
+        """Add the health of the entries that this rank contributes to its contribution.
 
         Args:
-            measuring: What measured the tensors of this rank.
-            contribution: The contribution, which has its entries.
+            measuring: The measurements of this rank's tensors.
+            contribution: The contribution, which has its entries already.
             of_rank: The rank's own entries, by key and path below it.
         """
         health, measured = contribution.health, self._measured_by_path(measuring)
@@ -347,7 +347,7 @@ class _Builder:
             health.shared[key] = measuring.judge(key, entries, measured, health)
 
     def _measured_by_path(self, measuring: Measuring) -> dict[str, TensorHealth]:
-        """Return what was measured of the tensors whose entries this rank may make, by path."""
+        """Return the health of the tensors whose entries this rank may make, by path."""
         state, leaf_ids = self._state, self._division.leaf_ids
         parts = {owned.path: self._measured[i] for i, owned in self._division.owned.items()}
         for i in measuring.leaves:

@@ -44,12 +44,12 @@ OF_STORAGE = (*PLACE_ERRORS, DamagedError, FencedError, DeviceError)
 
 @dataclass
 class _Series:
-    """The takes of one run that failed since the last one that was stored.
+    """The failed takes of a run since its last take that was stored.
 
     Attributes:
-        since: When the first of them failed, in seconds since the epoch.
-        count: How many failed.
-        last_error: The error of the last one, as text.
+        since: When the first of these takes failed, in seconds since the epoch.
+        count: How many takes failed.
+        last_error: The error of the last failed take, as text.
     """
 
     since: float
@@ -126,10 +126,10 @@ class Attempt:
 
     @contextmanager
     def finding_store(self) -> Iterator[None]:
-        """Within this ``with`` block, raise an error of the storage even if the run is to go on.
+        """In a ``with`` block that finds or makes the store, raise errors of the storage.
 
-        The block finds or makes the store. Where that fails, no later take can be stored either. A
-        full disk is the exception: the run goes on after it.
+        They are raised even if the run is to go on after errors: without a store, no later take can
+        succeed either. The error of a full disk is the exception: the run goes on after it.
         """
         try:
             yield
@@ -157,16 +157,16 @@ def _no_hooks() -> storage.CommitHooks:
 
 @dataclass(frozen=True, kw_only=True)
 class HealthOptions:
-    """What a take looks at in the floating-point tensors, and what it does if some are unhealthy.
+    """Which floating-point tensors a take checks, and what it does if some are unhealthy.
 
-    A tensor is unhealthy if it has NaN or infinite elements. One infinite number alone, as of a
-    best loss that there is not yet, counts as healthy.
+    A tensor is unhealthy if it has NaN or infinite elements. A tensor of a single element may be
+    infinite: trainers begin with such a "best loss so far".
 
     Args:
         on_unhealthy: "warn": the snapshot is stored, with a warning that names the tensors.
             "raise": the take raises an :class:`casnap.errors.UnhealthyError`, and stores nothing.
-        ignore: Globs (``*`` matches ``/`` too) of the paths of tensors that count as healthy, such
-            as ``model/*.mask`` for a mask of infinite elements.
+        ignore: Globs (``*`` matches ``/`` too) of the paths of tensors that always count as
+            healthy, such as ``model/*.mask`` for a mask with infinite elements.
 
     Raises:
         ValueError: ``on_unhealthy`` has no such value.
@@ -185,18 +185,22 @@ class HealthOptions:
 
     @staticmethod
     def are_obeyed() -> bool:
-        """Whether trainers that resume pass over snapshots that were found unhealthy.
+        """Whether a trainer that resumes skips snapshots with unhealthy tensors.
 
-        They do, unless ``CASNAP_HEALTH`` of the environment is "off".
+        It does, unless the environment variable ``CASNAP_HEALTH`` is "off".
         """
         return obeys_health()
 
     @classmethod
     def of(cls, asked: HealthOptions | bool | None) -> HealthOptions | None:
-        """Return the options that a user means; None if nothing is to be measured.
+        """Return the options for the value of the argument ``health=`` of a take.
 
         Args:
-            asked: None asks ``CASNAP_HEALTH`` of the environment; True takes the default options.
+            asked: The value. With None, the environment variable ``CASNAP_HEALTH`` decides; True
+                stands for the default options.
+
+        Returns:
+            The options; None if nothing is to be measured.
 
         Raises:
             StoreError: The variable has another value than "off", "warn" or "raise".

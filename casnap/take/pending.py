@@ -115,9 +115,9 @@ class PendingTake:
     Attributes:
         number: The place of this take among all that this process has started, from 1 on.
         error: The error that the take has ended with; None if there is none yet.
-        error_seen: Whether the caller has got the error, or gets it from the call that began this
-            take.
-        tolerated: The error, if the run goes on after it.
+        error_seen: Whether the caller has got the error already, or gets it from the call that
+            began this take.
+        tolerated: The error, if it is only logged and the run goes on; else None.
     """
 
     def __init__(

@@ -101,11 +101,11 @@ def plan_tensor(
         name: The name of the tensor, for messages.
         tiebreak: Any number, such as a hash of the name. It chooses among ranks that could do the
             same equally well; 0 chooses the lowest.
-        loads: The bytes that other plans have given each rank to hash. This plan adds its own. A
-            cut cell goes to the holder with the lowest load; among equal loads, to the holder of
-            the largest part.
-        hosts: For each rank, the number of its host. If several ranks hold a part, one on the
-            joiner's host sends it, if there is one. None if all ranks are on one host.
+        loads: The bytes that each rank has to hash by other plans; this plan adds to them. A cell
+            that shard edges cut is given to that holder of a part who has the lowest load; among
+            equal loads, to the holder of the largest part.
+        hosts: For each rank, the number of its host; None if all ranks are on one host. If several
+            ranks can send a part to the joiner, one on the joiner's host does if possible.
 
     Returns:
         The plan of each rank that has something to do.
@@ -126,7 +126,7 @@ def plan_tensor(
 
 
 class _CellBytes:
-    """Where the cells of a grid begin and end, if the tensor's bytes stood in the order of cells.
+    """Where the cells of a grid begin and end, if the bytes of all cells are laid end to end.
 
     Attributes:
         cell: The bytes of a full cell.
@@ -147,16 +147,16 @@ class _CellBytes:
         return start, min(start + self.cell, (lead + 1) * self.lead)
 
     def since(self, byte: int) -> int:
-        """Return the first cell that begins at the given offset in bytes, or after it."""
+        """Return the first cell that begins at the offset ``byte`` or after it."""
         lead, remainder = divmod(byte, self.lead)
         return lead * self.rows - (-remainder // self.cell)
 
 
 class _CellRuns:
-    """Runs of cells of one or more tensors, one after the other, to be divided by bytes.
+    """Runs of cells of one or more tensors, which ranks share by bytes.
 
     Args:
-        runs: The runs: the cells of the tensor, the first cell, and one past the last.
+        runs: For each run, the cells of its tensor, the first cell, and one past the last.
     """
 
     def __init__(self, runs: Sequence[tuple[_CellBytes, int, int]]) -> None:
@@ -165,14 +165,14 @@ class _CellRuns:
         self._starts = [0, *accumulate(sizes)]
 
     def share(self, part: int, parts: int) -> list[tuple[int, int, int]]:
-        """Divide the bytes of all runs into equal parts; return the cells that begin in one part.
+        """Divide the bytes of all runs into equal shares; return the cells that begin in one share.
 
         Args:
-            part: The number of the part, from 0 on.
-            parts: The number of parts.
+            part: The number of the share, from 0 on.
+            parts: The number of shares.
 
         Returns:
-            Parts of the runs: the number of the run, the first cell, and one past the last.
+            Shorter runs: the index of the run in ``runs``, the first cell, and one past the last.
         """
         total = self._starts[-1]
         low, high = (-(-n * total // parts) for n in (part, part + 1))

@@ -43,7 +43,7 @@ class Piece(NamedTuple):
         sizes: The bytes of each chunk.
         view: The bytes of all chunks, one after the other; empty if they are on an accelerator.
         keep_alive: The owner of the memory.
-        ready: Waits until the bytes are there; None if they are.
+        ready: Waits until the bytes have arrived in ``view``; None if they are there already.
         release: Gives the memory back; None if the piece has no memory to give back.
         part: Which part of the chunks the bytes are; None if the chunks are whole.
         on_device: The bytes on an accelerator, which are still to be copied; None if they are in
@@ -212,7 +212,7 @@ def _runs_in_boxes(
 
 
 def _as_one_box(box: Region, following: Region) -> Region | None:
-    """Join two adjacent boxes, if the bytes of the joined box are the first's, then the second's.
+    """Join two adjacent boxes into one whose row-major elements are those of both, in order.
 
     Returns:
         The joined box; None if there is no such box.
@@ -303,7 +303,7 @@ _block_pool = Pool(_BLOCK_BYTES, None)
 
 
 class _Block:
-    """A slot of memory with several copies in it. It is given back once all are released."""
+    """A slot of memory that holds several copies. It is given back once all copies are released."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
@@ -345,15 +345,15 @@ class _Copying(NamedTuple):
 
 
 def _to_block(piece: Piece, slot: Slot, target: memoryview) -> Piece:
-    """Begin to copy a piece from a device straight into a block, if the block is or can be pinned.
+    """Begin to copy a piece from a device into pinned memory: into a block, if that can be pinned.
 
-    Otherwise begin to copy it into other pinned memory. A block that is used for the first time is
+    Otherwise the memory is a slot of the pinned pool. A block that is used for the first time is
     not pinned: pinning would zero its pages on one thread, while copies zero them on all threads.
 
     Args:
         piece: The piece. One that is not on a device is returned as it is.
         slot: The slot of the block.
-        target: The place in the block.
+        target: The memory in the block.
     """
     on_device = piece.on_device
     if on_device is not None and slot.is_used and pin(slot, on_device.device):

@@ -265,7 +265,7 @@ class _Steps:
         return pieces if self._asking is None else self._asking.unknown(pieces)
 
     def end_reliance(self) -> None:
-        """End the reliance of the call, so that collectors may free its chunks again."""
+        """End the reliance on chunks that stayed on devices, so that collectors may free them."""
         if self._reliance is not None:
             self._reliance.end()
 
@@ -407,7 +407,7 @@ class _Steps:
         return True
 
     def _tell_lengths(self, packs: int) -> None:
-        """Let rank 0 list the packs and tell all ranks their lengths. This saves requests.
+        """Have rank 0 list the packs, and send their lengths to all ranks. This saves requests.
 
         Args:
             packs: How many packs this rank would have to look at by itself.
@@ -478,7 +478,7 @@ class _Steps:
         """Return the warning about unhealthy tensors; empty if there are none.
 
         Raises:
-            UnhealthyError: There are some, and the caller wants no such snapshot.
+            UnhealthyError: Some tensors are unhealthy, and the options ask for this error.
         """
         if not health.count:
             return ""

@@ -59,9 +59,9 @@ class Division(NamedTuple):
             the id of a sharded leaf also from the ranks that hold the leaf. Empty if a single
             process hashes the whole state.
         owned: Id of the leaf → sharded tensor, for those that this rank owns.
-        plans: Leaf → what this rank does for it, for leaves that other ranks hold too. All ranks
-            put cells together in the order of this dict.
-        splits: Whether shard edges cut a cell of any tensor, of any rank.
+        plans: Leaf → this rank's work for it, for leaves that other ranks hold too. The order of
+            the dict is the order in which all ranks put together cells that shard edges cut.
+        splits: Whether there is any such cell, in any tensor of any rank.
         is_single_process: Whether a single process hashes the whole state.
     """
 
@@ -82,9 +82,10 @@ def divide(
     chunk_size: int,
     seed: int,
 ) -> Division:
-    """Find out what the ranks hold in common, and this rank's share of the hashing.
+    """Find out which leaves several ranks hold, and which cells this rank is to hash.
 
-    Each rank hashes only a part of a replica, so replicas are first compared by samples.
+    Each rank hashes only a part of a leaf that others hold too. So ranks first compare samples of
+    their replicas.
 
     Args:
         comm: The ranks.
@@ -303,10 +304,10 @@ def _holdings(
 def _take_in(
     answers: list[Answer], by_owner: list[list[int]], scopes: list[Scope]
 ) -> tuple[dict[int, RankPlan], list[int]]:
-    """Read the answers of the owners, and change ``scopes`` to what they found.
+    """Read the owners' answers. Set the scope of leaves that are not equal as declared.
 
-    A declared leaf that is not equal on all ranks counts as not declared, as in TorchSnapshot: its
-    scope becomes UNDECIDED.
+    A leaf that is declared equal, but is not equal on all ranks, counts as not declared, as in
+    TorchSnapshot: its scope becomes UNDECIDED.
 
     Args:
         answers: The answer of each owner.
@@ -332,10 +333,10 @@ def _take_in(
 
 
 def _replicated(state: CapturedState, scopes: list[Scope], comm: Comm) -> dict[int, RankPlan]:
-    """Return this rank's plans, by leaf, for the leaves that all ranks hold.
+    """Return this rank's plans, by leaf, for the leaves that are declared equal on all ranks.
 
-    They are its share of the replicated leaves. A leaf that rank 0 alone hashes has an empty plan
-    on all other ranks.
+    The ranks share the cells of a REPLICATED leaf. A FROM_RANK_0 leaf has an empty plan on all
+    ranks but rank 0, which hashes it.
     """
     shared = sorted(
         (i for i, s in enumerate(scopes) if s is Scope.REPLICATED and i not in state.inline),

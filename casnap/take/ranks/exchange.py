@@ -79,7 +79,7 @@ class _Message:
 
 
 class _Offer:
-    """Chunks that the store lacks and a thread offers to write; and, later, the decision."""
+    """Chunks that a thread offers to write, since the store lacks them; later also the decision."""
 
     def __init__(self, chunks: list[tuple[Digest, int]]) -> None:
         self.chunks = chunks
@@ -87,7 +87,7 @@ class _Offer:
 
 
 class Decider:
-    """Decides which rank writes a chunk. This rank decides for the digests that select it.
+    """Decides which rank writes a chunk, for the chunks whose digests select this rank.
 
     Args:
         rank: The rank that decides.
@@ -128,7 +128,7 @@ class Decider:
 
 
 class Exchange:
-    """The hashing of one of several ranks: some threads hash, and one talks to the other ranks.
+    """Hashes the cells of one of several ranks: some threads hash, one talks to the other ranks.
 
     Args:
         comm: The ranks.

@@ -42,7 +42,7 @@ class OwnedTensor(NamedTuple):
         path: Its path.
         entry: Its entry, without digests.
         cells: The number of its cells.
-        ranks: The ranks that hold pieces of it.
+        ranks: The ranks that hold shards of it.
     """
 
     path: str
@@ -89,7 +89,7 @@ class Holdings(msgspec.Struct, array_like=True):
     Each rank sends it before it hashes anything.
 
     Attributes:
-        sharded: The tensors of which the rank holds pieces.
+        sharded: The tensors of which the rank holds shards.
         replicated: The leaves that are declared equal on all ranks.
     """
 
@@ -98,7 +98,7 @@ class Holdings(msgspec.Struct, array_like=True):
 
 
 class Replica(IntEnum):
-    """The result of an owner's comparison of one leaf that is declared equal on all ranks."""
+    """What an owner found when it compared all ranks' replicas of a leaf declared equal."""
 
     MISMATCHED = 0  # some ranks do not have it, or have another shape or dtype
     EQUAL = 1
@@ -136,10 +136,10 @@ def owner_of(leaf_id: bytes, size: int) -> int:
 
 
 def equal_on_all_ranks(told: Sequence[Sequence[tuple[bytes, bytes]]]) -> dict[bytes, bool]:
-    """Return, for each id, whether every rank has it, with the same value.
+    """Return, for each id, whether every rank has sent it, and with the same value.
 
     Args:
-        told: For each rank, pairs of an id and a value.
+        told: For each rank, the pairs of an id and a value that it has sent.
     """
     values_of: defaultdict[bytes, list[bytes]] = defaultdict(list)
     for leaf_id, value in chain.from_iterable(told):
@@ -252,7 +252,7 @@ def plan_sharded(
         The tensors, and their plans, both by id.
 
     Raises:
-        StateError: Ranks hold pieces of different tensors under one name, replicas that differ, or
+        StateError: Ranks hold shards of different tensors under one name, replicas that differ, or
             boxes that do not cover the tensor.
     """
     owned, plans = {}, {}
@@ -280,7 +280,7 @@ def plan_sharded(
 
 
 def _holders(holdings: list[Holdings]) -> dict[bytes, list[tuple[int, HeldShards]]]:
-    """Return, by id of the sharded tensor, each rank that holds pieces of it, with its pieces.
+    """Return, by id of the sharded tensor, each rank that holds shards of it, with these shards.
 
     Raises:
         StateError: Two ranks describe the tensor at one path differently.

@@ -49,7 +49,7 @@ class _OpenJoint(msgspec.Struct, array_like=True, gc=False):
         leaf_id: The id of the leaf.
         first_cell: The first cell.
         stop: One past the last cell.
-        at: The joint's offset in its rank's shared memory; -1 if the joint is not there.
+        at: The joint's offset in the shared memory of its rank; -1 if it is in other memory.
     """
 
     leaf_id: bytes
@@ -121,8 +121,8 @@ class SplitCells:
         rank: This rank.
         shared: The memory that the ranks share.
         leaf_ids: The id by which all ranks know each leaf.
-        plans: Leaf → what this rank does for it. Leaves that several ranks hold pieces of are in
-            the same order on all ranks.
+        plans: Leaf → this rank's work for it. Leaves that several ranks hold shards of are in the
+            same order on all ranks.
         grids: Leaf → its grid of cells.
         largest_team: The most ranks whose messages go through one rank.
     """
@@ -189,7 +189,7 @@ class SplitCells:
 
     @property
     def is_full(self) -> bool:
-        """Whether so many bytes of parts wait that none should be added until some are sent."""
+        """Whether callers should add no parts for now, since too many bytes wait to be sent."""
         return self._waiting_bytes > _WINDOW_BYTES
 
     def drop(self) -> None:
