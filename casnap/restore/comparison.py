@@ -36,8 +36,9 @@ def compare(
 ) -> KeyState:
     """Report how a module differs from the snapshot; return its key with only what fits.
 
-    Submodules whose hooks may change names or values as they load are not compared. Where hooks may
-    only allow names to be missing or unexpected, just the shapes are compared.
+    A submodule is not compared if one of its hooks may change names or values while it loads. If a
+    hook may only permit missing or unexpected names, the submodule's shapes are compared, but not
+    its names.
 
     Args:
         contents: The snapshot.
@@ -148,9 +149,9 @@ def load_what_fits(
 def _paths_of_children(
     state: KeyState, module: torch.nn.Module, does: Callable[[torch.nn.Module], bool]
 ) -> tuple[str, ...]:
-    """Return the prefix of paths of each submodule for which ``does`` returns True.
+    """Return the path prefix of each submodule for which ``does`` returns True.
 
-    If the module has a ``load_state_dict`` of its own, its own prefix is the only one.
+    If the module overrides ``load_state_dict``, the result is the prefix of the whole module.
     """
     if _has_own_loader(module):
         return (f"{state.component}/",)
@@ -169,7 +170,7 @@ def _rewrites(module: torch.nn.Module) -> bool:
 
 
 def _forgives(module: torch.nn.Module) -> bool:
-    """Whether a hook after loading may allow names to be missing or unexpected."""
+    """Whether a module has a hook after loading, which may permit missing or unexpected names."""
     return bool(module._load_state_dict_post_hooks)
 
 
@@ -248,10 +249,10 @@ def _other_groups(
 
 
 def _other_keys(contents: Contents, state: KeyState) -> Iterator[str]:
-    """Yield a sentence for each dict whose keys are numbers here, and texts in the snapshot.
+    """Yield a sentence for each dict whose keys are numbers here, but strings in the snapshot.
 
-    DCP's own files hold all keys as texts. A value that loads such a dict would not find its keys
-    in it.
+    Checkpoints of DCP hold all keys as strings. A value that loads such a dict would look for its
+    numbers, and not find them.
     """
     loading, live_keys = Loading(contents), dict[str, set[Any]]()
     for path, mapping in state.mappings():

@@ -30,8 +30,10 @@ class Handle:
         rank: The rank that it belongs to; None for a global entry.
 
     Attributes:
-        path: The path: with a rank, if one was asked for or the entry is a rank's own.
-        rank: The rank that alone can restore the entry; None if any can, on any number of ranks.
+        path: The path. It begins with a rank if the caller's path did, or if the entry belongs to
+            one rank.
+        rank: The only rank that can restore the entry; None if all ranks can, however many there
+            are.
     """
 
     def __init__(self, contents: Contents, path: str, entry: Entry, rank: int | None) -> None:

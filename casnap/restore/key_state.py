@@ -35,9 +35,9 @@ class KeyState:
         stateful: The value in the app state.
         current: What its ``state_dict()`` returns now.
         entries: The entries to read from the snapshot for this rank, by path.
-        known: Path → part of the current state to load where the snapshot has no entry.
-        rewritten: Prefixes of paths whose names or values the module may change while it loads.
-        unchecked: Prefixes of paths whose names only the module itself can check.
+        known: Path → part of ``current`` that is kept, since ``entries`` lacks the path.
+        rewritten: The path prefixes of submodules that may change names or values while they load.
+        unchecked: The path prefixes of submodules that check their names themselves.
         skipped: Paths that must not be loaded.
     """
 
@@ -130,8 +130,8 @@ def key_state(
         stateful: The value in the app state.
         report: Gets the key if the snapshot lacks it.
         rank: This rank.
-        kept_for_others: Gets the key's component → the paths that only other ranks can have → these
-            ranks.
+        kept_for_others: Gets the key's component → each path that this rank cannot restore → the
+            ranks that can.
 
     Returns:
         The key; None if the snapshot has nothing of the key for this rank.
@@ -166,8 +166,8 @@ def entries_seen(
         component: The first component of the key's paths.
         rank: The rank.
 
-    Returns: Path → entry. And path → the ranks that can have it, for paths that the rank cannot
-    have. Only a new rank, which the take did not have, lacks paths.
+    Returns: Path → entry; and, for each path that the rank cannot restore, the ranks that can.
+    There are such paths only for a new rank, which the take did not have.
     """
     trees = contents.trees(rank).get(component)
     entries = {} if trees is None else {component + inner: e for inner, e in trees.items()}
@@ -230,10 +230,10 @@ def _versions_of_stages(contents: Contents, state: KeyState, rank: int) -> dict[
 def _reached(
     contents: Contents, component: str, rank: int, entries: dict[str, Entry]
 ) -> dict[str, Entry]:
-    """Return the entries without the elements that this rank's own containers do not list.
+    """Return the entries without those that this rank's own containers do not list.
 
-    A container may have different elements on different ranks. A global entry that is not an
-    element on this rank is left out, with all entries below it.
+    A container may have different elements on different ranks. A global entry that is no element on
+    this rank is left out, with all entries below it.
 
     Args:
         contents: The snapshot.
@@ -274,10 +274,10 @@ def _kept_for_others(
         contents: The snapshot.
         component: The first component of the key's paths.
         rank: The rank. If the take had it, the result is empty.
-        entries: The entries that the rank can have, by path.
+        entries: The entries that the rank can restore, by path.
 
     Returns:
-        Path → the ranks that can have it.
+        Path → the ranks that can restore it.
     """
     holders: dict[str, list[int]] = {}
     if rank < contents.row.world_size:
@@ -335,10 +335,10 @@ def copied(value: Any) -> Any:
 
 
 def _may_lack(state: KeyState, path: str) -> bool:
-    """Whether a value keeps its live part at a path if the loaded state has none there.
+    """Whether a value keeps its live part at a path if the state that it loads lacks the path.
 
-    This is known for the state of a parameter in torch's optimizers, and for items of a dict in
-    modules and in ``StateDict``. For anything else the result is False.
+    That holds for the state of a parameter in torch's optimizers, and for items of a dict in
+    modules and in ``StateDict``. For anything else it is not known, and the result is False.
     """
     loader, (parent, _, _) = known_loader(state.stateful), path.rpartition("/")
     if loader is torch.optim.Optimizer:

@@ -70,8 +70,7 @@ class _TensorToFill(NamedTuple):
     Attributes:
         box: The elements of the entry to read.
         tensor: The tensor.
-        held: A tensor, perhaps the same one, that may have these elements already; None if there is
-            none.
+        held: A tensor that may have these elements already, perhaps ``tensor`` itself; or None.
     """
 
     box: Region | Selection
@@ -85,8 +84,8 @@ class _EntryToLoad(NamedTuple):
     Attributes:
         path: Its path.
         entry: The entry.
-        content: The tensor or bytes that :meth:`Loading.load` returns for the entry; None if it
-            returns nothing.
+        content: The tensor or bytes that :meth:`Loading.load` returns for the entry; None if
+            ``load`` returns nothing for it.
         targets: The tensors to fill, if the entry is a tensor.
     """
 
@@ -104,8 +103,8 @@ class _Move(NamedTuple):
         nbytes: The bytes of the cell.
         nbytes_kept: How many of these bytes are needed.
         sink: Takes the bytes.
-        target: If the bytes fill a run of memory exactly, that run: they may be read straight
-            there.
+        target: Memory that the bytes of the cell fill exactly, so that they may be read straight
+            into it; None if there is none.
     """
 
     number: int
@@ -147,12 +146,12 @@ class Loading:
         Args:
             path: The entry's path.
             entry: The entry.
-            targets: Boxes or selections of the tensor, each with the tensor to fill: of the same
-                shape, of any dtype, device and strides. The boxes may overlap, the tensors to fill
-                may not. None for new memory.
+            targets: Boxes or selections of the entry, each with the tensor to fill, which has the
+                same shape, but may have any dtype, device and strides. The boxes may overlap, the
+                tensors may not. None for new memory.
             content: The tensor that :meth:`load` returns for the entry; None if it returns nothing.
             held: For each target, in order, a tensor that may have its elements already, such as
-                the target itself. It is hashed, and cells that are equal are not read.
+                the tensor to fill itself. It is hashed, and cells with equal digests are not read.
 
         Raises:
             DamagedError: The entry contradicts itself.
@@ -272,13 +271,15 @@ class Loading:
                         yield self._candidate(want, target, cells.region(number))
 
     def _candidate(self, want: Want, target: _TensorToFill, cell: Region) -> Want | Candidate:
-        """Return a chunk to read, with the elements in memory that may equal it.
+        """Pair a chunk to read with the part of a live tensor that may hold its elements already.
 
         Args:
             want: The chunk.
-            target: The tensor to fill.
-            cell: The box of the chunk. If the target needs only a part of it, the chunk is returned
-                alone.
+            target: The tensor to fill, and the live tensor.
+            cell: The box of the chunk.
+
+        Returns:
+            The pair; only ``want`` if the live tensor cannot hold the whole cell.
         """
         box, tensor, held = target
         if held is None or not isinstance(box, Region) or cell.intersect(box) != cell:
@@ -363,14 +364,14 @@ def naming(contents: Contents, path: str) -> Iterator[None]:
 def _target(
     entry: TensorEntry, box: Region | Selection, tensor: torch.Tensor, held: torch.Tensor | None
 ) -> _TensorToFill:
-    """Make the :class:`_TensorToFill` for a tensor; leave ``held`` out if it is of no use.
+    """Make the :class:`_TensorToFill` for a tensor.
 
     Args:
         entry: The entry to fill the tensor with.
         box: The elements of the entry to read.
         tensor: The tensor.
-        held: A tensor that may have these elements already. It is of no use if its memory does not
-            have them in the stored form, as with another dtype.
+        held: A tensor that may have these elements already. It is left out if its memory cannot
+            have them in the stored form, for example because its dtype differs.
     """
     target = as_copyable(tensor.detach())
     if held is None or is_wrapper(held) or not is_its_storage(held) or is_numpy(entry):

@@ -162,8 +162,8 @@ def _why_unfit(
 ) -> str:
     """Return why a stored moment does not fit a parameter; empty if it may fit.
 
-    The caller has found that the stored shape of the moment is not that of the parameter. The
-    moment does not fit in any of these cases:
+    Call this only if moment and parameter differ in shape. The moment does not fit in any of these
+    cases:
 
     - The parameter has one shape in the snapshot, and another one here.
     - The optimizer already holds this moment here, in the shape of the parameter.

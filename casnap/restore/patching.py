@@ -40,9 +40,8 @@ from casnap.storage import (
 class _Memory(NamedTuple):
     """Where a tensor's elements lie, and how often torch has written to them.
 
-    If two such records of a tensor are equal, nobody has replaced or written to its memory in
-    between. But torch does not count writes through ``.data``, nor writes to tensors of inference
-    mode.
+    A tensor has changed between two moments if its ``_Memory`` differs. Torch does not count writes
+    through ``.data``, nor writes to tensors of inference mode: such changes are not noticed.
 
     Attributes:
         places: Address, dtype, device, shape and strides of each shard; a tensor that is not
@@ -72,13 +71,13 @@ class _Memory(NamedTuple):
 
 
 class _HeldEntry(NamedTuple):
-    """The entry of a snapshot whose values a live tensor holds.
+    """A live tensor, and the entry of a snapshot whose values it was filled with.
 
     Attributes:
         entry: The entry.
-        digests: The digests of its chunks.
+        digests: The joined digests of the entry's chunks.
         value: The tensor.
-        memory: Its memory, when it got these values. If the memory has changed since, it is unknown
+        memory: The ``_Memory`` of the tensor when it was filled. If it differs now, it is unknown
             what the tensor holds.
     """
 
@@ -89,19 +88,19 @@ class _HeldEntry(NamedTuple):
 
 
 _Bases: TypeAlias = dict[bytes, tuple[torch.Tensor, tuple[slice, ...]]]
-"""Chunks that live tensors hold, by digest: the tensor, and which part of it."""
+"""The digest of a chunk → a live tensor, and the slices of it that hold the chunk."""
 
 
 @dataclass(frozen=True)
 class LivePatch:
-    """New values, verified and in memory, that bring live tensors to a snapshot.
+    """New values for live tensors, read and verified, that bring the tensors to a snapshot.
 
     Attributes:
         contents: The snapshot.
         copies: Parts of live tensors, each with the new values.
         values: The tensors to which these parts belong.
-        held: What each tensor holds after the patch, by its name.
-        upon: What each tensor holds before the patch, by its name.
+        held: The name of each tensor → what it holds after the patch.
+        upon: The name of each tensor → what it must hold before the patch.
         whole: The names of the tensors whose elements are all replaced.
     """
 
@@ -307,9 +306,7 @@ def _digest(digests: bytes, number: int) -> bytes:
 
 
 def _changed_runs(cells: Grid, old: bytes, new: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the runs of cells that differ.
-
-    The cells of a run are one box: they lie at the same place of the axes before ``cells.axis``.
+    """Yield the runs of cells whose digests differ. The cells of each run form one box.
 
     Args:
         cells: The grid of the tensor.
@@ -357,7 +354,7 @@ def _note_bases(
     runs: Iterable[tuple[int, int]],
     live: tuple[Region, torch.Tensor],
 ) -> None:
-    """Note where a live tensor holds chunks that are to be replaced: deltas may be based on them.
+    """Note where a live tensor holds the chunks that a patch replaces: they may be bases of deltas.
 
     Args:
         bases: Digest of a chunk → the tensor and the slices that hold it.
@@ -375,10 +372,10 @@ def _note_bases(
 
 
 def _load(contents: Contents, loading: Loading, bases: _Bases) -> None:
-    """Read all chunks of a patch. Use deltas whose base chunks the live tensors hold.
+    """Read all chunks of a patch. The base of a delta is taken from a live tensor that holds it.
 
-    If a chunk seems damaged, other code may have changed a tensor. All is then read again, without
-    deltas.
+    If a chunk seems damaged, other code may have changed the tensor with its base. All chunks are
+    then read again, with bases from the store.
     """
 
     def fill(digest: Digest, memory: memoryview) -> bool:

@@ -1,4 +1,4 @@
-"""Read what a take has measured of the tensors of a snapshot."""
+"""Read the health of a snapshot's tensors, which the take has measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from casnap.storage import Contents
 
 @without_torch_modes()
 def read_health(contents: Contents) -> dict[str, TensorHealth]:
-    """Return the numbers about the tensors of a snapshot, by path; nothing if none were noted.
+    """Return the health of the tensors of a snapshot, by path; empty if the take measured none.
 
     A path begins with a rank if its entry belongs to that rank.
 
@@ -23,7 +23,7 @@ def read_health(contents: Contents) -> dict[str, TensorHealth]:
         contents: The snapshot.
 
     Raises:
-        DamagedError: What is noted is malformed, or a node is missing or damaged.
+        DamagedError: A record of the manifest is malformed, or a node is missing or damaged.
     """
     manifest = contents.manifest
     records = manifest.health_by_tree
@@ -51,7 +51,7 @@ def read_health(contents: Contents) -> dict[str, TensorHealth]:
 
 
 def _noted(contents: Contents, label: str, count: int, record: Any) -> dict[int, TensorHealth]:
-    """Return the numbers in the record of a tree, by the number of the entry.
+    """Decode the health record of a tree: the number of an entry in the tree → its health.
 
     Args:
         contents: The snapshot.

@@ -79,7 +79,7 @@ class RestoreOptions:
             raise ValueError(f"new_ranks is 'keep' or 'error'; got {self.new_ranks!r:.80}")
 
     def refuses(self, missed: _Missed) -> bool:
-        """Whether it is an error that new ranks cannot have the given parts of a key."""
+        """Whether the restore fails because new ranks cannot have a part of a key."""
         if self.new_ranks is None:
             return self.strict and not missed.is_random
         return self.new_ranks == "error"
@@ -303,11 +303,10 @@ def _without_conflicts(
 ) -> tuple[list[KeyState], dict[str, Shards], list[list[Part]]]:
     """Report tensors of modules that share memory here, but differ in the snapshot.
 
-    A value that is not a module gets a new tensor for each name, and need not keep the tie. So its
-    tensors are not reported.
+    Tensors of other values are not reported: each of them gets new memory, and need not stay tied.
 
-    Returns: What :func:`_compared` returns, without the reported tensors. Each group that is left
-    has at least one tensor of a value that is not a module.
+    Returns: As :func:`_compared` does, without the reported tensors. Each group that is left has at
+    least one tensor of a value that is not a module.
     """
     entries = {
         path: entry for state in states for path, entry in state.entries.items() if path in targets
@@ -386,10 +385,12 @@ def _what_failed(
 def _by_stored_keys(
     contents: Contents, app_state: Mapping[str, Stateful], rename: Rename, report: RestoreReport
 ) -> dict[str, Stateful]:
-    """Return an app state by the keys of the snapshot; report the keys that the snapshot lacks.
+    """Apply ``rename`` to the keys of an app state; report the keys that the snapshot lacks.
 
-    A key counts as missing only if the snapshot has it for no rank. So all ranks find the same keys
-    missing.
+    A key is missing only if the snapshot has it for no rank, so all ranks report the same keys.
+
+    Returns:
+        The key in the snapshot → the value in the app state.
     """
     keys = contents.keys()
     keys_by_stored = renamed(contents.label, {key: key for key in sorted(keys)}, rename)
@@ -418,7 +419,7 @@ class _Agreement(msgspec.Struct, array_like=True):
         commit: The commit id of the snapshot.
         manifest: The digest of its manifest. It differs on a rank that opened the snapshot before
             it was thinned.
-        read_once: The option of rank 0.
+        read_once: The option ``read_once=`` of rank 0.
         has_one_cache: Whether all ranks see the store through one page cache.
         order: The components of the keys of all ranks, in the order in which all ranks load them.
         root: A recent root, if rank 0 reads roots and trees for all ranks.
@@ -468,9 +469,9 @@ def _agree(
 
 
 class _Missed(msgspec.Struct, array_like=True):
-    """A message between ranks: the part of one key that new ranks cannot have.
+    """A message between ranks: the part of one key that new ranks cannot restore.
 
-    New ranks are those that the take did not have. The take stored the part for single ranks alone.
+    New ranks are those that the take did not have. The take stored this part for single ranks only.
 
     Attributes:
         what: What new ranks cannot have: the key, or some of its paths, in words.
@@ -563,7 +564,7 @@ def _load(
     comm: Comm,
     agreed: _Agreement,
 ) -> tuple[dict[str, Any], dict[str, Leaf], int]:
-    """Read all entries, each into its target if it has one; all ranks read together if that pays.
+    """Read all entries, each into its target if it has one. Ranks share reads if that saves time.
 
     Args:
         contents: The snapshot.
@@ -617,9 +618,10 @@ def _load(
 
 
 def _holders(entry: Entry, target: Shards | None, live: Shards | None) -> tuple[torch.Tensor, ...]:
-    """Return the live tensors that may hold an entry's elements already: one for each box to read.
+    """Return the live tensors that may hold an entry's elements already.
 
-    The result is empty if the live tensors have other boxes than those to read.
+    There is one for each box that is to be read. The result is empty if the shards of the live
+    tensor have other boxes.
 
     Args:
         entry: The entry to read.

@@ -24,13 +24,13 @@ _numbers = random.SystemRandom()
 
 
 class Candidate(NamedTuple):
-    """A chunk to read, unless a tensor holds it.
+    """A chunk to read, unless a live tensor holds its elements already.
 
     Attributes:
         want: The chunk.
-        part: The part of a tensor that may hold the elements of the chunk.
-        keep: Called instead of reading the chunk, if the part does hold these elements. It copies
-            them to the tensor to fill, if that is another one.
+        part: The part of the live tensor that may hold these elements.
+        keep: Called instead of reading the chunk, if the part holds the elements. If another tensor
+            is to be filled, it copies the elements there.
     """
 
     want: Want
@@ -39,14 +39,14 @@ class Candidate(NamedTuple):
 
 
 def lacking(candidates: Iterable[Want | Candidate]) -> Iterator[Want]:
-    """Yield the chunks to read; call ``keep`` of each candidate whose part has the chunk already.
+    """Yield the chunks that no tensor holds; call ``keep`` of the other candidates.
 
-    A chunk need not be read if the digest of its candidate's part, computed here, is that of the
-    chunk. A part on a device is hashed on the calling thread's current stream of the device, a part
-    on the host by threads. Work that writes to a part may still be under way when this is called.
+    The part of each candidate is hashed, and its digest is compared with that of the chunk. A part
+    on a device is hashed on the calling thread's current stream of the device, a part on the host
+    by threads. Work that writes to a part may still be under way when this is called.
 
     Args:
-        candidates: The chunks. One that no tensor can hold is a plain ``Want``.
+        candidates: The chunks. A chunk without such a part is a plain ``Want``.
 
     Raises:
         DeviceError: A device has computed a wrong digest.
@@ -117,10 +117,7 @@ def _digest(part: torch.Tensor) -> Digest:
 
 
 def _by_device(device: torch.device, parts: Sequence[torch.Tensor]) -> list[Digest | None]:
-    """Return the digest of each part, computed on the device.
-
-    None stands for a part that the device cannot hash. Its chunk is read then.
-    """
+    """Return the digest of each part, computed on the device; None if the device cannot hash it."""
     from casnap.state.device_hash import CellRun, hasher_of  # which needs numpy
 
     digests: list[Digest | None] = [None] * len(parts)
@@ -145,14 +142,14 @@ def _by_device(device: torch.device, parts: Sequence[torch.Tensor]) -> list[Dige
 
 
 def _audit(device: torch.device, kept: Candidate) -> None:
-    """Hash a part on the host, to check the digest that its device computed.
+    """Check a digest that a device has computed, by hashing the same part on the host.
 
     Args:
         device: The device.
-        kept: A chunk that is not read, since the device found its digest in this part.
+        kept: A candidate whose part has the digest of the chunk, according to the device.
 
     Raises:
-        DeviceError: The part holds other bytes.
+        DeviceError: The host computes another digest.
     """
     from casnap.state.device_hash import distrusted
 

@@ -64,8 +64,8 @@ class _Copy(NamedTuple):
     Attributes:
         target: The memory of the chunk.
         position: The offset of this memory in the buffer that the other ranks see.
-        entries: Where to write ``position`` once the chunk is there: tables, each with the index of
-            an entry in it.
+        entries: Where to write ``position`` once the chunk has been read: tables, each with an
+            index.
     """
 
     target: memoryview
@@ -94,8 +94,8 @@ def fetch_shared(
         options: How this rank reads.
         window: About how many bytes a rank receives at once, the same on all ranks. A rank also
             keeps three to six times its share of a window in buffers for other ranks.
-        only_in_memory: Whether to share reads only if all ranks share memory and want much in
-            common; otherwise each rank reads for itself.
+        only_in_memory: Whether to share reads only if all ranks share memory, and many of the
+            chunks are wanted by several ranks. Otherwise each rank reads for itself.
 
     Raises:
         DamagedError: Some chunks have no whole place. All others were handed over. The error is
@@ -168,8 +168,8 @@ class _SharedFetch:
 
         Args:
             window: About how many bytes a rank receives at once.
-            only_in_memory: Whether to share only if all ranks see each other's memory, and if it
-                saves much. Otherwise this method reads nothing.
+            only_in_memory: Whether to share reads only if all ranks see each other's memory, and
+                sharing saves much. If it does not, this method reads nothing.
         """
         if only_in_memory and self._wanted_again() < _WORTH_SHARING:
             return
@@ -238,7 +238,7 @@ class _SharedFetch:
         )
 
     def _room_for(self, nbytes: int) -> int:
-        """Return how long a buffer is for ``nbytes`` of chunks and one pointer for each rank."""
+        """Return the bytes of a buffer for ``nbytes`` of chunks, and a pointer for each rank."""
         return nbytes + _POINTER * self._comm.size
 
     def _make_buffers(self, requested: list[list[bytes]]) -> None:
@@ -257,7 +257,7 @@ class _SharedFetch:
             self._buffers = [Slot(most).view for _ in requested[:2]]
 
     def _room(self, requested: list[bytes]) -> int:
-        """Return the most bytes that a window's answers take.
+        """Return the most bytes that the chunks and tables for all requests of a window take.
 
         Args:
             requested: The request of each rank to this one in the window.
@@ -266,10 +266,9 @@ class _SharedFetch:
         return self._room_for(_nbytes_of(local)) + sum(_nbytes_of([text]) for text in remote)
 
     def _texts(self, requested: list[bytes]) -> tuple[list[bytes], list[bytes]]:
-        """Split requests by whether their ranks see this rank's memory; keep each request once.
+        """Return the different requests of ranks that see this rank's memory, and of other ranks.
 
-        Returns:
-            The requests of ranks that see it, and those of the others.
+        Equal requests of several ranks are returned once.
         """
         each = [
             {t for t, reads in zip(requested, self._readers, strict=True) if t and reads == near}
@@ -283,9 +282,9 @@ class _SharedFetch:
         """Group the chunks that this rank wants by unit: a run of a pack that is read at once.
 
         Args:
-            nbytes: How many bytes of the pack a unit has, at most.
-            share: How many bytes a rank reads for others in a window. A unit of compressed chunks
-                has at most about a quarter of that, uncompressed.
+            nbytes: The most bytes of the pack in a unit.
+            share: How many bytes a rank reads for others in a window. The chunks of a unit have at
+                most about a quarter of that once decompressed.
 
         Returns:
             Unit → the digests of its chunks, in the order of units.
@@ -542,7 +541,7 @@ def _buffer(shared: memoryview, number: int) -> memoryview:
 
 
 def _nbytes_of(texts: Iterable[bytes]) -> int:
-    """Return the most bytes that the answer to requests takes: each chunk once, and the tables."""
+    """Return the most bytes of the requested chunks, each once, and of the tables of positions."""
     chunks: set[tuple[bytes, int]] = {c for text in texts for c in unpacked(_REQUEST, text)}
     tables = sum(len(text) // _REQUEST.size * _POINTER for text in texts)
     return tables + sum(nbytes + _ALIGNED for _, nbytes in chunks)
@@ -551,7 +550,7 @@ def _nbytes_of(texts: Iterable[bytes]) -> int:
 def _lay_out(
     memory: memoryview, begin: int, texts: Iterable[bytes], copies: _Copies
 ) -> tuple[dict[bytes, int], int]:
-    """Choose places in a buffer: first a table for each request, then the requested chunks.
+    """Lay out a buffer: first a table of positions for each request, then the requested chunks.
 
     Args:
         memory: The buffer.

@@ -18,11 +18,11 @@ from casnap.format.decoding import decoder
 from casnap.format.records import Place, encode
 
 Unit: TypeAlias = tuple[bytes, int]
-"""A pack, and the number of a run in it. The numbers ascend along the pack."""
+"""The id of a pack, and the number of a run in it. The numbers ascend with the offsets."""
 Units: TypeAlias = list[tuple[bytes, list[tuple[int, int]]]]
-"""For each pack, in order: the runs that are wanted, and how many bytes of each are wanted."""
+"""For each pack, in order: the numbers of the wanted runs, each with its wanted bytes."""
 _Told: TypeAlias = list[tuple[bytes, int, Raw]]
-"""A request: for each pack, how many bytes of it are wanted, and the encoded runs."""
+"""A request as it was sent: for each pack, the bytes wanted of it, and the encoded runs."""
 # No pack is as long as this. An index may claim larger offsets, but the number of a run must fit in
 # 64 bits.
 _FAR = 1 << 56
@@ -35,8 +35,8 @@ def run_of(place: Place, nbytes: int, most: int) -> int:
 
     Args:
         place: Where the chunk lies.
-        nbytes: How many bytes of the pack a run has, at most.
-        most: About how many raw bytes a run of compressed chunks has, at most.
+        nbytes: The most bytes of the pack in a run.
+        most: About the most raw bytes of the compressed chunks in a run.
     """
     # The least n for which the chunk is compressed by no more than 2**n.
     n = (max(0, place.raw_size - 1) // max(1, place.stored_size)).bit_length()
@@ -112,10 +112,10 @@ def schedule_reads(
 def _wanted_units(
     requests: Sequence[tuple[list[int], bytes | memoryview]], load: list[int]
 ) -> dict[Unit, list[tuple[int, int]]]:
-    """Return the units that several ranks may want; add the others to the loads of their ranks.
+    """Return the units that several ranks may want.
 
-    The units of a pack that only one rank wants are left out; their bytes count as load of that
-    rank. Most packs are like this when many ranks restore shards.
+    A pack that only one rank wants is left out, and its wanted bytes are added to the load of that
+    rank. Most packs are such when many ranks restore shards.
 
     Args:
         requests: Groups of ranks, each with the request of the group.

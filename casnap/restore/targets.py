@@ -24,16 +24,16 @@ from casnap.state.tensors import (
 )
 
 Part: TypeAlias = tuple[str, int]
-"""A target by its path, and the number of a shard of it."""
+"""The path of a target, and the number of one of its shards."""
 _EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 def targets_of(state: KeyState) -> dict[str, Shards]:
-    """Return, by path, the tensors to read entries into: live ones, or new ones like them.
+    """Return, by path, the tensors to read entries into: live tensors, or new ones like them.
 
-    If the loader of the value is torch's or casnap's, its live tensors are filled. Any other loader
-    gets new tensors, since it may overwrite its live ones before it reads the new ones, or compare
-    the two. A path that is not in the result gets a tensor when its entry is read.
+    Live tensors are filled if the loader of the value is torch's or casnap's. Any other loader gets
+    new tensors: it may overwrite the live tensors before it reads the new ones, or compare the two.
+    A path that is not in the result gets a tensor when its entry is read.
     """
     targets = fill_targets(state.current, state.component)
     moments: dict[str, Shards] = {}
@@ -75,7 +75,8 @@ def _new(path: str, entry: Entry, live: Shards, tied: dict[object, Shards]) -> S
         path: The path.
         entry: The entry.
         live: The live tensor. If it is sharded, the new one is sharded alike.
-        tied: New tensors by live memory and stored bytes. Tied tensors share one new tensor.
+        tied: The new tensors so far, by live memory and stored bytes. A tensor that is tied to an
+            earlier one gets the same new tensor.
     """
     assert isinstance(entry, TensorEntry)
     value = live.value
@@ -205,7 +206,7 @@ def conflicts(
 
 
 def _extents(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the memory that the parts of one tensor span, once for each storage."""
+    """Yield, for each storage of some shards, one tensor that spans all its shards."""
     by_storage: dict[int, list[torch.Tensor]] = {}
     for part in parts:
         by_storage.setdefault(part.untyped_storage().data_ptr(), []).append(part)

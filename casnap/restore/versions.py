@@ -24,10 +24,10 @@ from casnap.storage import Contents
 
 
 def with_versions(state: KeyState, known: Known) -> dict[str, Reopened]:
-    """Return, by path, the dicts of a key that carry versions of modules.
+    """Return, by path, the dicts of a key to which versions of modules belong, with these versions.
 
-    Their versions are the stored ones, under the names that the submodules have here. ``dcp.save``
-    stores none; then the versions of the live state are used, as ``dcp.load`` does.
+    They are the stored versions, under the names that the submodules have here. ``dcp.save`` stores
+    none: then the versions of the live state are used, as ``dcp.load`` does.
 
     Args:
         state: The key.
@@ -42,7 +42,7 @@ def with_versions(state: KeyState, known: Known) -> dict[str, Reopened]:
 
 
 _COUNT = "num_batches_tracked"
-"""A buffer that BatchNorm has since its version 2. It adds the buffer to states of version 1."""
+"""A buffer of BatchNorm since its version 2, which adds it to states of version 1 as it loads."""
 
 
 def added_by_module(
@@ -92,9 +92,9 @@ def _versioned(stored: Reopened, live: Mapping[Any, Any]) -> Reopened:
 
 
 def _by_live_names(stored: Mapping[Any, Any], live: Mapping[Any, Any]) -> Mapping[str, Any]:
-    """Return the versions in a stored dict, under the names that the submodules have here.
+    """Return the versions in a stored dict, under their stored names and under the live names.
 
-    The stored names stay as well. If the stored dict has no versions, the live dict's are returned.
+    If the stored dict has no versions, the versions in the live dict are returned.
     """
     taken, current = getattr(stored, "_metadata", None), getattr(live, "_metadata", {})
     if taken is None or taken.keys() == current.keys():
