@@ -60,9 +60,10 @@ class Comm(ABC):
 
     @property
     def largest_team(self) -> int:
-        """The number of ranks in the largest team. One rank passes on the bytes of its whole team.
+        """The number of ranks in the largest team; 1 without teams.
 
-        With large teams, callers send fewer bytes at once, to spare the memory of that rank.
+        One rank of a team passes on the bytes of all others. So with large teams, callers send
+        fewer bytes at once, to spare the memory of that rank.
         """
         return 1
 
@@ -82,9 +83,8 @@ class Comm(ABC):
         Args:
             parts: A part for each rank. If several ranks get the same object, it is sent once where
                 the connections allow that.
-            room: Memory to receive parts into, to save allocations. Parts that arrive by way of
-                another rank are not put there. If the other parts are too long for the memory, it
-                is not used.
+            room: Memory to receive parts into, to save allocations. It is not used for parts that
+                arrive by way of another rank, and not at all if the other parts do not fit.
             is_proven: Whether the receivers verify the parts themselves. Parts are then sent
                 without a checksum.
 
@@ -115,25 +115,24 @@ class Comm(ABC):
         """
 
     def resume(self, error: BaseException) -> bool:
-        """Tell the other ranks of an error; go on if all failed ranks have errors of one type.
+        """Agree with the other ranks, after an error, whether the operation goes on.
 
-        This is a collective: each rank calls it with its own error, or with the error that it got
-        from another rank.
+        It goes on if all failed ranks have errors of one type. This is a collective: each rank
+        calls it with its own error, or with the error that it got from another rank.
 
         Args:
             error: The error.
 
         Returns:
-            Whether the operation goes on. The answer is the same on all ranks; if it is False, the
-            operation has ended.
+            Whether the operation goes on, the same on all ranks. If it does not, it has ended.
         """
         return True
 
     def background(self, number: int) -> Comm:
         """Return a second ``Comm`` of these ranks, for the part of the operation in the background.
 
-        It has connections of its own, and uses them once earlier operations in the background have
-        ended. So this operation may end before its part in the background begins.
+        The second ``Comm`` has its own connections. It waits until earlier operations in the
+        background have ended. So this operation may end before its part in the background begins.
 
         Args:
             number: A number of the operation, the same on all ranks. If a rank has skipped an
@@ -250,7 +249,7 @@ class Comm(ABC):
 
     @contextmanager
     def reporting_errors(self) -> Iterator[None]:
-        """Run the beginning of an operation. An error in the block ends the operation on all ranks.
+        """In a ``with`` block, end the operation on all ranks if this rank raises an error.
 
         Without an error, the operation goes on after the block.
         """

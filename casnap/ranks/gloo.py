@@ -86,8 +86,8 @@ def first_in(store: Any, key: str, value: bytes) -> bytes:
 class _Addresses(dist.Store):  # type: ignore[misc, name-defined]
     """A torch store through which gloo reads the addresses of ranks.
 
-    For each address, gloo first waits for the key, then gets the value. Here ``wait`` reads the
-    value already, so that both together are one request.
+    For each address, gloo calls ``wait`` for the key, then ``get`` for the value. To save a
+    request, ``wait`` already reads the value here, and ``get`` returns it.
     """
 
     def __init__(self, store: Any) -> None:

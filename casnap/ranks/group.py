@@ -252,12 +252,13 @@ class Group(Comm):
         sums: list[int],
         error: ErrorText | None = None,
     ) -> Incoming:
-        """Exchange this rank's parts or its error with the other ranks; check that all are in step.
+        """Exchange parts with the other ranks; check that all ranks are in the same collective.
 
         Args:
             parts: The part for each rank.
             sums: The checksum of each part.
-            error: The error of this rank if it has failed. The others learn only that it has one.
+            error: The error of this rank, if it has failed. The other ranks learn here only that
+                this rank has failed.
 
         Returns:
             The parts for this rank. For some parts only the length may have come;

@@ -81,7 +81,7 @@ class _At(msgspec.Struct, array_like=True):
     """The note in the store that says which operation a rank is doing now.
 
     Attributes:
-        number: The number of the rank's operation, counted from the making of the group.
+        number: The number of the operation, counted since the gloo group was made.
         phase: The phase of the operation, in words.
     """
 
@@ -274,7 +274,9 @@ class Link:
         return bool(self._store.check([key]))
 
     def _pauses(self, until: float, given_up: threading.Event) -> Iterator[None]:
-        """Yield once before each try of a caller, with longer and longer pauses in between.
+        """Yield until a time; pause before each further yield, longer and longer.
+
+        A caller that polls the store does so after each yield.
 
         Args:
             until: The time at which to stop, by the monotonic clock.
@@ -468,7 +470,7 @@ class Link:
         return name, start
 
     def _token_in(self, name: str) -> bytes:
-        """Return the start of this rank's token, as the token list of a group in the store has it.
+        """Return this rank's entry in the token list of a group in the store: the token's start.
 
         Args:
             name: The name of the group.
@@ -575,10 +577,10 @@ class Link:
         )
 
     def _all_come_again(self, apart: str, given_up: threading.Event) -> bool:
-        """Wait until every rank knows that some ranks are not connected, so that all try again.
+        """Wait until all ranks know that some ranks could not be connected, so that all try again.
 
         Args:
-            apart: The key in torch's store below which each rank reports that it knows.
+            apart: The key in torch's store below which each rank reports that it knows this.
             given_up: Set once nobody waits for this call any more. The wait then ends early.
 
         Returns:
@@ -616,11 +618,11 @@ class Link:
         return True
 
     def _await_answer(self, look: Callable[[], bool | None], *, otherwise: bool) -> bool:
-        """Look at the store repeatedly until it has an answer, which other ranks may still write.
+        """Ask the store a question repeatedly, until other ranks have written what answers it.
 
         Args:
-            look: Returns the answer; None if the store does not have it yet.
-            otherwise: The answer to return if the store has none in time.
+            look: Asks the store; returns the answer, or None as long as there is none.
+            otherwise: The answer to return if the time is over.
 
         Returns:
             The answer; False if the store cannot be read.
@@ -638,7 +640,9 @@ class Link:
             return False
 
     def find_cause(self, error: ErrorText | None, seconds: float, *, is_late: bool) -> Failure:
-        """Break this rank's connections, report it in the store, and return which rank is at fault.
+        """Find out, after a failed exchange, which rank is at fault.
+
+        This breaks the rank's connections, and reports that in the store.
 
         Args:
             error: The error of this rank, if the rank itself has failed.
@@ -664,8 +668,7 @@ class Link:
 
         Args:
             error: The error of this rank, if the rank itself has failed.
-            within: The seconds for which this rank waited, as text, if it waited until its
-                deadline; else "".
+            within: If this rank waited until its deadline, for how many seconds, as text; else "".
             patience: How many seconds to wait for the reports of other ranks.
             given_up: Set once the caller has stopped waiting for the result.
         """

@@ -141,9 +141,9 @@ def not_shared(nbytes: int, size: int) -> SharedMemory:
 
 
 class Ring:
-    """Keeps account of which runs of a memory are in use. The memory itself is not touched.
+    """Allocates runs of bytes in a memory, as a ring buffer: it only returns their offsets.
 
-    Runs are freed in about the order in which they were taken.
+    Callers free the runs in about the order in which they took them.
 
     Args:
         nbytes: The length of the memory.

@@ -49,7 +49,7 @@ class Outgoing(NamedTuple):
     """The parts that a rank sends in a collective.
 
     Attributes:
-        step: A number of the collective, the same on all ranks that are in step.
+        step: The number of the collective. It differs on a rank that has skipped a collective.
         parts: The part for each rank. An object that goes to several ranks is sent once.
         sums: The checksum of each part.
         has_failed: Whether this rank has failed. Then the parts are empty.
@@ -196,11 +196,11 @@ class Mesh(Transport):
 
 
 class _Common(msgspec.Struct, array_like=True):
-    """The half of a message that is meant for all ranks.
+    """The half of a message that all ranks get. A speaker joins those of its team into one.
 
     Attributes:
-        step: The ``step`` of the sender. A speaker sends its own, for the whole team.
-        astray: Each rank of the team whose ``step`` differs from the sender's → its ``step``.
+        step: The ``step`` of the sender, as in :class:`Outgoing`.
+        astray: Each rank of the sender's team that is at another ``step`` → its ``step``.
         failed: The ranks that have failed.
         told: The parts that go to all ranks, as triples: sender, checksum, content.
     """
@@ -262,8 +262,7 @@ class Teams(Transport):
     def _own(self, outgoing: Outgoing) -> tuple[_Common, list[_Part]]:
         """Return this rank's message: a common half for all ranks, and parts for single ranks.
 
-        If several ranks get the same part, the common half has it. If there are several such parts,
-        it has the one that most ranks get.
+        The part that most ranks get is in the common half, if at least two ranks get it.
         """
         rank, parts, sums = self.rank, outgoing.parts, outgoing.sums
         if outgoing.has_failed:
@@ -284,9 +283,10 @@ class Teams(Transport):
         ]
 
     def _speak(self, common: _Common, parts: list[_Part], until: float) -> tuple[Buffer, Buffer]:
-        """Collect this team's messages, exchange them with the other speakers, and pass on theirs.
+        """As a speaker, pass on the messages between this team and the other teams.
 
-        Only a speaker calls this.
+        It collects the messages of its team, exchanges them with the other speakers, and sends each
+        rank of its team what is for that rank.
 
         Args:
             common: The common half of this rank's own message.
@@ -472,11 +472,11 @@ class Teams(Transport):
 
 
 def _grouped(parts: Iterable[_Part], key: Callable[[int], int]) -> dict[int, list[_Part]]:
-    """Group parts by their receivers.
+    """Group parts by the rank that gets them, or by the team of that rank.
 
     Args:
         parts: The parts.
-        key: Returns the group of a receiving rank.
+        key: Given the rank that gets a part, returns the number of the group.
 
     Returns:
         The number of each group → its parts.
