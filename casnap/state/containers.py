@@ -99,7 +99,7 @@ def _components(keys: list[Key]) -> list[str]:
 
 
 _UNSTORABLE = Tagged("", b"")
-"""Stands for a key that cannot be stored. No stored path has its component."""
+"""Stands for a key that cannot be stored. No path in a snapshot has the component of this key."""
 
 
 def _encoded(keys: list[Any]) -> list[Key]:
@@ -136,8 +136,8 @@ class Opened(NamedTuple):
         kind: The kind of the container.
         components: The path component of each element.
         children: The elements.
-        spec: Makes the spec, which says all else about the container. It is a function, since a
-            restore does not need the spec; None if the kind has none.
+        spec: Returns the spec: all that is stored of the container besides its elements. It is
+            called only by a take; a restore does not need the spec. None if the kind has no spec.
     """
 
     kind: str
@@ -217,12 +217,14 @@ def _say_left_out(path: str, names: tuple[str, ...]) -> None:
 
 
 def _named_as_keys(metadata: dict[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the metadata of a state dict, by the names that a loader may look up.
+    """Return the metadata of a state dict, under the names that a loader may look up.
 
-    DDP and ``torch.compile`` add parts to the names of submodules. ``get_state_dict`` removes these
-    parts from the keys, but not from the metadata. So this function adds each name without them.
-    Names lose the part of DDP altogether: then the same weights have the same tree on one rank,
-    where there is no DDP. If the keys have such parts too, the metadata are returned unchanged.
+    DDP and ``torch.compile`` add parts such as ``module`` or ``_orig_mod`` to names of submodules.
+    ``get_state_dict`` removes these parts from the keys, but not from the names in the metadata. So
+    this function adds the metadata under the plain names too.
+
+    It replaces names with the part of DDP, so that a snapshot is the same with DDP and without. If
+    the keys have such parts as well, the metadata are returned unchanged.
 
     Args:
         metadata: The metadata of each submodule, by name.
@@ -304,7 +306,7 @@ def _plain_parts(name: str) -> list[str]:
 
 
 def _depth(parts: Sequence[str]) -> int:
-    """Return how many leading parts of a name are ``module``, as DDP adds it."""
+    """Return how many leading parts of a name are ``module``, the part that DDP adds."""
     return next((i for i, part in enumerate(parts) if part != _DDP), len(parts))
 
 
@@ -421,9 +423,9 @@ Build: TypeAlias = Callable[[list[Any]], Any]
 
 
 class _Numbers(Iterable[str]):
-    """The path components "0", "1", … of numbered elements.
+    """Iterates over the path components "0", "1", … of numbered elements.
 
-    They are made one by one, since a damaged count may be huge.
+    It makes no list of them, since the count in a damaged store may be huge.
     """
 
     def __init__(self, count: int) -> None:

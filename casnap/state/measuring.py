@@ -29,9 +29,10 @@ _PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64
 
 
 def elements_on_host(dtype: str, raw: memoryview | bytes) -> torch.Tensor:
-    """Return the elements in some bytes: a row of numbers; complex ones as a row of pairs.
+    """View the bytes of a tensor as a 1-D tensor of its elements.
 
-    The tensor may lie in the memory of ``raw``, which the caller keeps, and must not be written to.
+    Complex elements become a tensor of shape ``(n, 2)``: their real and imaginary parts. The result
+    may share the memory of ``raw``: the caller keeps ``raw``, and must not write to the result.
 
     Args:
         dtype: The dtype, as in an entry: of floating-point numbers.
@@ -47,7 +48,7 @@ def elements_on_host(dtype: str, raw: memoryview | bytes) -> torch.Tensor:
 
 
 def elements_in(dtype: str, raw: torch.Tensor) -> torch.Tensor:
-    """Return the elements in a row of bytes, as :func:`elements_on_host` does, where they lie."""
+    """View a 1-D tensor of bytes as :func:`elements_on_host` does, on any device."""
     name = _OF_NUMPY.get(dtype[1:], dtype)
     if name in _PARTS:
         return raw.view(TENSOR_DTYPES[_PARTS[name]]).reshape(-1, 2)
@@ -55,7 +56,7 @@ def elements_in(dtype: str, raw: torch.Tensor) -> torch.Tensor:
 
 
 def measured(elements: torch.Tensor) -> TensorHealth:
-    """Return the numbers about elements in the host's memory.
+    """Return the health of elements in the host's memory.
 
     Args:
         elements: At least one element, as :func:`elements_in` returns them.
@@ -74,11 +75,11 @@ def measured(elements: torch.Tensor) -> TensorHealth:
 
 
 def measured_together(dtype: str, parts: Sequence[memoryview | bytes]) -> list[TensorHealth]:
-    """Return the numbers about many small tensors, or small parts: in fewer calls of torch.
+    """Return the health of each of many small tensors, measured together to save calls of torch.
 
     Args:
-        dtype: The dtype of all, as in an entry.
-        parts: The bytes of each; they may be none.
+        dtype: The dtype of all tensors, as in an entry.
+        parts: The bytes of each tensor, or of a part of it; may be empty.
     """
     some = [part for part in parts if len(part)]
     if not some:
@@ -98,13 +99,13 @@ def measured_together(dtype: str, parts: Sequence[memoryview | bytes]) -> list[T
 
 
 def measured_on_devices(rows: Sequence[torch.Tensor]) -> list[TensorHealth]:
-    """Return the numbers about elements on accelerators, computed there.
+    """Return the health of tensors on accelerators, computed there.
 
-    Elements of which some are not finite are copied to the host; so are those of a device that has
-    no float64, or no memory left.
+    A tensor is copied to the host, and measured there, if some of its elements are not finite, or
+    if its device has no float64 or no memory left.
 
     Args:
-        rows: At least one element each, as :func:`elements_in` returns them.
+        rows: The elements of each tensor, at least one, as :func:`elements_in` returns them.
     """
     by_device: dict[torch.device, dict[int, torch.Tensor]] = {}
     for i, row in enumerate(rows):
@@ -123,10 +124,10 @@ def measured_on_devices(rows: Sequence[torch.Tensor]) -> list[TensorHealth]:
 
 
 def _plain(elements: torch.Tensor) -> torch.Tensor:
-    """Return a row of numbers of a dtype that torch computes with: of pairs, the absolute values.
+    """Cast elements to a dtype that torch computes with; replace complex ones by their magnitude.
 
     Args:
-        elements: As :func:`elements_in` returns them.
+        elements: The elements, as :func:`elements_in` returns them.
     """
     if elements.dim() == 2:
         return torch.hypot(*elements.double().unbind(1))
@@ -134,11 +135,15 @@ def _plain(elements: torch.Tensor) -> torch.Tensor:
 
 
 def _of_finite(squares: float, largest: float) -> TensorHealth | None:
-    """Return the numbers about elements; None if these must be measured in another way.
+    """Return the health of elements that are all finite.
 
     Args:
-        squares: The sum of the squares. It is not finite if some element is not.
+        squares: The sum of the squares of the elements.
         largest: The largest absolute value.
+
+    Returns:
+        The health; None if an element is not finite, or the sum is too large or small to be exact.
+        Then :func:`_measured_all` must measure the elements.
     """
     if isfinite(squares) and isfinite(largest) and (squares > _TINY or not largest):
         return TensorHealth(0, 0, sqrt(squares), largest)
@@ -146,7 +151,7 @@ def _of_finite(squares: float, largest: float) -> TensorHealth | None:
 
 
 def _measured_all(elements: torch.Tensor) -> TensorHealth:
-    """Return the numbers about elements of which some are not finite, or very large or small."""
+    """Return the health of elements, even if some are not finite, or very large or small."""
     plain = _plain(elements)
     wide = plain.double()
     finite = wide[wide.isfinite()]

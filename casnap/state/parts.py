@@ -26,14 +26,18 @@ def holds_parts(value: object) -> bool:
 
 
 def said_of_parts(value: Any) -> tuple[tuple[int, ...], set[Region]]:
-    """Return what a tensor's marks say: the larger tensor's shape, and the boxes in this one."""
+    """Return what the four attributes of a tensor say.
+
+    Returns:
+        The shape of the larger tensor, and the boxes of the larger tensor that this one holds.
+    """
     boxes = zip(value.global_offsets, value.local_sizes, strict=True)
     shape = tuple(value.global_shape)
     return shape, {Region(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes}
 
 
 def path_of_tensor(state: object, is_it: Callable[[torch.Tensor], bool]) -> str | None:
-    """Return the path of a tensor for which ``is_it`` is true; None if there is none.
+    """Return the path of the first tensor found for which ``is_it`` is true; None if none is.
 
     Args:
         state: Nested dicts and lists.

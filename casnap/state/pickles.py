@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from casnap.errors import with_article
 
 MAX_DEPTH = 1000
-"""Hashing a tuple that is nested deeper can overflow the stack."""
+"""The deepest nesting of tuples. Python may overflow the stack when it hashes a deeper one."""
 
 
 class RefusedError(ValueError):
@@ -28,7 +28,7 @@ class BrokenError(RefusedError):
 
 
 class Term:
-    """A value in a pickle that is not plain.
+    """A value in a pickle, unless it is plain, as a number or a string is.
 
     Attributes:
         kind: ``tuple``, ``list``, ``dict``, ``global``, ``call`` or ``storage``.

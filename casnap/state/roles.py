@@ -14,7 +14,7 @@ Role = Literal[
     "generators", "loader", "scheduler", "scaler", "counters", "moments", "weights", "values"
 ]
 ROLES: tuple[Role, ...] = get_args(Role)
-"""All roles, ordered so that a difference in one may cause differences in later ones."""
+"""All roles, causes first: a difference in one role may cause differences in later roles."""
 
 _OF_RANDOM_STATES = frozenset({*TORCH_NAMES, "numpy", "python"})
 _OF_SCALER = frozenset({"_growth_tracker", "growth_factor", "backoff_factor", "growth_interval"})
@@ -101,11 +101,11 @@ _ONE = ((), (1,))
 _FORMS: tuple[Entry, ...] = tuple(
     TensorEntry(Payload(0), dtype, shape) for dtype in ("int64", "float32") for shape in ((2,), ())
 )
-"""One entry of each form. For any two forms, some path has different roles."""
+"""One entry for each number that :func:`form_of` returns."""
 
 
 def form_of(entry: Entry) -> int:
-    """Return all that the role of an entry depends on besides its path: a number below 4."""
+    """Return the *form* of an entry: a number below 4 that, with its path, determines its role."""
     if isinstance(entry, TensorEntry):
         # A state may have a million of them.
         return 2 * _is_of_fractions(entry.dtype) + (entry.shape in _ONE)

@@ -53,8 +53,8 @@ class _Split(NamedTuple):
         axis: The axis of the tensor.
         shards: The number of shards.
         number: The number of this rank's shard.
-        factor: None if the axis is split as a whole. Otherwise the axis is first cut into this many
-            pieces, each piece is split, and a shard has a part of every piece.
+        factor: torch's ``split_factor``: the axis is first cut into so many pieces, then each piece
+            is split, and a shard has a part of every piece. None to split the axis as a whole.
     """
 
     axis: int
@@ -267,12 +267,13 @@ def _splits(path: str, value: Any, coordinate: Sequence[int] | None) -> dict[int
 
 
 def _ordered(splits: dict[int, _Split], value: Any) -> Iterable[_Split]:
-    """Return the splits in the order in which they were made; each divides the shards before it.
+    """Return the splits in the order in which torch made them: each divides the earlier shards.
 
-    A split has a factor if later axes of the mesh were split before it, as in FSDP over TP. The
-    factor is the number of shards that these splits made. If no order of the axes gives these
-    factors, the splits are returned unchanged. Their factors then say into how many pieces an axis
-    is cut first; the split cuts each piece. With uneven lengths the result differs.
+    In FSDP over TP, for example, a later axis of the mesh was split first. The split of the earlier
+    axis then has a ``factor``: how many shards the splits before it made. So the factors give the
+    order, and are set to None in the result.
+
+    If no order gives these factors, the splits are returned unchanged, with their factors.
     """
     if all(split.factor is None for split in splits.values()):
         shard_order = getattr(getattr(value, "_spec", None), "shard_order", None) or ()
@@ -311,12 +312,12 @@ def _chunk(length: int, count: int, index: int) -> _Run:
 
 
 def _cut_runs(runs: _Axis, start: int, stop: int) -> Iterator[_Run]:
-    """Yield a part of some runs of indices, again as runs.
+    """Slice runs of indices as if all their indices were one list: yield ``[start:stop]`` as runs.
 
     Args:
         runs: Runs of indices of an axis: first, and one past the last.
-        start: Where the part begins, counting the indices of all runs together from 0.
-        stop: One past its end, counted in the same way.
+        start: The first position of the slice.
+        stop: One past the last position.
     """
     passed = 0
     for run_start, run_stop in runs:

@@ -30,7 +30,7 @@ from casnap.state.stateful import is_generator
 from casnap.state.torch_save import checked_archive
 
 PACKED_FROM = 1001
-"""From this length on, a list, tuple or set of plain values is one entry."""
+"""From this length on, a list, tuple or set of plain values is stored as one entry."""
 
 # The errors that hostile bytes cause in the decoders below.
 DECODE_ERRORS = (
@@ -365,7 +365,7 @@ class _Member(Struct, frozen=True, array_like=True):
     module: str
     name: str
     member: str | int
-    """Its name; for a flag its number, since combinations of flags have no name."""
+    """The name of the enum's member; for a Flag the number, since combinations have no name."""
 
 
 def find_class(module: str, name: str) -> type | None:
