@@ -67,11 +67,11 @@ _AT_ONCE = 1024
 
 @lru_cache(maxsize=64)
 def _keeping_decoder(kind: type[Any], later: tuple[str, ...]) -> Any:
-    """Return a decoder that also keeps the further fields of a later version, as msgpack bytes.
+    """Return a decoder for a struct type that also keeps unknown fields, as msgpack bytes.
 
     Args:
         kind: The struct type.
-        later: The names of the further fields.
+        later: The names of the unknown fields, which a later version of casnap has added.
     """
     names = {f"later_{number}": name for number, name in enumerate(later)}
     fields = [(name, msgspec.Raw) for name in names]

@@ -37,7 +37,7 @@ _WORTH = 0.9
 MOST_LINKS = 32
 """The most deltas in a chain."""
 MOST_STORED = 2.0
-"""The most stored bytes of a chain, with its first chunk, as a multiple of the chunk's bytes."""
+"""The most stored bytes of all chunks of a chain, as a multiple of the raw bytes of one chunk."""
 
 
 def encode_delta(

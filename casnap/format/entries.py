@@ -23,7 +23,7 @@ from casnap.format.digest import Digest
 from casnap.format.tree import Load, Tree
 
 INLINE_BYTES, INLINE_DIGESTS = 64, 4
-"""The most bytes, or else the most digests, that a payload holds itself."""
+"""A payload of up to 64 bytes holds the bytes; a larger one holds up to four digests."""
 LIST_DIGESTS, MAX_LIST_DEPTH = 1 << 15, 4
 """The most digests in a list, and the most levels of lists above a chunk."""
 MAX_PATH_CHARS = 1 << 20
@@ -157,8 +157,8 @@ class UnknownEntry(Struct, frozen=True, gc=False):
 
     Attributes:
         payload: The bytes of the entry.
-        what: The part that this version does not know, in words that begin with "the", for
-            messages.
+        what: The part that this version does not know, in words for messages, such as "the dtype
+            'x'".
         kind: Always ``unknown``.
     """
 
@@ -305,9 +305,8 @@ class Manifest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
         thinned: The path components of the keys that the snapshot has lost by thinning, sorted.
         environment: Facts about the process that took the snapshot, such as its version of torch. A
             later version of casnap may add values that are not strings.
-        health: Numbers about tensors: the digest of a tree → the record that
-            :mod:`casnap.format.health` reads. A record of a tree that the snapshot does not have
-            means nothing.
+        health: The digest of a tree → the record with the health of its tensors, which
+            :mod:`casnap.format.health` decodes. A digest of another snapshot's tree is ignored.
     """
 
     shared: dict[str, bytes] = msgspec.field(name="global")
@@ -318,9 +317,9 @@ class Manifest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
 
     @property
     def health_by_tree(self) -> dict[Any, Any] | None:
-        """The records of ``health``, by the digests of trees; None if it is malformed.
+        """``health`` in a checked form: the digest of a tree → its record; None if malformed.
 
-        Nothing in a snapshot depends on them, so a manifest is whole without them.
+        A snapshot can be restored without these records, so a malformed one is no damage.
         """
         is_map = isinstance(self.health, dict) and all(isinstance(k, bytes) for k in self.health)
         return self.health if is_map else None

@@ -85,7 +85,9 @@ class Grid:
         return Region(tuple(offsets), tuple(sizes))
 
     def lead_stop(self, index: int) -> int:
-        """Return one past the last cell that differs from a cell only in its place on ``axis``.
+        """Return where the row of a cell ends: the number of the first cell of the next row.
+
+        A row is the ``rows`` cells along ``axis`` that lie at the same place on the axes before it.
 
         Args:
             index: The number of the cell.

@@ -1,4 +1,4 @@
-"""Numbers about the tensors of a snapshot, as its manifest notes them: NaN, infinities, norms."""
+"""The health of the tensors of a snapshot, as its manifest has it: NaN, infinities and norms."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from casnap.format.decoding import unpacked
 from casnap.format.entries import Entry, TensorEntry, unknown_in
 
 MAX_HEALTH_BYTES = 4 << 20
-"""The most bytes of such numbers in a manifest, which each restore reads."""
+"""The most bytes of health records in a manifest, which each restore reads."""
 # Of a tensor: its place in the tree, norm and largest; and where it has some, its NaN and infinite.
 _SIZES, _COUNTS = struct.Struct("<Idd"), struct.Struct("<IQQ")
 
 
 class TensorHealth(Struct, frozen=True, array_like=True, gc=False):
-    """Numbers about the elements of a floating-point tensor.
+    """The *health* of a floating-point tensor: what a take has measured of its elements.
 
     Attributes:
-        nan: How many elements are NaN; a complex one is if a part is.
-        infinite: How many are infinite.
+        nan: How many elements are NaN. A complex element is NaN if its real or imaginary part is.
+        infinite: How many elements are infinite, counted in the same way.
         norm: The Euclidean norm of the finite elements, summed in float64.
         largest: The largest absolute value of the finite elements; 0.0 if there are none.
     """
@@ -40,7 +40,7 @@ class TensorHealth(Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def of_parts(cls, parts: Iterable[TensorHealth]) -> TensorHealth:
-        """Return the numbers of a tensor, given those of its parts."""
+        """Return the health of a tensor, given the health of each of its parts."""
         parts = parts if isinstance(parts, list) else list(parts)
         if len(parts) == 1:
             return parts[0]
@@ -66,10 +66,10 @@ def has_health(entry: Entry) -> bool:
 
 
 def pack_health(by_number: Mapping[int, TensorHealth]) -> list[bytes]:
-    """Return the record of the tensors of a tree.
+    """Encode the health of the tensors of a tree as a record for the manifest.
 
     Args:
-        by_number: Numbers about tensors, by the number of their entry in the tree, in that order.
+        by_number: The number of an entry in the tree → its health, in ascending order.
     """
     sizes = (_SIZES.pack(i, each.norm, each.largest) for i, each in by_number.items())
     counts = (
@@ -81,7 +81,7 @@ def pack_health(by_number: Mapping[int, TensorHealth]) -> list[bytes]:
 
 
 def unpack_health(record: Any) -> dict[int, TensorHealth]:
-    """Return the numbers about tensors in a record, by the number of their entry in the tree.
+    """Decode a record of :func:`pack_health`: the number of an entry in the tree → its health.
 
     Raises:
         ValueError: The record is malformed.

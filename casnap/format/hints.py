@@ -40,8 +40,8 @@ class _PlaceRun(Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         count: The number of chunks or nodes.
-        pack: The index of their pack in the hints' list of packs; -1 for the pack that has the
-            hints.
+        pack: The index of their pack in the list of packs of the hints; -1 for the pack that
+            contains the hints.
         offset: The offset of the first chunk or node in the pack.
         stored_size: The stored bytes of each chunk or node.
         raw_size: The raw bytes of each chunk or node.

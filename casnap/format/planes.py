@@ -70,9 +70,8 @@ def _decompressor() -> zstandard.ZstdDecompressor:
 def scratch(nbytes: int, number: int = 0) -> np.ndarray:
     """Return a buffer of this thread for temporary bytes.
 
-    A new buffer would cost more than the work in it.
-
-    The buffer is valid until this thread asks again for the same ``number``.
+    The buffers are kept, since allocating one takes longer than the work in it. A buffer is valid
+    until this thread asks again for the same ``number``.
 
     Args:
         nbytes: The length of the buffer.

@@ -39,12 +39,15 @@ WITNESS = "witness"
 UNHEALTHY = "unhealthy"
 """The note of a snapshot whose tensors were measured: how many were unhealthy."""
 ORIGIN = "from"
-"""The note of a copy that keeps its order: the source store, and the number of the root there."""
+"""The note of a copy that keeps its place in the order of commits: the id of the store that it was
+copied from, and the number of the original's root there.
+"""
 
 HOLDING_NOTES = {"unmirrored": "not mirrored yet"}
-"""The notes that hold a snapshot until they are removed, each with its text for people.
+"""The notes that hold a snapshot, each with its text for people.
 
-Every process must know these notes, even one that never loads the code that writes them.
+While a snapshot has such a note, it is neither pruned nor thinned. All processes must obey these
+notes, even those that never load the code that writes them; so they are listed here.
 """
 
 CommitId = Annotated[bytes, msgspec.Meta(min_length=ID_SIZE, max_length=ID_SIZE)]
@@ -205,9 +208,10 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
 
     @property
     def is_witness(self) -> bool:
-        """Whether this is no snapshot, but a table of the digests of a state: a witness.
+        """Whether this is the row of a witness: of a table of the digests of a state, no snapshot.
 
-        It also has the note of a snapshot that was moved aside, for versions that know no witness.
+        A witness also has the note ``REWOUND``. Versions that know no witnesses take it for a
+        snapshot that a rewind has moved aside.
         """
         return isinstance(self.notes.get(WITNESS), str)
 
@@ -220,16 +224,16 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
 
     @property
     def awaited(self) -> list[str]:
-        """The reasons, in words, of the notes that hold the snapshot."""
+        """The texts of the row's ``HOLDING_NOTES``, which say for what the snapshot must wait."""
         return [reason for note, reason in HOLDING_NOTES.items() if self.has_note(note)]
 
     @property
     def holds(self) -> list[str]:
-        """The reasons why the snapshot must stay, such as "tagged"; empty if there is none.
+        """The *holds* of the snapshot: reasons why it must stay, such as "tagged"; may be empty.
 
-        Three actions obey all of these: pruning, thinning, and forgetting a snapshot whose folder
-        is gone. A take that overwrites the snapshot obeys only tags, and a delete by name obeys
-        none.
+        A snapshot with a hold is not pruned, not thinned, and not forgotten when its folder is
+        deleted. A take that overwrites the snapshot heeds only tags. A delete by name heeds no
+        hold.
         """
         return [*(["tagged"] if self.tags else []), *self.awaited]
 
@@ -330,16 +334,16 @@ class Root(Struct, frozen=True):
 
 
 FOLDER_ONLY = "folder-only"
-"""The setting of a store that a path alone has made: it serves no names in folders below it."""
+"""A setting: the store serves no names with a folder, since a take to a path has made the store."""
 
 
 def serves_below(root: Root) -> bool:
-    """Whether a store may hold snapshots whose paths lie in subfolders of its own folder."""
+    """Whether a store may hold snapshots whose names have a folder, such as ``run1/step_1``."""
     return not root.settings.get(FOLDER_ONLY)
 
 
 def serving_below(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a store's settings that lets the store serve paths in subfolders."""
+    """Return a copy of a store's settings without ``FOLDER_ONLY``: the store serves all names."""
     return {key: value for key, value in settings.items() if key != FOLDER_ONLY}
 
 
@@ -544,7 +548,7 @@ _BASE = struct.Struct(f"<{DIGEST_SIZE}sQ")
 SEGMENT_RECORD_SIZE = _RECORD.size
 
 RawRecord: TypeAlias = tuple[bytes, int, int, int, int, int]
-"""Digest, number of the pack, offset, stored length, raw length, codec."""
+"""A record of a segment: digest, index of the pack, offset, stored length, raw length, codec."""
 
 
 class Segment(Struct, frozen=True):

@@ -79,7 +79,7 @@ def _decoder(value_type: Any) -> Any:
 
 
 class _Claim(NamedTuple):
-    """Facts that a list states about a node below it. They are checked when the node is read.
+    """What a list says about a node below it. The node is checked against it when it is read.
 
     Attributes:
         first_key: The first key of the node.
@@ -343,10 +343,10 @@ class Tree(Generic[V]):
         return LeafNode([item for item in node.items if item[0] not in bad]) if bad else node
 
     def _check_claim(self, digest: Digest, node: LeafNode[V] | Branch) -> None:
-        """Check that a node fits its entry in the node above. Otherwise an edit could lose items.
+        """Check that a node is as the list above it says. Otherwise an edit could lose items.
 
         Raises:
-            DamagedError: The first key, the keys or the number of items differ from the entry.
+            DamagedError: The first key, the range of keys or the number of items differs.
         """
         claim, entries = self._claims[digest], _entries(node)
         count = sum(c for _, _, c in node.children) if isinstance(node, Branch) else len(entries)
