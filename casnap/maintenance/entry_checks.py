@@ -98,7 +98,9 @@ def _components_of(entry: ContainerEntry) -> Iterable[str]:
 
 
 def balance(inner: str, entry: Entry, components: Iterable[str], most: int) -> int:
-    """Return a number for an entry. The numbers of a key sum to 0 if no container lacks an element.
+    """Return a number for an entry.
+
+    The numbers of all entries of a key sum to 0 if no container lacks an element.
 
     An entry adds the hash of its path, except the key's own entry. A container subtracts the hash
     of each element's path. So each tree is summed up only once, and the sums of the trees that a

@@ -6,8 +6,8 @@ uses the thread and the context of a visit only to find a caller who would wait 
 
 A KeyboardInterrupt may come before the first and after the last line of each call. In a ``with``
 block of the ``Condition`` it could leave the lock taken, so the methods use the lock directly. A
-visit is counted as ended before anything else is called. A waiting call looks again from time to
-time.
+visit is counted as ended before anything else is called. An interrupt may also lose the wake-up of
+a waiting thread, so each such thread looks at the count every second.
 """
 
 from __future__ import annotations

@@ -4,11 +4,10 @@ A follower notes which version it has staged and which one it serves. It repeats
 it lives (``backends/announcement.py``). So a trainer can wait until engines serve its new weights.
 The number of the root that published a version identifies the version.
 
-The clocks of hosts need not be equal. The waiting process watches each note: if a note does not
-change for three beats (90 seconds by default), its follower counts as dead. A time in a note can
-only cast
-doubt: a note whose time looks old, or lies in the future, counts only once it has changed (decision
-89).
+The clocks of hosts need not be equal, so the waiting process watches the notes. If a note does not
+change for three beats (90 seconds by default), its follower counts as dead. If the time in a note
+looks old or lies in the future, the note counts only once it has changed
+(``docs/decisions/0089-who-serves-what.md``).
 """
 
 from __future__ import annotations

@@ -390,7 +390,10 @@ class _WriterInPlace(Writer):
 
     @cached_property
     def _places(self) -> dict[tuple[str, int], list[tuple[Digest, str, StoredCell]]]:
-        """File and offset → the chunks that may lie there: digest in the store, cast, and cell."""
+        """File and offset → the chunks that may lie there, as the records of the old versions say.
+
+        Each is given by its digest in the store, its cast (``from>to``, or ""), and its cell.
+        """
         found: dict[tuple[str, int], list[tuple[Digest, str, StoredCell]]] = {}
         for _, source, cast, cell in () if self._old is None else self._old.each_cell():
             found.setdefault((cell.file, cell.start), []).append((source, cast, cell))

@@ -111,9 +111,9 @@ def ranks_of(answers: Sequence[object]) -> tuple[int, ...]:
     """Return the ranks that save or load together. The coordinator calls this.
 
     Args:
-        answers: One object from each rank, in order: the number of the rank in the world. If the
-            planner has dropped that number, it is another object; then the ranks are known only if
-            they are the whole world.
+        answers: One object from each rank, in order: the number of the rank in the world; or
+            another object if the planner has dropped the number. Without these numbers, the ranks
+            are known only if they are the whole world, or one alone.
 
     Raises:
         StateError: The ranks are unknown.

@@ -63,8 +63,8 @@ def install(
     ``FileSystemWriter(path)`` and ``FsspecWriter(path)`` use casnap if the path lies below the
     store, whichever module has imported these names. A path may be relative, go through links, or
     be a ``file://`` URI. Other paths work as before. Subclasses that another library has defined
-    keep working as before, and a warning names them; but where a snapshot is, a reader of casnap
-    replaces a reader of such a class. A writer for the store's own folder needs ``checkpoint_id=``.
+    work as before, and a warning names them. But to load a snapshot, a reader of casnap replaces a
+    reader of such a subclass. A writer for the store's own folder needs ``checkpoint_id=``.
 
     Args:
         store: A store, or its path or URI; it is made if there is none. If code deletes the folders
