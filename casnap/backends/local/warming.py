@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from casnap.backends.local_files.safe_paths import open_file
 from casnap.errors import PLACE_ERRORS
@@ -18,12 +19,9 @@ from casnap.runtime.machine import available_bytes
 
 # Files below this are written through the page cache.
 _LEAST_BYTES = 256 << 10
-# Linux shortens a longer advice to what one request to the disk may have.
-_ADVICE_BYTES = 256 << 10
-# Up to two of these windows are read ahead. More would make the reads of a training wait.
-_WINDOW_BYTES = 8 << 20
-# A disk that needs longer for a window is busy. The thread then gives up.
-_PAUSE, _LOOKS = 0.002, 2500
+_PIECE_BYTES = 4 << 20
+# A disk that needs longer for a piece is busy. The thread then gives up.
+_MOST_SECONDS = 2.5
 # The memory that must be available, as a multiple of the bytes to read.
 _SPARE = 2
 
@@ -58,39 +56,15 @@ class Warmer:
         left = sum(lengths.values())
         for path, nbytes in lengths.items():
             # A file that is gone, or another file by now, needs no warmth.
-            with suppress(OSError, *PLACE_ERRORS):
+            with suppress(OSError, *PLACE_ERRORS), Path(os.devnull).open("wb") as null:
                 file, _ = open_file(path)
                 with file as fd:
-                    begun = 0
-                    for offset in range(0, nbytes, _WINDOW_BYTES):
+                    for offset in range(0, nbytes, _PIECE_BYTES):
                         if self._turn is not turn or available_bytes() < _SPARE * left:
                             return
-                        begun = _advise(fd, begun, min(offset + 2 * _WINDOW_BYTES, nbytes))
-                        if not _has_arrived(fd, min(offset + _WINDOW_BYTES, nbytes)):
+                        began = time.monotonic()
+                        # Nothing is copied. Linux reads ahead in large pages, as for any reader.
+                        os.sendfile(null.fileno(), fd, offset, _PIECE_BYTES)
+                        if time.monotonic() - began > _MOST_SECONDS:
                             return
-                        left -= _WINDOW_BYTES
-
-
-def _advise(fd: int, start: int, stop: int) -> int:
-    """Have the system begin to read a part of a file; return ``stop``."""
-    for offset in range(start, stop, _ADVICE_BYTES):
-        os.posix_fadvise(fd, offset, min(_ADVICE_BYTES, stop - offset), os.POSIX_FADV_WILLNEED)
-    return stop
-
-
-def _has_arrived(fd: int, stop: int) -> bool:
-    """Wait until the page cache has the file's bytes before ``stop``; False if it takes long.
-
-    Raises:
-        OSError: The file system cannot tell, for example one in memory.
-    """
-    # Not the last byte: the last page of a file was written through the page cache.
-    last = (stop - 1) // _ADVICE_BYTES * _ADVICE_BYTES
-    for _ in range(_LOOKS):
-        try:
-            os.preadv(fd, [bytearray(1)], last, os.RWF_NOWAIT)
-        except BlockingIOError:
-            time.sleep(_PAUSE)
-        else:
-            return True
-    return False
+                        left -= _PIECE_BYTES
