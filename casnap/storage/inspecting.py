@@ -1,7 +1,7 @@
 """The names from inside the storage's rooms that only check, repair and usage use.
 
 These three must know packs, segments and roots as they lie in the store; no other code needs that.
-All names serve to look, except one: a repair writes by :class:`Mending`.
+They only read, except for :class:`Mending`, by which a repair writes.
 """
 
 from __future__ import annotations

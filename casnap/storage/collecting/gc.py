@@ -84,8 +84,8 @@ class GcOptions:
         """Check that this process may collect the garbage of a store.
 
         Raises:
-            StoreError: Other processes may write to the store, and its place does not keep writers
-                apart.
+            StoreError: Other processes may write to the store, and its place does not honour
+                put-if-absent.
         """
         if not self.dry_run:
             with as_exclusive(store.backend, store.backend.exclusive or self.exclusive):
@@ -117,8 +117,8 @@ class GcReport:
         copied_bytes: The bytes that were copied.
         recoded_snapshots: How many older snapshots were recoded.
         recoded_chunks: How many of their chunks have a smaller form now.
-        saved_bytes: How many bytes less these chunks take up now.
-        merged_segments: How many segments fewer the index has.
+        saved_bytes: How many bytes less the recoded chunks take up now.
+        merged_segments: How many segments fewer the index has after merging.
         fence: The number of the root that the fence was raised to; None if it was not raised.
         deleted_packs: How many packs were deleted.
         deleted_segments: How many segments of the index were deleted.
@@ -249,7 +249,7 @@ class _Candidates:
         copied to packs that are live in this root.
 
         Args:
-            view: The index as the newest root sees it.
+            view: The index according to the newest root.
 
         Raises:
             DamagedError: A node that the newest root needs cannot be read.

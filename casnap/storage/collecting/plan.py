@@ -65,7 +65,7 @@ class Plan:
     """The changes that a collection is to make.
 
     Attributes:
-        view: The index as the newest root sees it. The plan is for the root after the newest one,
+        view: The index according to the newest root. The plan is for the root after the newest one,
             the next root.
         condemned: The packs that the next root newly condemns.
         copied: The condemned packs whose needed part is copied first, each with the bytes of this
@@ -138,7 +138,7 @@ def plan_collection(
     """Return the plan of a collection.
 
     Args:
-        view: The index as the newest root sees it.
+        view: The index according to the newest root.
         needs: Which packs of this root are dead, sparse or needed.
         unnamed: The files that this root does not name: key → id.
         waiting: How long condemned packs stay.
@@ -194,7 +194,7 @@ def _fence_after(waiting: Waiting, view: IndexView, unnamed: Iterable[bytes]) ->
 
     Args:
         waiting: How long condemned packs stay.
-        view: The index as the newest root sees it.
+        view: The index according to the newest root.
         unnamed: The ids of the files that this root does not name.
     """
     root = view.root

@@ -33,7 +33,7 @@ class RecentMarks:
 
     Args:
         store: The store.
-        view: The index as the store's newest root sees it.
+        view: The index according to the store's newest root.
         counts: How often each chunk and node is referred to, as of an earlier root. They are
             brought up to the newest root.
         progress: Called from time to time; an error that it raises ends the marking.

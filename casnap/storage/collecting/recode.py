@@ -62,7 +62,7 @@ class Recoding:
 
 @dataclass(frozen=True)
 class RecodingPlan:
-    """The snapshots to recode, and those that stay.
+    """Which snapshots are to be recoded, and which are not.
 
     Attributes:
         snapshots: The snapshots to recode, each with the snapshot before it in its folder, or None.

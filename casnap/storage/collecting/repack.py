@@ -34,7 +34,7 @@ def sparse_packs(marks: Marks, view: IndexView, share: float) -> dict[PackId, in
 
     Args:
         marks: How much of each pack is needed.
-        view: The index as the marked root sees it.
+        view: The index according to the marked root.
         share: A fraction, from 0 to 1.
     """
     table = view.root.table
@@ -66,7 +66,7 @@ def repack(
     Args:
         store: The store.
         marks: Which chunks and nodes are needed.
-        view: The index as the marked root sees it.
+        view: The index according to the marked root.
         packs: The packs to copy from, each with the bytes of its needed part.
         report: Called with the number of bytes copied.
 
@@ -100,7 +100,7 @@ def _proven_elsewhere(
 
     Args:
         store: The store.
-        view: The index as the marked root sees it.
+        view: The index according to the marked root.
         digests: The digests of the chunks and nodes.
         packs: The packs that are to be emptied.
 

@@ -1,4 +1,4 @@
-"""Test, by racing puts, whether a place honours put-if-absent, which keeps writers apart.
+"""Test, by racing puts, whether a place honours put-if-absent: a put fails if its key is taken.
 
 Some servers accept the header ``If-None-Match``, but ignore it. If two writers then put the same
 root, the second put overwrites the first, and a committed snapshot is lost.
@@ -67,7 +67,7 @@ class PutIfAbsent:
         )
 
     def has_one_winner(self, puts: int, threads: int) -> bool:
-        """Put one new key several times; return whether one put won, and its bytes are stored.
+        """Put one new key several times; return whether just one put succeeded and was stored.
 
         Call this with one thread first, and with several only if the server has then refused the
         second put. On a server where all puts win, a race can confuse later listings of the folder:
@@ -103,7 +103,7 @@ class PutIfAbsent:
 
 
 def check_put_if_absent(backend: Backend, config: StoreConfig) -> None:
-    """Check that the place of a store keeps this writer and others apart.
+    """Check that two writers cannot overwrite each other's roots at the place of a store.
 
     Args:
         backend: The backend of the store.
@@ -135,7 +135,7 @@ def recheck_put_if_absent(backend: Backend) -> None:
 
 
 def put_if_absent_warnings(backend: Backend) -> list[str]:
-    """Return warnings that the place may not keep writers apart, as far as this host knows.
+    """Return warnings that a place may not honour put-if-absent, as far as this host knows.
 
     The function puts nothing, so readers may call it.
     """

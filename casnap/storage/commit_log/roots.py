@@ -431,13 +431,14 @@ def next_root(uri: str, root: Root, commit: bytes, **changes: Any) -> Root:
 
 
 def put_root(backend: Backend, root: Root) -> bool:
-    """Put a root durably, if its number is free; return whether the root stands now.
+    """Put a root durably, if its number is free; return whether the store has this root now.
 
     If the number is taken, or the backend fails, the root of that number is read. It may be this
     very root, if the answer to the put was lost.
 
     Raises:
-        UnclearCommitError: It is not known whether the root stands, or is durable.
+        UnclearCommitError: It is not known whether the store has the root, or whether the root is
+            durable.
         StoreError: The place does not honour put-if-absent now, or the root is too large.
     """
     from casnap.storage.commit_log.put_if_absent_probe import recheck_put_if_absent

@@ -46,8 +46,8 @@ def chains_below(digests: Iterable[Digest], find: Find) -> dict[Digest, list[Rec
 
     Args:
         digests: The digests of the chunks.
-        find: Finds places. It is called once for each level of the chains; each digest is asked
-            once.
+        find: Finds places. It is called for all first bases together, then for all second bases,
+            and so on, and for each digest once.
 
     Returns:
         For each chunk its chain: the digest and place of the chunk, of its base, and so on. The

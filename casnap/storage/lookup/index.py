@@ -1,7 +1,7 @@
 """The index of a store: the places of every chunk and node, according to the segments of a root.
 
 A cache on this host (``index_cache.py``) keeps the records of segments. A cached record stays true,
-but it *counts* only if a segment of the root at hand lists the record's pack.
+but a reader of a root uses it only if a segment of this root lists the record's pack.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _damaged: defaultdict[str, set[Record]] = defaultdict(set)
 
 
 class PackSet:
-    """The union of some sets of packs, less a few packs.
+    """The union of several sets of packs, without a few packs.
 
     A store may have very many packs, and each commit adds few. So all views of an index share these
     sets. Making a view or looking up a pack takes no longer in a store with more packs.
@@ -117,7 +117,7 @@ class PackSet:
 
 @dataclass(frozen=True)
 class IndexView:
-    """The index as one root sees it.
+    """The index according to one root, which need not be the newest one.
 
     Attributes:
         root: The root.
@@ -176,7 +176,7 @@ class Index:
             self._name, self._cache, self._looked_at_size = name, None, False
 
     def view(self, root: Root) -> IndexView:
-        """Return the index as a root sees it; read and cache its segments that are not cached yet.
+        """Return the index according to a root. Segments that are not cached are read, and cached.
 
         Raises:
             DamagedError: A segment is missing or damaged.
@@ -426,12 +426,12 @@ class Index:
         """Return, for each digest, a place where it can be read, or None.
 
         Args:
-            view: The index as a root sees it.
+            view: The index according to a root.
             digests: The digests to find.
             only_live: Whether to return only places that a take may rely on. These exclude three
                 sorts: places in condemned packs, which will be deleted; places that are known to be
-                damaged; and places with unknown codecs, since a snapshot that needs one must say so
-                in its row.
+                damaged; and places with unknown codecs, which a snapshot may need only if its row
+                says so.
         """
         packs = view.live if only_live else view.packs
         if not packs:

@@ -66,8 +66,7 @@ _BARE_PLACE = struct.Struct(">16sQIIB")
 _FOLDER = re.compile("[0-9a-f]{32}(-[0-9a-f]{32})?")
 _URI = "uri"
 MOST_FOLDERS = 64
-"""The most caches that a host keeps. If it uses more stores, it makes caches anew again and again.
-"""
+"""The most caches that a host keeps. If it uses more stores, it often makes caches anew."""
 _UNUSED_SECONDS = 30 * 86400.0
 # Seconds to wait for other writers: to cache segments, and to cache data that only saves time.
 _PATIENCE, _LITTLE = 30.0, 1.0

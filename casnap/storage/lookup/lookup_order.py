@@ -3,7 +3,7 @@
 A read of chunks goes down the ladder until all are read. On a disk, the rungs are:
 
 1. **The hint** that a root or a row has for a node; chunks have none.
-2. **The index** of this host, as a recent root sees it.
+2. **The index** of this host, according to a recent root.
 3. **Other places** that this index has, for chunks that were not whole at the first one.
 4. **Newer roots**, as long as there are any, since a collector may have moved chunks. The chunks
    that are left are looked for in the index of a newer root, then at their other places in this
@@ -226,7 +226,7 @@ class LocalLookup:
         return self.index.cache.node(digest), hint
 
     def bases(self) -> Bases:
-        """Return a finder of bases, which asks the index as one recent root sees it."""
+        """Return a finder of bases, which looks in the index according to one recent root."""
         # One view serves all: if a collector moves a base meanwhile, the caller reads again.
         view = cache(self._recent_view)
         return Bases(

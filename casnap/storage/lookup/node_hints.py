@@ -46,7 +46,7 @@ class NodePack:
     Attributes:
         nodes: The verified nodes in the pack, and the nodes in its hints, by digest.
         hints: The hints; None if the pack has none.
-        hints_form: The bytes of the hints.
+        hints_form: The encoded hints, as the pack has them.
         is_gone: Whether the pack does not exist.
     """
 

@@ -1,4 +1,4 @@
-"""Make stores: their first objects, and the places where casnap refuses to make one."""
+"""Make stores: put their first objects, and refuse places where no store can be made."""
 
 from __future__ import annotations
 

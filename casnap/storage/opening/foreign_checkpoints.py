@@ -101,7 +101,7 @@ class ForeignCheckpoints:
 
     @staticmethod
     def is_notice(path: Path) -> bool:
-        """Whether a file with the name of another library's file is a notice of casnap.
+        """Whether a file is a notice of casnap, though it has a name that another library uses.
 
         Raises:
             PlaceError: The file cannot be read.

@@ -1,4 +1,4 @@
-"""Read chunks at their places: near chunks of a pack together, several packs at a time."""
+"""Read chunks at their places: neighbours in a pack together, and several packs at a time."""
 
 from __future__ import annotations
 

@@ -220,9 +220,9 @@ class PackWriter:
 
     @property
     def times(self) -> int:
-        """How many copies of each chunk or node a pack has.
+        """How many copies a pack has of each node (2) or of each large chunk (1).
 
-        Small chunks have one copy more.
+        It has two copies of a small chunk, if there is space.
         """
         return 2 if self._kind == NODES else 1
 

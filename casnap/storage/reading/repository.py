@@ -121,7 +121,7 @@ class Repository:
     def check_writable(
         self, doing: str, root: Root | None = None, *, dry_run: bool = False
     ) -> None:
-        """Check that this version may write to the store, and that its place keeps writers apart.
+        """Check that this version may write to the store, and that its place honours put-if-absent.
 
         Args:
             doing: What the caller is about to do, in words, for the message.
@@ -141,7 +141,7 @@ class Repository:
             self.check_put_if_absent()
 
     def check_put_if_absent(self) -> None:
-        """Check that the place of the store keeps this writer and others apart.
+        """Check that two writers cannot overwrite each other's roots at the place of the store.
 
         Raises:
             StoreError: The place does not honour put-if-absent, and the user does not vouch that no
@@ -226,18 +226,18 @@ class Repository:
         return self.lookup.newest.read(read, first_root)
 
     def view(self) -> IndexView:
-        """Return the index as the newest root sees it."""
+        """Return the index according to the newest root."""
         return self.read_at_newest(self.index.view)
 
     def view_at(self, root: Root) -> IndexView:
-        """Return the index as a root sees it.
+        """Return the index according to a root.
 
         Only a function that :meth:`read_at_newest` calls with this root may call this.
         """
         return self.index.view(root)
 
     def recent_view(self, base_root: Root | None = None) -> IndexView:
-        """Return the index as a root sees it; by default as a recent root does."""
+        """Return the index according to a root; by default to a recent one."""
         return self.read_at_newest(self.index.view, lambda: base_root or self.recent())
 
     def read_table(
@@ -349,7 +349,7 @@ class Repository:
             hint: The place where the node may be, or None.
 
         Raises:
-            DamagedError: The node is whole at no place.
+            DamagedError: The node is missing, or damaged wherever it lies.
         """
         if len(digest) != DIGEST_SIZE:
             raise DamagedError(
@@ -368,7 +368,7 @@ class Repository:
         """Read the nodes that are not cached, and cache them, for later calls of :meth:`node`.
 
         Raises:
-            DamagedError: Some nodes are whole at no place.
+            DamagedError: Some nodes are missing, or damaged wherever they lie.
         """
         uncached = [digest for digest in digests if self.index.cache.node(digest) is None]
         places = self.find(uncached) if uncached else []
@@ -388,7 +388,7 @@ class Repository:
 
     @property
     def cache_identity(self) -> bytes:
-        """Bytes that tell this host's and user's cache of nodes from all others."""
+        """Bytes that identify this host's and user's cache of nodes: no other cache has them."""
         return self.index.cache.identity
 
     def keep_nodes(self, nodes: Iterable[bytes]) -> None:
@@ -409,7 +409,7 @@ class Repository:
 
         Args:
             digests: The digests of the chunks.
-            view: The index as a root sees it; by default as a recent root does.
+            view: The index according to a root; by default to a recent one.
         """
         return self.index.find(view or self.recent_view(), digests)
 
@@ -430,7 +430,8 @@ class Repository:
             hints: Places where some of the chunks may be.
 
         Raises:
-            DamagedError: Some chunks are whole at no place. All others were passed to their sinks.
+            DamagedError: Some chunks are missing, or damaged wherever they lie. All other chunks
+                were passed to their sinks.
             BackendError: Some chunks could not be read, and may be whole.
             UnavailableError: Nothing can be read now. Not all chunks were tried.
         """

@@ -161,7 +161,10 @@ def cell_pairs(contents: Contents, before: Contents | None) -> Iterator[CellPair
 def _subtrees(
     contents: Contents, before: Contents | None
 ) -> Iterator[tuple[str, bytes, bytes | None]]:
-    """Yield each key of a snapshot, its tree's digest, and its earlier tree's digest or None."""
+    """Yield each key of a snapshot, with the digest of its tree in this and the earlier snapshot.
+
+    The second digest is None if the earlier snapshot lacks the key.
+    """
     manifest = contents.manifest
     manifest_before = None if before is None else before.manifest
     for rank, trees in ((None, manifest.shared), *manifest.ranks.items()):

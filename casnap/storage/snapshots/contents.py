@@ -100,10 +100,7 @@ class Entries:
 
     @property
     def tops(self) -> tuple[bytes, ...]:
-        """The digests of the top nodes of the trees.
-
-        If two trees have an entry of the same path, that of the first tree counts.
-        """
+        """The digests of the top nodes of the trees, those that take precedence first."""
         return tuple(self._digests)
 
     @property

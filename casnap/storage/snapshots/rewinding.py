@@ -135,7 +135,7 @@ def _in(folder: str, name: str) -> str:
 
 
 def _turned(row: Row, notes: Mapping[str, Any]) -> Row:
-    """Return the row of a renamed snapshot, with its note of a rewind set or removed.
+    """Return the row of a renamed snapshot: add the note ``REWOUND``, or remove it if it is there.
 
     Args:
         row: The row before.

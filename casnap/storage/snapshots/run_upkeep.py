@@ -78,9 +78,9 @@ class Upkeep(NamedTuple):
 def _warn_of_metric(
     store: Repository, name: str, retention: Retention, verdicts: Iterable[Verdict]
 ) -> None:
-    """Log a warning, once for each store, if ``keep_best`` keeps all snapshots.
+    """Log a warning, once for each store, if no snapshot has the metric of ``keep_best``.
 
-    ``keep_best`` keeps all snapshots while none has the metric.
+    The rule then keeps all snapshots.
     """
     unknown = unknown_metrics(retention, (verdict.row for verdict in verdicts))
     store_id = store.config.store_id

@@ -264,8 +264,7 @@ def thin(
         store: The store.
         rules: The rules.
         folder: The folder; "" for the whole store.
-        pruning: Another change that the same commit makes, and that removes snapshots; None for
-            none.
+        pruning: A change that removes snapshots in the same commit; None to remove none.
         dry_run: Whether to change nothing, and return the snapshots that would be thinned.
     """
     thinned: dict[str, Thinned] = {}

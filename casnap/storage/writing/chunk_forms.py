@@ -1,4 +1,4 @@
-"""Choose the smallest form of a chunk that readers can afford: delta, planes, or raw."""
+"""Choose the smallest form of a chunk that is not too slow to read: delta, planes, or raw."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ChunkForms:
         A chunk that :meth:`write` has written counts with its new form.
 
         Args:
-            view: The index as the root sees it that the change began from.
+            view: The index according to the root that the change began from.
             digests: The digests of the chunks.
         """
         return chains_below(digests, partial(self._find, view))

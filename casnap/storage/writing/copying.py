@@ -63,7 +63,8 @@ def copy_verified(
             None: never.
 
     Raises:
-        DamagedError: Some chunks or nodes are whole at no place. All others were written.
+        DamagedError: Some chunks or nodes are missing, or damaged wherever they lie. All other
+            chunks and nodes were written.
         BackendError: Some chunks or nodes cannot be read, but may be whole.
     """
 
@@ -113,7 +114,7 @@ class ChunkBuffer:
         """Read chunks into the buffer; return their bytes by digest, valid until :meth:`clear`.
 
         Raises:
-            DamagedError: Some chunks are whole at no place.
+            DamagedError: Some chunks are missing, or damaged wherever they lie.
             BackendError: Some chunks cannot be read, and may be whole.
         """
         raws: dict[Digest, memoryview] = {}

@@ -42,13 +42,13 @@ class Mending:
 
     @classmethod
     def run(cls, store: Repository, work: Callable[[Mending], T]) -> T:
-        """Do the work of a repair, and return its result.
+        """Call a function that does a repair, and return its result.
 
         Meanwhile no other thread of this process copies chunks.
 
         Args:
             store: The store.
-            work: Does the work, given the object by which to write.
+            work: Does the repair. It gets a new ``Mending`` to write with.
         """
 
         def mend(crew: Crew) -> T:
@@ -72,12 +72,12 @@ class Mending:
         return self._saved is not None
 
     def begin(self, root: Root, places: Iterable[Place]) -> None:
-        """Begin new packs for whole data from damaged packs.
+        """Begin new packs, for the chunks and nodes in damaged packs that are whole.
 
         Args:
             root: The root that was surveyed.
-            places: The places in damaged packs. The new packs use the codec, among theirs, that
-                makes chunks smallest.
+            places: The places of these chunks and nodes. The new packs use that one of their codecs
+                which makes chunks smallest.
         """
         codec = codec_among(place.codec for place in places)
         self._saved = NewPacks(self._store, root.seq, self._crew, codec)
@@ -258,8 +258,8 @@ class Mending:
         """Return ``segments`` and ``condemned`` for a new root that lists the packs of two roots.
 
         Args:
-            whole: One of them: an older root, all of whose files exist.
-            newest: The other one: the newest root.
+            whole: An older root, all of whose files exist.
+            newest: The newest root.
             packs: The packs of the newest root.
             records_of: Returns the records of a pack of the newest root.
         """
@@ -275,7 +275,7 @@ class Mending:
         }
 
     def _readable(self, root: Root, unreadable: Collection[SegmentRef]) -> IndexView:
-        """Return the index as a root sees it, without the segments that cannot be read."""
+        """Return the index according to a root, without the segments that cannot be read."""
         refs = tuple(ref for ref in root.segments if ref not in unreadable)
         return self._store.index.view(msgspec.structs.replace(root, segments=refs))
 

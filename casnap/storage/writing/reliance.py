@@ -43,7 +43,7 @@ class Reliance:
         at_once: Whether to announce the change right away, even if that costs requests.
 
     Attributes:
-        base: The index as the root sees it that the change began from.
+        base: The index according to the root that the change began from.
         renew: Keeps the change announced. Threads call it from time to time.
     """
 
@@ -80,9 +80,10 @@ class Reliance:
         return self._digests.keys()
 
     def rely_on(self, digests: list[Digest]) -> list[Place | None]:
-        """Rely on chunks and nodes that live packs hold, if these packs exist and are long enough.
+        """Find chunks and nodes in live packs that exist and are long enough, and rely on them.
 
-        If a chunk is stored as a delta, the change also relies on all bases of its chain.
+        To *rely on* a pack means that the commit checks whether it still exists. If a chunk is
+        stored as a delta, the change also relies on all bases of its chain.
 
         Returns:
             For each digest a place, or None if no such pack holds it.
@@ -166,7 +167,7 @@ class Reliance:
         and the commit rescues this pack.
 
         Args:
-            latest: The index as the newer root sees it.
+            latest: The index according to the newer root.
 
         Raises:
             FencedError: No pack that the root names holds a needed chunk or node.

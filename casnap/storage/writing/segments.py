@@ -41,7 +41,7 @@ def add_segment(
 
     Args:
         store: The store.
-        view: The index as the last root sees it.
+        view: The index according to the last root.
         segment: The new segment.
         base: The number of the root that segments are written under.
     """
@@ -105,7 +105,7 @@ def segments_to_rewrite(view: IndexView, without: Collection[PackId], costs: Cos
     If there are many small segments, they are rewritten too, to merge them.
 
     Args:
-        view: The index as a root sees it.
+        view: The index according to a root.
         without: The packs to leave out.
         costs: The costs of requests at the store's place.
     """
@@ -128,7 +128,7 @@ def rewrite_segments(
 
     Args:
         store: The store.
-        view: The index as a root sees it.
+        view: The index according to a root.
         groups: The groups of segments.
         without: The packs to leave out.
 
@@ -152,7 +152,7 @@ def drop_packs(
 
     Args:
         store: The store.
-        view: The index as the last root sees it.
+        view: The index according to the last root.
         without: The packs to leave out.
     """
     groups = segments_to_rewrite(view, without, store.backend.costs)
@@ -202,7 +202,7 @@ def write_sealed(store: Repository, sealed: Iterable[bytes], base: int) -> Segme
 
 
 def _divided(segment: Segment) -> list[Segment]:
-    """Divide a segment into smaller ones if it is large. Each pack stays in one piece."""
+    """Divide a segment into smaller ones if it is large. A pack's records stay together."""
     if _weight(segment.records) <= MERGE_MOST:
         return [segment]
     of_pack: dict[bytes, list[Record]] = {pack: [] for pack in segment.packs}
@@ -273,7 +273,7 @@ def _to_merge(
         sizes: The number of records, bases and packs of each segment.
         new_size: The number of records, bases and packs of the new segment.
         levels: For each size class of segments, the smallest class first: the most records, bases
-            and packs of a segment in it; and from how many segments in it on they are merged.
+            and packs of a segment in it; and how many such segments are merged at the least.
     """
     merged: list[SegmentRef] = []
     total = new_size

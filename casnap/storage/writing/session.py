@@ -84,15 +84,15 @@ class Session:
         base_root: The root that rank 0 has just read for all ranks; by default a recent one.
         earlier: A reliance that the caller began before the session. The caller may go on using it
             until the session commits or hands over, and then takes it over.
-        puts_root: Whether this process puts the root. If so, it checks that the place keeps writers
-            apart.
+        puts_root: Whether this process puts the root. If so, it checks that the place honours
+            put-if-absent.
         copies: Whether the session copies chunks out of packs. In one process, sessions that do so
             wait for each other.
-        dry_run: Whether the session only tells what it could rely on. If so, it writes nothing.
+        dry_run: Whether the session only finds chunks that it could rely on, and writes nothing.
 
     Attributes:
         store: The store.
-        base: The index as the root sees it that the change began from.
+        base: The index according to the root that the change began from.
         commit_id: The commit id of the root to put.
         new_packs: The packs that the session writes.
         may_be_referenced: Whether a root may name the new packs, now or later.
@@ -170,7 +170,9 @@ class Session:
         return ChunkWriter(self, select_share, all_new=guess)
 
     def rely_on(self, digests: list[Digest]) -> list[Place | None]:
-        """Rely on the chunks and nodes that live packs hold.
+        """Find chunks and nodes in live packs, so that this session need not store them.
+
+        From now on the session *relies on* these packs: the commit checks that they still exist.
 
         Returns:
             For each digest a place, or None if no live pack holds it.
@@ -246,7 +248,7 @@ class Session:
             report: Called with the digest and raw length of each chunk, from any thread.
 
         Raises:
-            DamagedError: Some chunks are whole at no place of the source.
+            DamagedError: Some chunks are missing in the source, or damaged wherever they lie.
             PlaceError: Some chunks cannot be read, and may be whole.
         """
 
@@ -267,8 +269,8 @@ class Session:
         Args:
             digests: The digests of the chunks.
             raws: The verified bytes of the chunks, and of the bases that could be read.
-            bases: The digest of a chunk → the digest of a possible base, on which the session must
-                rely.
+            bases: The digest of a chunk → the digest of a possible base. The session must rely on
+                the bases already.
         """
         chains = self._forms.chains_below(self.base, raws.keys() & bases.values())
         for digest in digests:
@@ -303,9 +305,9 @@ class Session:
         """Include the packs of other ranks in the commit.
 
         Args:
-            gather: Returns the handovers of the other ranks. If its argument is a root number other
-                than 0, packs that were written under an older root first get new ids under this
-                one.
+            gather: Returns the handovers of the other ranks. Its argument is 0, or the number of a
+                root: then ranks that wrote packs under an older root first give them new ids under
+                this root.
             check: Raises if the other ranks have given up, and would not learn of a commit.
 
         Raises:
@@ -489,8 +491,8 @@ class Session:
 
         Args:
             world: How many ranks hand over.
-            seq: A root number, or 0. Packs that were written under an older root first get new ids
-                under this one.
+            seq: 0, or the number of a root: then packs that were written under an older root first
+                get new ids under this root.
 
         Returns:
             The handover. If a pack that this rank wrote or relies on is gone, or the disk is full,
