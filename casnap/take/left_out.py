@@ -1,9 +1,10 @@
 """Find what an app state leaves out, though a resume of the training needs it.
 
-The first takes of a process look, if a value of the app state is an ``Optimizer`` of torch. They
-report only what is certainly missing, each thing once, by the logger ``casnap.hints``.
+The first takes of a process look for such omissions, if a value of the app state is an
+``Optimizer`` of torch. They report only what is certainly missing, each thing once, by the logger
+``casnap.hints``.
 
-Some things may be missing from the app state of a correct training, so nothing is said of them: a
+Some things may be missing from the app state of a correct training, so they are not reported: a
 learning rate scheduler, which a resumed run may make again with ``last_epoch=``; parameters that
 require grad and that no optimizer has; the random states of Python and numpy; a ``GradScaler`` or a
 loader, which nothing in an app state refers to.
@@ -31,7 +32,7 @@ LEFT_OUT = "left out of the app state: "
 
 _log = logging.getLogger("casnap.hints")
 _LOOKS = 3
-"""How many takes of a process look. The random states of two takes must be compared."""
+"""How many takes of a process look for omissions. To compare random states, two are needed."""
 _SEEDS = 8
 """Up to this many numbers drawn from torch's generator are taken for seeds of data loaders.
 

@@ -39,7 +39,7 @@ from casnap.take.ranks.division import Division
 from casnap.take.ranks.owners import NAMING_ADVICE, equal_on_all_ranks, owner_of, path_part
 
 PATH_DIGEST_SIZE = 16
-"""How many bytes of a digest stand for a path in a witness."""
+"""How many bytes a witness keeps of the digest of each path's entry."""
 
 Put = Callable[[bytes], Digest]
 """Stores a node and returns its digest."""

@@ -26,7 +26,7 @@ from casnap.format.grid import Grid, grid_of
 from casnap.format.region import Region, cover_once
 
 CoveredRun: TypeAlias = tuple[int, int, tuple[int, ...]]
-"""A run of cells, and the indices of the boxes that hold some of each cell."""
+"""A run of cells: the first, one past the last, and the boxes that hold a part of each cell."""
 
 # The most bytes of cells that are cut alike and put together at once, for fewer messages.
 _JOINT_BYTES = 4 << 20
@@ -343,8 +343,8 @@ def _covered_runs(runs: list[tuple[int, int, int]]) -> list[CoveredRun]:
         runs: Runs, sorted: the first cell, one past the last, and the index of the box.
 
     Returns:
-        The pieces: the first cell, one past the last, and the indices of the boxes whose runs
-        contain the piece.
+        The shorter runs: the first cell, one past the last, and the indices of the boxes whose
+        given runs contain it.
     """
     if all(a[1] <= b[0] for a, b in pairwise(runs)):
         return [(first_cell, stop, (i,)) for first_cell, stop, i in runs]

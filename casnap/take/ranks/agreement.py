@@ -25,13 +25,13 @@ class Agreement(msgspec.Struct, array_like=True):
         store_id: The id of the store.
         name: The name of the snapshot.
         keys: The keys of the app state, as components: a key need not be Unicode.
-        options: Other things that must be the same on all ranks, by their names in errors.
+        options: Other arguments that must be the same on all ranks, by their names for messages.
         codec: How chunks are stored. Only rank 0 looks up the setting of the store.
         seed: A random number. Rank 0's chooses which bytes of replicas are compared.
         root: The newest root, if the store is in a bucket. Rank 0 reads it for all ranks, since
             each read is a request.
-        lists: Whether rank 0 lists the store's packs for all ranks, which they need before they
-            rely on chunks.
+        lists: Whether rank 0 lists the store's packs for all ranks. A rank must know the length of
+            a pack before it relies on chunks in the pack.
     """
 
     store_id: str

@@ -205,7 +205,7 @@ class Exchange:
             yield [piece for piece in batch if piece.part is None]
 
     def _with_whole_cells(self, source: SharedItems[list[Piece]]) -> Iterator[list[Piece]]:
-        """Yield the batches that one thread hashes: from ``source``, and cells put together here.
+        """Yield the batches that one thread hashes: from ``source``, and cells joined from parts.
 
         Args:
             source: The batches of this rank's own pieces, shared by all threads.

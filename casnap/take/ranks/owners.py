@@ -1,8 +1,8 @@
 """The owner of a path: the rank that plans its tensor, and compares what ranks hold of it.
 
-A hash of the path names the owner. All ranks that hold the path, or pieces of it, send the owner
-their *holdings*, and get an *answer* that says what to do. So each rank plans about equally many
-paths, and none needs the holdings of all.
+A hash of the path names the owner. All ranks that hold the tensor, or shards of it, tell the owner
+what they hold (their *holdings*), and get an *answer* that says what to do. So each rank plans
+about equally many paths, and no rank needs the holdings for all paths.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class SplitCells:
     """The parts of cells that this rank sends, and the cells that it puts together from parts.
 
     Threads that hash call :meth:`add`, :meth:`finish` and :meth:`drop`, and look at
-    :attr:`is_full`. The thread that talks to the other ranks calls all else.
+    :attr:`is_full`. Only the thread that talks to the other ranks calls the other methods.
 
     Args:
         rank: This rank.
