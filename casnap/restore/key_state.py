@@ -176,10 +176,10 @@ def entries_seen(
 
 
 def _of_own_submodules(contents: Contents, state: KeyState, rank: int) -> KeyState | None:
-    """Return the key with the entries of the submodules that this rank has here.
+    """Return the key of a pipeline stage, with the entries of the submodules that this rank has.
 
-    In a pipeline each rank holds some of the submodules, its stage. A rank may hold a different
-    stage here than it held in the take.
+    In a pipeline each rank holds some of the submodules, its stage. A rank may hold another stage
+    now than in the take.
 
     Returns:
         The key; None if the module was not taken as the stages of a pipeline.

@@ -65,8 +65,9 @@ def load_into(
         contents: The snapshot.
         module: The module.
         prefix: The path below which the snapshot has the module's entries.
-        rename: Maps names in the snapshot to names here; None if they are the same.
-        device: The device on which tensors on the meta device get memory; None if there are none.
+        rename: Maps names in the snapshot to names in the module; None if they are the same.
+        device: The device for the new memory of tensors that are on the meta device; None if no
+            tensor may be there.
         strict: Whether a difference between module and snapshot is an error.
         progress: Called with the phase, the bytes done, and the total.
         reuse: Whether to hash the tensors, and read only chunks that differ.
@@ -157,12 +158,13 @@ def match(
         contents: The snapshot.
         tensors: The live tensors, by name.
         prefix: The path below which the snapshot has the entries.
-        rename: Maps names in the snapshot to names here; None if they are the same.
-        device: The device on which tensors on the meta device get memory; None if there are none.
+        rename: Maps names in the snapshot to names of live tensors; None if they are the same.
+        device: The device for the new memory of tensors that are on the meta device; None if no
+            tensor may be there.
         report: Gets everything that does not fit.
 
     Returns:
-        Name here → entry; and name here → memory to fill, for the tensors that fit.
+        Name of the live tensor → entry; and name → memory to fill; both for tensors that fit.
     """
     entries = _entries_below(contents, prefix)
     if rename is not None:

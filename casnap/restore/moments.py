@@ -63,7 +63,7 @@ class Taken(NamedTuple):
 
 
 TakenParameters: TypeAlias = Mapping[int, Taken]
-"""The id of each live parameter → the parameter in the snapshot."""
+"""The ``id()`` of each live parameter → the same parameter in the snapshot."""
 
 
 def taken_parameters(states: Iterable[KeyState]) -> TakenParameters:

@@ -123,7 +123,8 @@ class LiveWeights:
     Args:
         target: A module, for its parameters and persistent buffers; or a state dict of tensors.
         prefix: Where the tensors are in a snapshot, as for :meth:`casnap.Snapshot.load_into`.
-        rename: Maps names in the snapshot to names here, as for :meth:`casnap.Snapshot.load_into`.
+        rename: Maps names in a snapshot to names in the target, as for
+            :meth:`casnap.Snapshot.load_into`.
         strict: Whether it is an error if the snapshot or the target has a name that the other one
             lacks.
     """
@@ -258,7 +259,7 @@ class LiveWeights:
         """Match the tensors with a snapshot.
 
         Returns:
-            Name here → path and entry; and name here → the tensor's memory.
+            Name of the live tensor → path and entry; and name → the tensor's memory.
 
         Raises:
             MismatchError: The tensors and the snapshot differ.

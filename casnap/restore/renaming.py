@@ -1,4 +1,4 @@
-"""Apply the option ``rename=``, which gives names in the snapshot other names here."""
+"""Apply the option ``rename=``, which maps names in a snapshot to names in the live state."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def renamed(snapshot: str, paths: Mapping[str, str], rename: Rename) -> dict[str
     Args:
         snapshot: The snapshot, for messages.
         paths: The names in the snapshot, each with its path, for messages.
-        rename: A mapping or function from a name in the snapshot to the name here. None leaves the
-            name out. A name that a mapping lacks stays.
+        rename: A mapping or function from a name in the snapshot to the name in the live state, or
+            to None to leave the name out. A name that a mapping lacks stays.
 
     Returns:
-        Name here → name in the snapshot.
+        Name in the live state → name in the snapshot.
 
     Raises:
         MismatchError: Two names become one.

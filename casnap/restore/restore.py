@@ -474,8 +474,8 @@ class _Missed(msgspec.Struct, array_like=True):
     New ranks are those that the take did not have. The take stored this part for single ranks only.
 
     Attributes:
-        what: What new ranks cannot have: the key, or some of its paths, in words.
-        is_one: Whether ``what`` is singular in grammar.
+        what: What new ranks cannot restore: the key, or some of its paths, in words.
+        is_one: Whether ``what`` is singular, for the verb of the sentence.
         holders: The ranks for which the snapshot keeps it.
         is_random: Whether the key is the state of random generators.
         new_ranks: The new ranks.
@@ -499,9 +499,9 @@ class _Missed(msgspec.Struct, array_like=True):
 
         Args:
             component: The key, as a component of paths.
-            holders: The paths that this rank cannot have, with the ranks that can.
+            holders: The paths that this rank cannot restore, each with the ranks that can.
             stateful: The value in the app state.
-            in_part: The components of keys of which this rank can have a part.
+            in_part: The components of the keys that this rank can restore in part.
         """
         paths = [path for path in holders if path != component]
         what, is_one = component, True
@@ -514,7 +514,7 @@ class _Missed(msgspec.Struct, array_like=True):
 
     @property
     def text(self) -> str:
-        """The sentence that says what new ranks cannot have, and which ranks can."""
+        """The sentence that says what new ranks cannot restore, and which ranks can."""
         verbs = ["is" if one else "are" for one in (self.is_one, len(self.new_ranks) == 1)]
         return (
             f"{self.what} {verbs[0]} kept for {rank_names(self.holders)} alone; "
@@ -523,7 +523,7 @@ class _Missed(msgspec.Struct, array_like=True):
 
 
 class _MissedByKey(msgspec.Struct, array_like=True):
-    """A message between ranks: by component of the key, the part that new ranks cannot have."""
+    """A message between ranks: by component of a key, what new ranks cannot restore of the key."""
 
     by_key: dict[str, _Missed]
 
@@ -531,11 +531,13 @@ class _MissedByKey(msgspec.Struct, array_like=True):
 def _missed_by_new_ranks(
     contents: Contents, mine: dict[str, _Missed], comm: Comm
 ) -> Iterable[_Missed]:
-    """Return, on all ranks, what new ranks cannot have, one item for each key.
+    """Gather from all ranks what new ranks cannot restore; return one item for each key.
+
+    The result is the same on all ranks.
 
     Args:
         contents: The snapshot.
-        mine: What this rank cannot have of each key, by the component of the key.
+        mine: What this rank cannot restore of each key, by the component of the key.
         comm: The ranks; all call this.
     """
     if comm.size <= contents.row.world_size:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 NewRanks: TypeAlias = Literal["keep", "error"]
-"""What a new rank, which the take did not have, does about values kept for single ranks alone.
+"""What happens if a new rank, which the take did not have, lacks values in the snapshot.
 
-It keeps its own values (``"keep"``), or the restore fails (``"error"``).
+The take has stored these values for single ranks only. The new rank keeps its own values
+(``"keep"``), or the restore fails (``"error"``).
 """
 
 

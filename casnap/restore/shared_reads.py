@@ -98,8 +98,8 @@ def fetch_shared(
             chunks are wanted by several ranks. Otherwise each rank reads for itself.
 
     Raises:
-        DamagedError: Some chunks have no whole place. All others were handed over. The error is
-            raised on all ranks.
+        DamagedError: Some chunks are missing, or damaged wherever they lie. All other chunks were
+            passed to their sinks. The error is raised on all ranks.
         UnsupportedFormatError: Some chunks are stored in a form that this version does not know.
             The error is raised on all ranks.
     """
@@ -135,7 +135,7 @@ class _SharedFetch:
 
     The schedule names one reader for each chunk that several ranks want. The rank reads the chunks
     for which it is the reader, and passes them on to the ranks that want them. It gets the other
-    chunks that it wants from their readers. Chunks that no other rank wants, it reads itself.
+    chunks that it wants from their readers. It reads itself the chunks that no other rank wants.
     """
 
     def __init__(
@@ -484,11 +484,11 @@ class _SharedFetch:
     def _receive(
         self, number: int, received: list[memoryview], requests: list[list[Digest]]
     ) -> None:
-        """Hand over the chunks of a window that other ranks have read.
+        """Pass the chunks of a window that other ranks have read to the sinks of this rank.
 
         A chunk in the memory of another rank of this host was verified by that rank, which alone
-        writes there. A chunk that was sent is verified here. If it does not have its digest, this
-        rank reads it again.
+        writes there. A chunk that came in a message is verified here. If it does not have its
+        digest, this rank reads it again.
 
         Args:
             number: The number of the window.

@@ -84,7 +84,8 @@ def schedule_reads(
         size: The number of ranks.
         share: About how many bytes a rank reads for others in a window.
         window: About how many bytes a rank receives in a window.
-        in_memory: Whether all ranks see each other's memory, so that a chunk takes room there once.
+        in_memory: Whether all ranks see each other's memory. A chunk that several ranks want then
+            takes up memory only once.
     """
     load = [0] * size
     by_unit = _wanted_units(requests, load)
