@@ -44,8 +44,8 @@ KNOWN_CODECS = frozenset(map(int, Codec))
 WHOLE_CODECS = KNOWN_CODECS - {int(Codec.DELTA)}
 """The codecs of chunks that can be read without another chunk."""
 BY_SIZE = (Codec.RAW, Codec.PLANES)
-"""The same codecs, from the largest stored form to the smallest. Tree nodes get the last one in
-copies that compress."""
+"""``WHOLE_CODECS``, from the largest stored form to the smallest. A copy that compresses stores
+tree nodes with the last one."""
 
 
 def codec_among(codecs: Iterable[int]) -> Codec:

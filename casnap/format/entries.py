@@ -97,7 +97,7 @@ class Quantization(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 class _EntryBase(Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
     """The base class of entries. Decoding fails for an entry with unknown elements.
 
-    An unknown element may change what the others mean.
+    An unknown element may change what the known elements mean.
 
     Attributes:
         payload: The bytes of the entry.
@@ -110,7 +110,8 @@ class TensorEntry(_EntryBase, frozen=True, array_like=True, tag="t", gc=False):
     """A tensor, numpy array or numpy scalar.
 
     Attributes:
-        payload: The bytes of the elements, row-major and little-endian, cut by the grid.
+        payload: The bytes of the elements, row-major and little-endian. The grid cuts them into
+            chunks.
         dtype: The name in torch (``bfloat16``), or numpy's typestr (``<f4``) for numpy kinds.
         shape: The global shape.
         kind: ``tensor``, ``parameter``, ``buffer``, ``ndarray`` or ``numpy_scalar``.

@@ -15,7 +15,7 @@ _HEADS = (
     b"\x80\x02ccasnap.integrations.notices\n",  # before 1.0
 )
 _CALL = _HEADS[0] + b"ctorch.serialization\n_get_layout\nX%b%b\x85R."
-"""A pickle of protocol 2 that calls a function with one text; that raises ``KeyError(text)``."""
+"""A pickle of protocol 2. It calls a function with one text, which raises ``KeyError(text)``."""
 
 
 def notice(subject: str) -> bytes:

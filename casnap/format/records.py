@@ -253,8 +253,8 @@ class Row(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     def origin(self) -> tuple[str, int]:
         """The store that the snapshot was copied from: its id, and the number of its root.
 
-        They are "" and -1 if the row names no origin. Only a copy that keeps the order of the
-        original store names one.
+        They are "" and -1 if the row names no origin. Only a copy that keeps its place in the order
+        of commits names one.
         """
         return self.noted_root(ORIGIN)
 

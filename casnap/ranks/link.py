@@ -238,7 +238,7 @@ class Link:
                 _warn_of_absent(operation, absent, timeout)
 
     def _reminder(self, operation: str, timeout: float) -> Callable[[Iterable[int]], None]:
-        """Return a function that logs a warning about absent ranks, once they are seconds late.
+        """Return a function that logs a warning about absent ranks, once they are late.
 
         The argument of the function is the absent ranks. The function warns only once; until the
         ranks are late, a call does nothing.
@@ -354,7 +354,7 @@ class Link:
 
         Args:
             seconds: How long to wait for the other ranks from now on.
-            timeout: How long this rank will have waited in all, for messages.
+            timeout: For how many seconds this rank waits in all, for messages.
             operation: The operation in words, as for :meth:`begin`.
             phase: The first phase of this rank, as for :meth:`begin`.
 
@@ -425,7 +425,7 @@ class Link:
         Args:
             pauses: Yields before each look at the store; ends when the time is over.
             operation: The operation in words, for a warning.
-            timeout: How long this rank will have waited in all, for messages.
+            timeout: For how many seconds this rank waits in all, for messages.
             team_size: The most ranks of a team.
 
         Returns:
@@ -490,7 +490,7 @@ class Link:
         Args:
             pauses: Yields before each look at the store; ends when the time is over.
             operation: The operation in words, for a warning.
-            timeout: How long this rank will have waited in all, for messages.
+            timeout: For how many seconds this rank waits in all, for messages.
 
         Returns:
             The name of the group, and the note by which it begins.

@@ -167,7 +167,8 @@ def _open_mapping(path: str, value: Any) -> Opened:
 def _metadata_of(path: str, value: Any) -> dict[str, Any] | None:
     """Return the metadata of a module's state dict, as they are stored.
 
-    Items that cannot be stored are left out, with a warning. So are other attributes of the dict.
+    Items that cannot be stored are left out, with a warning. The warning also names attributes of
+    the dict other than its metadata, which are never stored.
     """
     left_out = [f"the attribute {name}" for name in vars(value) if name != "_metadata"]
     metadata = getattr(value, "_metadata", None)
@@ -344,7 +345,7 @@ def _open_namedtuple(path: str, value: Any) -> Opened:
 
 
 def open_sparse(path: str, value: torch.Tensor) -> Opened | None:
-    """Return a sparse tensor as a container of its parts; None for other layouts."""
+    """Open a sparse tensor as a container of its parts; return None for other layouts."""
     kind, parts = _SPARSE.get(value.layout, ("", ()))
     if not kind or value.is_nested:
         return None
@@ -362,7 +363,7 @@ def open_sparse(path: str, value: torch.Tensor) -> Opened | None:
 
 
 def is_sparse(entry: Entry) -> bool:
-    """Whether an entry is a sparse tensor, as a container of its parts."""
+    """Whether an entry is a sparse tensor, which is stored as a container of its parts."""
     return isinstance(entry, ContainerEntry) and entry.kind in _SPARSE_KINDS
 
 

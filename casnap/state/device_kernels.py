@@ -93,7 +93,7 @@ def _halves(pair):
 
 @triton.jit
 def _block_of_whole_leaf(start, exists):
-    """Load 64 bytes that begin at a multiple of 16, 16 bytes at a time; return them as words."""
+    """Load 64 bytes from an address that is a multiple of 16; return them as 32-bit words."""
     pointers = start.to(tl.pointer_type(tl.uint64))[:, None] + tl.arange(0, 2)[None, :]
     pointers = tl.max_contiguous(tl.multiple_of(pointers, (1, 16)), (1, 2))
     mask = exists[:, None]
@@ -175,7 +175,7 @@ def _get(nodes, room, slot, exists):
         nodes: The memory of the level.
         room: The number of slots of the level.
         slot: The slot of each lane.
-        exists: Whether each lane has a slot; zeros come for the others.
+        exists: Whether each lane has a slot. A lane without a slot gets zeros.
     """
     a = tl.load(nodes + slot, exists, 0), tl.load(nodes + room + slot, exists, 0)
     b = tl.load(nodes + 2 * room + slot, exists, 0), tl.load(nodes + 3 * room + slot, exists, 0)

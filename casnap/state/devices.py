@@ -121,7 +121,7 @@ def pin(slot: Slot, device: torch.device) -> bool:
 
 
 def _do_nothing() -> None:
-    """Stands for the function that unpins a slot, if the slot could not be pinned."""
+    """Unpin nothing: this is the ``unpin`` of a slot that could not be pinned."""
 
 
 @cache

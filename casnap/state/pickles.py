@@ -20,7 +20,7 @@ MAX_DEPTH = 1000
 
 
 class RefusedError(ValueError):
-    """torch.save does not write such a pickle, or the pickle takes a step that needs permission."""
+    """A pickle has an opcode that torch.save does not write, or a step that is not permitted."""
 
 
 class BrokenError(RefusedError):
@@ -61,13 +61,13 @@ Check: TypeAlias = Callable[[str, Term], None]
 
 
 class PickleMachine:
-    """Follows a pickle.
+    """Follows the opcodes of a pickle, without calling or importing anything.
 
     Args:
         data: The bytes that hold the pickle.
         check: Called before each step that makes or changes an object, with the kind of the step
-            and a term. The kinds ``call``, ``new``, ``build`` and ``item`` come with a call,
-            ``storage`` comes with a storage. It refuses a step by raising a :class:`RefusedError`.
+            and a term: a call for the kinds ``call``, ``new``, ``build`` and ``item``, a storage
+            for ``storage``. It refuses a step by raising a :class:`RefusedError`.
         newest: The newest protocol that may be used: 2, as torch.save does, or up to 5, as
             ``pickle.dump`` does.
     """

@@ -177,7 +177,7 @@ def changes_since(
 ) -> list[EnvironmentChange]:
     """Return how the environment of this process differs from that of a take.
 
-    If the take noted none, only the ranks are compared.
+    If the take noted no environment, only the numbers of ranks are compared.
 
     Args:
         before: The environment of the take.

@@ -29,7 +29,7 @@ from casnap.state.quantized import check_quantization, quantization_of, quantize
 from casnap.state.sharded import Shards, shards_of, without_torch_function
 
 ORDINARY_TYPES = (torch.Tensor, torch.nn.Parameter)
-"""The plain types of tensors; anything else is a subclass of one."""
+"""The plain types of tensors. Each other type of tensor is a subclass of one of them."""
 
 
 class Leaf(NamedTuple):

@@ -225,7 +225,7 @@ _CALLS = {
 }
 """The functions that torch.save calls, besides :data:`TENSORS`."""
 _CHANGES = {("build", _ORDERED), ("item", _ORDERED), ("item", "collections.Counter")}
-"""The changes that torch.save makes to objects, each with the function that made the object."""
+"""The steps by which torch.save changes an object: kind of step, function that made the object."""
 
 
 # --- tensors ------------------------------------------------------------------------------------
