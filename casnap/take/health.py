@@ -274,10 +274,9 @@ def _counts_in_words(health: TensorHealth) -> str:
 
 
 def _is_unhealthy(entry: Entry, health: TensorHealth) -> bool:
-    """Whether a tensor has NaN or infinite elements, as a training that has diverged.
+    """Whether a tensor has NaN or infinite elements, as after a training has diverged.
 
-    A tensor with one infinite element and no other counts as healthy: trainers begin with such a
-    "best loss so far".
+    A tensor of a single element may be infinite: trainers begin with such a "best loss so far".
     """
     assert isinstance(entry, TensorEntry)
     return bool(health.nan or (health.infinite and prod(entry.shape) > 1))

@@ -166,9 +166,9 @@ class Index:
         return cache
 
     def _look_where_it_is(self) -> None:
-        """Close this host's cache if another store may lie at the URI now.
+        """Forget the open cache if another store may lie at the URI now.
 
-        The identity of the place, such as an inode, tells whether the store was replaced.
+        That is so if the backend's identity, such as the inode of the folder, has changed.
         """
         place = digest_of(os.fsencode(self._backend.identity)).hex()[:32]
         name = f"{self._store_id}-{place}"

@@ -267,7 +267,7 @@ class Contents:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """In a ``with`` block, replace a ``DamagedError`` that arose since the snapshot is gone.
+        """In a ``with`` block, replace a ``DamagedError`` that comes from a deletion or thinning.
 
         Raises:
             SnapshotNotFoundError: The snapshot was deleted, replaced or thinned, and its chunks
