@@ -6,9 +6,9 @@ at a time.
 
 Nodes lie in *slots*. The first words of all slots come first, then all second words, and so on, so
 that neighbouring lanes read and write neighbouring words. On level k, node p of the batch's cell c
-has the slot ``(base >> k) + c + p``, where ``base`` counts the leaves of the cells before c. So
-slots of cells never overlap, on any level, and a lane finds its cell by a search among the bases. A
-last node without a neighbour goes up a level unchanged.
+has the slot ``(base >> k) + c + p``, where ``base`` is the number of leaves of the batch's cells
+before c. So slots of cells never overlap, on any level, and a lane finds its cell by a search among
+the bases. A last node without a neighbour goes up a level unchanged.
 
 After its eight words, each node has a tag, which names the call and the cell. Two nodes with the
 same tag make a node with that tag. If their tags differ, the node gets ``NO_TAG``, which no cell
@@ -215,7 +215,7 @@ def hash_leaves(
     """Hash leaves of the cells of a batch.
 
     Args:
-        table: Three rows of all cells: where each begins, its bytes, and its base.
+        table: As for :func:`hash_batch`.
         of_all: The number of cells in the table.
         first: The first cell of the batch in the table.
         cells: The number of cells in the batch.
@@ -307,7 +307,7 @@ def put_digests(table, of_all, first, cells, nodes, room, level, digests, lanes:
         nodes: The slots of the highest level, where each cell has one node.
         room: The number of these slots.
         level: The number of the highest level.
-        digests: Nine rows, a column for each cell of the table.
+        digests: As for :func:`hash_batch`.
         lanes: The lanes of a program.
     """
     cell = tl.program_id(0) * lanes + tl.arange(0, lanes)
@@ -324,11 +324,12 @@ def hash_batch(
     """Launch the kernels that hash a batch of cells, on the current stream.
 
     Args:
-        table: int64, on the device: three rows with where each cell begins, its bytes, and its
-            base; a column for each cell.
+        table: int64, on the device: a column for each cell. The three rows have the cell's
+            address, its bytes, and its base: how many leaves of its batch come before it.
         batch: The batch.
         call: The number of the call: cell i gets the tag ``call + i``.
-        digests: int32, on the device: nine rows, a column for each cell, to be written.
+        digests: int32, on the device: a column for each cell, to be written. The nine rows get the
+            eight words of the cell's digest, and its tag.
         lanes: The lanes of a program; the interpreter is as fast with many as with few.
     """
     of_all, first, cells = table.shape[1], batch.first, batch.cells

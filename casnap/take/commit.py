@@ -226,7 +226,9 @@ class TakeCommit:
         return instruction.result
 
     def _listed(self, session: Session, writers: list[int]) -> Handover:
-        """Send this rank's unlisted records to the rank that writes them into a segment.
+        """Have the records that no segment has yet written into segments, by a few of the ranks.
+
+        Each rank sends its records to a writer; a writer then writes one segment.
 
         Args:
             session: The session in which this rank wrote.

@@ -123,8 +123,8 @@ def _proven_elsewhere(
 def _can_stand_on(session: Session, digest: Digest, base: Digest) -> bool:
     """Return whether a delta can be copied as it is; if so, have the session rely on its base.
 
-    The chain of the base is followed here. A chunk may be stored as several deltas, and the caller
-    has perhaps followed the chain of another one.
+    The chain of the base is checked here, since the caller may not have checked it: a chunk may be
+    stored as several deltas, each with another chain.
 
     Args:
         session: The session.

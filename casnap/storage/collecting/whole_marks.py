@@ -184,7 +184,13 @@ class WholeMarks:
         self._look_in_condemned({d for d, number in use_counts.items() if number == 0})
 
     def _count_newest_only(self, several: Collection[bytes]) -> None:
-        """Correct ``PackUse.live`` for a digest in several live packs: only the newest counts."""
+        """Count chunks that are in several live packs as needed bytes of the newest pack only.
+
+        This lowers ``PackUse.live`` of the older packs.
+
+        Args:
+            several: The digests of these chunks and nodes.
+        """
         places = [p for p in self.places_of(several) if p[1] not in self.root.condemned]
         newest: dict[bytes, PackId] = {}
         for digest, pack, _ in places:

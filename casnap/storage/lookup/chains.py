@@ -51,7 +51,8 @@ def chains_below(digests: Iterable[Digest], find: Find) -> dict[Digest, list[Rec
 
     Returns:
         For each chunk its chain: the digest and place of the chunk, of its base, and so on. The
-        chain is empty if the chunk has no place, or its chain has no end.
+        chain is empty if it cannot be followed to a chunk that is not stored as a delta, or has
+        more deltas than readers apply.
     """
     tops = level = list(dict.fromkeys(digests))
     places: dict[Digest, Place | None] = {}
@@ -88,13 +89,13 @@ def exceeds(deltas: int, place: Place) -> bool:
 
 
 def can_carry(chain: Sequence[Record], digest: Digest) -> bool:
-    """Whether a chunk can be stored as a delta whose base is the first chunk of a chain.
+    """Whether a chunk can be stored as a delta against the first chunk of a chain.
 
-    It cannot if the chain has no end, contains the chunk, or would get more deltas than readers
-    apply.
+    It cannot if the chain contains the chunk, or already has as many deltas as readers apply.
 
     Args:
-        chain: The chain of the base; empty if it has no end.
+        chain: The chain of the base, as :func:`chains_below` returns it. If it is empty, the
+            result is False.
         digest: The digest of the chunk.
     """
     return 0 < len(chain) <= MOST_LINKS and digest not in dict(chain)
@@ -170,8 +171,10 @@ class DeltaBases:
     not matter here: a collector must keep a base even if the chain is too long for readers.
 
     Attributes:
-        endless: The places of deltas whose chains have no end, as pairs of a pack and an offset.
-        nowhere: The digests of bases that no place holds whole, or as a delta whose chain ends.
+        endless: The places (pack, offset) of deltas that cannot be applied, since their chains do
+            not end with a chunk that is not stored as a delta.
+        nowhere: The digests of bases that cannot be read, since they have no place but those of
+            ``endless`` deltas.
     """
 
     def __init__(self) -> None:

@@ -60,9 +60,9 @@ class Handover(Struct, array_like=True):
 
     @staticmethod
     def segment_writers(handovers: Sequence[Handover]) -> list[int]:
-        """Choose the ranks that write segments of the records that the handovers leave out.
+        """Choose the ranks that write segments, if ranks have too many records for a handover.
 
-        Each of them writes one segment: of its own records, and of those of the ranks after it up
+        Each chosen rank writes one segment: of its own records and those of the ranks after it, up
         to the next writer. So there are few segments even with many ranks.
 
         Args:

@@ -76,8 +76,8 @@ class Mending:
 
         Args:
             root: The root that was surveyed.
-            places: The places of these chunks and nodes. The new packs use that one of their codecs
-                which makes chunks smallest.
+            places: The places of these chunks and nodes. Their codecs determine the codec of the
+                new packs: the one that makes chunks smallest.
         """
         codec = codec_among(place.codec for place in places)
         self._saved = NewPacks(self._store, root.seq, self._crew, codec)

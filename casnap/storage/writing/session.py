@@ -82,8 +82,8 @@ class Session:
         codec: The codec of new chunks.
         requests_before: How many requests the backend had made when the change began, by kind.
         base_root: The root that rank 0 has just read for all ranks; by default a recent one.
-        earlier: A reliance that the caller began before the session. The caller may go on using it
-            until the session commits or hands over, and then takes it over.
+        earlier: A reliance that the caller began before the session. The session takes it over when
+            it commits or hands over; until then the caller may go on using it.
         puts_root: Whether this process puts the root. If so, it checks that the place honours
             put-if-absent.
         copies: Whether the session copies chunks out of packs. In one process, sessions that do so
