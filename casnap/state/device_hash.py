@@ -238,8 +238,8 @@ def hasher_of(device: torch.device) -> DeviceHasher | None:
     """Return the hasher of a device; None if the host has to hash its bytes.
 
     There is none for the CPU, without Triton, with ``CASNAP_DEVICE_HASH=off``, where Triton cannot
-    compile, and after a wrong digest. The first call for a device compiles the kernels, and proves
-    them.
+    compile, and after a wrong digest. The first call for a device compiles the kernels, and checks
+    their digests against those of the host.
 
     Raises:
         DeviceError: The device computes wrong digests.

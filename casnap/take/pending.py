@@ -55,8 +55,8 @@ def wait_for_room(store_id: str, name: str, options: TakeOptions, *, is_alone: b
     A ``try_take`` raises none of these, since its caller would take them for errors of its own
     take.
 
-    All ranks must raise the same errors in the same call. So if other ranks take too, the error of
-    a take that may still be pending on one of them is left to a later call.
+    All ranks must raise the same errors in the same call. So with several ranks, the error of a
+    take is raised only once the take has ended on all ranks.
 
     Args:
         store_id: The id of the store. Errors of its takes are raised.

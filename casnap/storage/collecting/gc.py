@@ -243,10 +243,10 @@ class _Candidates:
         self._required: set[bytes] = set()
 
     def at(self, view: IndexView) -> Needs:
-        """Return the packs that the root after the newest one may condemn, and those to rescue.
+        """Return the packs that the next root may condemn, and those that it must rescue.
 
         A pack may be condemned if the newest root needs nothing in it, or if all that is needed was
-        copied to packs that are live in this root.
+        copied to packs that are live in the newest root.
 
         Args:
             view: The index according to the newest root.
@@ -401,8 +401,8 @@ class _Collector:
         Deleting the freed files is left to the caller.
 
         Returns:
-            The last plan, and the root that carries it out. If the plan needs no new root, the root
-            that it was made for.
+            The last plan, and the root that carries it out. A plan that needs no new root is
+            returned with the root that it was made for.
         """
         if self._rewriting is not None:
             # A try that was fenced has left segments, which would be taken for orphans.
@@ -515,8 +515,8 @@ class _Collector:
                 so a new plan is made in any case.
 
         Returns:
-            The plan that was carried out, and the root that carries it out. If the plan needs no
-            new root, the root that it was made for.
+            The plan that was carried out, and the root that carries it out. A plan that needs no
+            new root is returned with the root that it was made for.
         """
 
         def prepare(root: Root) -> Root | None:

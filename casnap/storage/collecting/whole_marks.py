@@ -96,9 +96,9 @@ class WholeMarks:
         If another pack has such a chunk whole, the base is needed all the same: a take may rely on
         the delta.
 
-        A base that cannot be read itself, because its own chain lacks a base, does not count as
-        needed: the delta cannot be read either. That is no damage. The missing base was deleted
-        while no snapshot needed the chunk, and a take that needed the chunk later stored it again.
+        A base that cannot be read, because its own chain lacks a base, does not count as needed: it
+        is of no use for the delta. That is no damage: the missing base was deleted while no
+        snapshot needed the chunk, and a take that needed the chunk later stored it again.
 
         Args:
             references: The references to the needed chunks.
@@ -123,7 +123,10 @@ class WholeMarks:
         self._sweep(use_counts, part)
 
     def _of_forgotten(self) -> set[bytes]:
-        """Return the references that only those snapshots have that are treated as deleted."""
+        """Return the references of the snapshots that count as deleted.
+
+        References that another snapshot has too are left out.
+        """
         rows: dict[bool, set[bytes]] = {True: set(), False: set()}
         if self._deleted:
             rows[False].update(tops_of(self.root))
@@ -150,8 +153,8 @@ class WholeMarks:
         The digests are divided into parts, to bound memory. One call looks at one part.
 
         Args:
-            use_counts: The needed digests of the part, each with the value 0. If a live pack holds
-                a digest, the call sets its value to a number that stands for the pack.
+            use_counts: The needed digests of the part, each with the value 0. The call sets the
+                value of a digest that a live pack holds to a number that stands for the pack.
             part: The number of the part.
         """
         condemned = self.root.condemned

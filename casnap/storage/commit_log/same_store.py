@@ -22,9 +22,9 @@ def id_in(root: Root) -> str | None:
 def check_same_store(backend: Backend, store_id: str) -> None:
     """Check that a place holds the store with a given id.
 
-    The check passes if ``casnap.json`` or the newest root has the id. If only one of them has it,
-    the other is damaged or belongs to another store, which a repair can mend. It also passes if
-    neither can be read.
+    The check passes if ``casnap.json`` or the newest root has the id. If only one has it, the other
+    is damaged or comes from another store: a repair can mend that. The check also passes if neither
+    can be read.
 
     Args:
         backend: The backend of the place.

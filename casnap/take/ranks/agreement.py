@@ -1,6 +1,6 @@
 """Before a take begins, all ranks check that they were called with the same arguments.
 
-Rank 0 decides what may differ, such as the order of the keys.
+Some arguments may differ, such as the order of the keys. All ranks then use those of rank 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from casnap.take.options import TakeOptions, unclear_commits
 
 
 class Agreement(msgspec.Struct, array_like=True):
-    """The message in which a rank says what it was asked to take; all follow rank 0's message.
+    """A message between ranks: what the sender was asked to take. All ranks follow rank 0's.
 
     Attributes:
         store_id: The id of the store.

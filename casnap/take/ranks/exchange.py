@@ -384,7 +384,9 @@ class Exchange:
             self._changed.notify_all()
 
     def _check_all_go_on(self, idle: list[float]) -> None:
-        """Check that no rank that still answers has stopped hashing, as when its storage hangs.
+        """Check that no rank has stopped hashing, for example because its storage hangs.
+
+        Such a rank still answers the others, so they do not notice it by a missed deadline.
 
         Args:
             idle: For how many seconds each rank has had work, but has hashed nothing.

@@ -243,7 +243,11 @@ class SplitCells:
             give_back(piece for pieces in drawn for piece, _ in pieces)
 
     def _draw(self, rank: int) -> list[tuple[Piece, _OpenJoint]]:
-        """Take as many parts for a rank as one round may send, each with its open joint."""
+        """Remove the next parts for a rank from the queue, as many as one round may send.
+
+        Returns:
+            The parts, each with its open joint.
+        """
         drawn: list[tuple[Piece, _OpenJoint]] = []
         room = max(1, _WINDOW_BYTES // (self._size * self._largest_team))
         with self._lock:
