@@ -20,13 +20,13 @@ _SAID = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 def holds_parts(value: object) -> bool:
-    """Whether a tensor is marked as parts of a larger one."""
+    """Whether a tensor has all four attributes that mark it as parts of a larger one."""
     # Nearly no tensor has the first attribute, so the others are seldom asked for.
     return hasattr(value, _SAID[0]) and all(hasattr(value, name) for name in _SAID)
 
 
 def said_of_parts(value: Any) -> tuple[tuple[int, ...], set[Region]]:
-    """Return what the four attributes of a tensor say.
+    """Read the attributes of a tensor that is marked as parts of a larger one.
 
     Returns:
         The shape of the larger tensor, and the boxes of the larger tensor that this one holds.
@@ -60,7 +60,7 @@ def check_whole(path: str, value: object) -> None:
     """Check that a tensor is not marked as parts of a larger one.
 
     Raises:
-        UnsupportedTypeError: The tensor has the marks.
+        UnsupportedTypeError: It is.
     """
     if holds_parts(value):
         raise UnsupportedTypeError(f"{path}: {why_not_whole(value)}")
@@ -82,10 +82,10 @@ def check_state(key: str, stateful: object, state: object) -> None:
     Args:
         key: The key of the state in the app state.
         stateful: The module or optimizer. Any other value passes.
-        state: Its ``state_dict()``, which has dropped the marks.
+        state: Its ``state_dict()``, whose tensors no longer have the attributes.
 
     Raises:
-        UnsupportedTypeError: A tensor has the marks.
+        UnsupportedTypeError: A tensor is marked.
     """
     if isinstance(stateful, torch.nn.Module) and isinstance(state, Mapping):
         for module_path, part in stateful.named_modules(remove_duplicate=False):

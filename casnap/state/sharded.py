@@ -114,7 +114,7 @@ def holders_of(value: torch.Tensor) -> tuple[int, ...]:
 def shard_again(module: torch.nn.Module) -> None:
     """Let FSDP2 free the parameters that it has gathered, so that the module has its shards again.
 
-    After a forward without a backward, FSDP2 leaves some parameters whole, in memory of its own.
+    After a forward without a backward, FSDP2 leaves some parameters gathered, in separate memory.
     Values written there would be lost once FSDP2 frees that memory. Values written to the shards
     would not be seen by forwards until then.
     """

@@ -46,7 +46,7 @@ Put = Callable[[bytes], Digest]
 
 
 class _Hashed(msgspec.Struct, array_like=True):
-    """A message to an owner, after hashing: the digests that the sender has for its leaves.
+    """A message to an owner, after hashing: the sender's digests for leaves of this owner.
 
     Attributes:
         cells: The runs of cells that the sender hashed: id of the leaf, first cell, joined digests.

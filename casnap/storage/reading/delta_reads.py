@@ -264,7 +264,7 @@ class DeltaReader:
     ) -> bytes | None:
         """Read a chunk at its places in turn, until one is whole; return the verified bytes.
 
-        The result is None if the chunk is whole at no place.
+        The result is None if the chunk is missing, or damaged wherever it lies.
 
         Args:
             digest: The digest of the chunk.

@@ -98,7 +98,7 @@ class Mending:
     def adopt(
         self, packs: Mapping[PackId, list[Record]], unreadable: Collection[SegmentRef]
     ) -> None:
-        """Put a root that lists copies of packs which no segment lists any more.
+        """Copy packs that no segment lists any more, and put a root whose segments list the copies.
 
         Args:
             packs: The packs, each with the records of its whole chunks and nodes.
