@@ -28,7 +28,9 @@ class BrokenError(RefusedError):
 
 
 class Term:
-    """A value in a pickle, unless it is plain, as a number or a string is.
+    """A container, global, call or storage in a pickle.
+
+    Numbers, strings and other plain values stand for themselves.
 
     Attributes:
         kind: ``tuple``, ``list``, ``dict``, ``global``, ``call`` or ``storage``.

@@ -36,7 +36,7 @@ def role_of(path: str, entry: Entry) -> Role:
 
     The first rule that holds decides. The words of a component are its runs of letters. A tensor of
     floating-point numbers ("fractions") with more than one element counts as weights or moments,
-    whatever its name: a proof may ignore other roles.
+    whatever its name, since ``casnap prove`` may tolerate differences in other roles.
 
     ==============  ============================================================================
     ``generators``  the second component is ``torch``, ``numpy`` or ``python``, as in the states

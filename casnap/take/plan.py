@@ -130,7 +130,7 @@ class _CellBytes:
 
     Attributes:
         cell: The bytes of a full cell.
-        lead: The bytes that ``rows`` cells have together.
+        lead: The bytes of all ``rows`` cells of one row together.
         rows: The number of cells along the grid's axis.
     """
 

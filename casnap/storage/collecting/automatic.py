@@ -393,7 +393,7 @@ class Outlook:
 
     @property
     def is_freed_unasked(self) -> bool:
-        """Whether casnap collects unasked, going by the environment and the store's settings."""
+        """Whether the environment and the store's settings allow automatic collections."""
         return _collects_unasked(self._store, self._root)
 
     @property

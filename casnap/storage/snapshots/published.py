@@ -220,8 +220,9 @@ class Tags:
             commit_id: The commit id that the snapshot must have.
             check: Called in each try to commit, with the table and the number of the next root. It
                 raises an error if the tag must not be moved.
-            again: Called in place of a move if only this snapshot has the tag already. It gets the
-                newest root and the last move of the tag, and returns the root to commit.
+            again: Called if there is nothing to move, since this snapshot has the tag already, and
+                no other has it. It gets the newest root and the last move of the tag, and returns
+                the root to commit.
 
         Returns:
             The move.

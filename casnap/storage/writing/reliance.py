@@ -32,8 +32,8 @@ class Reliance:
 
     Until the reliance ends, the change is announced to collectors.
 
-    Each session has a reliance. A caller may make another one before its session begins, to learn
-    which chunks the store has. It passes this one to the session, which takes it over.
+    Each session has a reliance. To learn earlier which chunks the store has, a caller makes another
+    reliance before its session, and passes it to the session, which takes it over.
 
     Args:
         store: The store.
