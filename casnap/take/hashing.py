@@ -116,7 +116,7 @@ class Hasher:
     def hash_all(self, batches: Batches, crew: Crew) -> None:
         """Hash all batches and write all new chunks. A process that takes alone calls this.
 
-        It uses one thread for each core, but at most eight, and no more than the crew allows.
+        It uses one thread for each core, but at most eight, and no more than ``crew`` allows.
         """
         source = SharedItems(batches(PIECE_BYTES), crew)
         crew.run(lambda: self.hash(source, None), crew.limited(min(cores(), 8)))

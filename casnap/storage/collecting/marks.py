@@ -74,7 +74,7 @@ class Marks(Protocol):
         collection finds them.
 
         Raises:
-            DamagedError: A tree node is missing or damaged. These marks cannot be used any more.
+            DamagedError: A tree node is missing or damaged. This object cannot be used any more.
         """
 
     def note_done(self) -> None:

@@ -267,7 +267,7 @@ class WholeMarks:
         needs the deltas.
 
         Raises:
-            DamagedError: A tree node is missing or damaged. These marks cannot be used any more.
+            DamagedError: A tree node is missing or damaged. This object cannot be used any more.
         """
         self.root = root
         digests = self._new_bases()

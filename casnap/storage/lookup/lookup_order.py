@@ -50,7 +50,7 @@ class Step(NamedTuple):
     """Places to try next, as a rung of the ladder yields them.
 
     Attributes:
-        places: The places, each with the wants for its chunk.
+        places: The places, each with the ``Want`` objects for its chunk.
         is_alone: Whether there is only one chunk, which is then read without a buffer of the pool.
         counts: Whether the places are from the index, so that a failed read there means damage.
     """
@@ -80,7 +80,8 @@ class Left:
 
     Attributes:
         hints: The hinted places of some of the chunks.
-        wants: For each chunk the wants for it. A chunk that is wanted several times is read once.
+        wants: For each chunk its ``Want`` objects. A chunk that is wanted several times is read
+            once.
         attempts: For each chunk the failed reads at places from the index.
         lost: The chunks that could not be read at any place.
         view: The view of the index that was used last; None before the first one.
@@ -97,12 +98,12 @@ class Left:
         return bool(self.wants)
 
     def add(self, wants: Iterable[Want]) -> None:
-        """Add the chunks of some wants."""
+        """Add the chunks that some callers want."""
         for want in wants:
             self.wants.setdefault(want.digest, []).append(want)
 
     def at(self, digests: Iterable[Digest], places: Iterable[Place | None]) -> list[Located]:
-        """Pair chunks with places: return each place with the wants for its chunk.
+        """Pair chunks with places: return each place with the ``Want`` objects for its chunk.
 
         Args:
             digests: The digests of the chunks.

@@ -96,7 +96,7 @@ WITHOUT_POOL = ReadOptions(readers=0)
 
 
 Located: TypeAlias = tuple[Place, list[Want]]
-"""The place of a chunk, and the wants for it."""
+"""The place of a chunk, and the ``Want`` objects for it."""
 _Laid: TypeAlias = tuple[Place, list[Want], memoryview]
 
 
@@ -134,7 +134,7 @@ def unsupported(place: Place) -> Failure:
 
 
 class FailedRead(NamedTuple):
-    """A failed read of a chunk: the place, the wants for the chunk, and the failure."""
+    """A failed read of a chunk: the place, the ``Want`` objects for the chunk, and the failure."""
 
     place: Place
     wants: list[Want]
@@ -160,7 +160,7 @@ def read_places(
     Args:
         backend: The backend of the store.
         chunk_size: The chunk size of the store.
-        places: The places, each with the wants for its chunk.
+        places: The places, each with the ``Want`` objects for its chunk.
         options: How to read.
 
     Returns:
@@ -295,7 +295,7 @@ def _read_in_place(
 
 
 def _target(wants: list[Want]) -> memoryview | None:
-    """Return the target memory of one of the wants for a chunk; None if no want has any."""
+    """Return the ``target`` of one of the ``Want`` objects for a chunk; None if none has any."""
     return next((want.target for want in wants if want.target is not None), None)
 
 
@@ -416,8 +416,8 @@ class PackRun:
         pack: The id of the pack.
         start: The offset of the first byte, which begins a page.
         stop: The offset after the last chunk.
-        chunks: The places in the run, in the order of their offsets, each with the wants for its
-            chunk.
+        chunks: The places in the run, in the order of their offsets, each with the ``Want``
+            objects for its chunk.
     """
 
     pack: bytes
@@ -430,7 +430,7 @@ def coalesce(places: list[Located], most: int, gap: int) -> Iterator[PackRun]:
     """Join places that are near each other in a pack into runs.
 
     Args:
-        places: The places, each with the wants for its chunk.
+        places: The places, each with the ``Want`` objects for its chunk.
         most: The most bytes of a run of several places. They are counted from the start of the
             page in which the run begins.
         gap: The most bytes between two successive places of a run.

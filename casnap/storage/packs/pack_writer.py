@@ -79,7 +79,7 @@ class _Pack:
         records: The records of its chunks or nodes.
         hints: The hints to write after its nodes.
         promised: The number of records still to come, for which the footer must have space.
-        waits: How many fillers and rooms still use the pack. At 0 the pack is written.
+        waits: How many ``PackFiller`` and ``Room`` objects still use the pack. At 0 it is written.
         again: The bytes that a second copy of the small chunks among ``records`` takes.
         counted: The number of records that ``again`` covers so far.
     """
@@ -118,12 +118,12 @@ class PackWriter:
         folder: The last byte of the packs' ids, which selects their folder.
         kind: ``CHUNKS`` or ``NODES``.
         pool: The pool of memory for packs.
-        crew: The crew that starts the threads.
+        crew: Starts the threads in the background.
         codec: The codec of new chunks or nodes.
 
     Attributes:
         pool: The pool of memory for packs.
-        crew: The crew that starts the threads.
+        crew: Starts the threads in the background.
         codec: The codec of new chunks or nodes.
         packs: The ids of the packs that the writer has begun to write.
         records: The records of the packs that were written.
@@ -176,15 +176,15 @@ class PackWriter:
         return PackId(ident[:-1] + self._folder if self._backend.syncs_folders else ident)
 
     def begin_wait(self, pack: _Pack) -> None:
-        """Note that one more filler or room uses a pack, so that it is not written yet."""
+        """Note that one more ``PackFiller`` or ``Room`` uses a pack, so it is not written yet."""
         # Rooms of the same pack end on other threads.
         with self._lock:
             pack.waits += 1
 
     def end_wait(self, pack: _Pack) -> None:
-        """Note that a filler or room no longer uses a pack.
+        """Note that a ``PackFiller`` or ``Room`` no longer uses a pack.
 
-        Once neither fillers nor rooms use the pack, a thread writes it. Then the pack's memory goes
+        Once nothing uses the pack any more, a thread writes it. Then the pack's memory goes
         back to the pool. The memory of an empty pack goes back at once.
         """
         with self._lock:

@@ -120,7 +120,7 @@ class ChunkCache:
         """Pass those chunks that are cached to their sinks; return the other chunks.
 
         Args:
-            places: The places of chunks, each with the wants for its chunk.
+            places: The places of chunks, each with the ``Want`` objects for its chunk.
             chunk_size: The chunk size of the store.
             options: How to read.
         """

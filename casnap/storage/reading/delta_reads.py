@@ -52,7 +52,7 @@ class _Chain:
 
     Attributes:
         place: The place of the wanted chunk.
-        wants: The wants for the chunk.
+        wants: The ``Want`` objects for the chunk.
         next: The place and digest of the next chunk of the chain to read.
         deltas: The deltas that were read, in the order of the chain.
         raw: The whole chunk at the end of the chain; after :meth:`apply`, the wanted chunk.
@@ -137,7 +137,7 @@ class DeltaReader:
         """Read chunks at places of deltas, and pass them to their sinks; return the failed reads.
 
         Args:
-            wanted_places: The places, each with the wants for its chunk.
+            wanted_places: The places, each with the ``Want`` objects for its chunk.
             at_once: How many threads read and apply deltas.
         """
         failures: list[FailedRead] = []

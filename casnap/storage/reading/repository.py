@@ -478,7 +478,7 @@ class Repository:
         """Read chunks at places of deltas; return the failed reads.
 
         Args:
-            deltas: The places, each with the wants for its chunk.
+            deltas: The places, each with the ``Want`` objects for its chunk.
             options: How to read.
             chunk_cache: The read cache to ask first; None for none.
         """

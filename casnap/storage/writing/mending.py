@@ -32,7 +32,7 @@ class Mending:
 
     Args:
         store: The store.
-        crew: The crew of the threads in the background.
+        crew: Starts the threads in the background.
     """
 
     def __init__(self, store: Repository, crew: Crew) -> None:

@@ -36,7 +36,7 @@ class NewPacks:
     Args:
         store: The store.
         base_seq: The number of the root that the packs are written under.
-        crew: The crew of the threads in the background.
+        crew: Starts the threads in the background.
         codec: The codec of new chunks and nodes.
 
     Attributes:

@@ -5,9 +5,9 @@ the table. If many ranks take together, the session of each other rank hands its
 rank that commits for all (``handovers.py``).
 
 ``docs/commit-protocol.md`` has the protocol, and the argument for it. In short: a writer begins
-from root ``n``, and relies only on packs that are live in ``n``. It puts root ``m + 1`` if ``m``
-still names all packs that it relies on, and the fence of ``m`` has not passed the packs that it has
-written.
+from root ``n``, and relies only on packs that are live in ``n``. When it commits, ``m`` is the
+newest root. It puts root ``m + 1`` if ``m`` still names all packs that it relies on, and the fence
+of ``m`` has not passed the packs that it has written.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Session:
 
     Args:
         store: The store.
-        crew: The crew of the threads in the background, which an error stops; by default a new one.
+        crew: Starts the threads in the background; the first error of a thread stops all of them.
+            By default the session makes its own.
         codec: The codec of new chunks.
         requests_before: How many requests the backend had made when the change began, by kind.
         base_root: The root that rank 0 has just read for all ranks; by default a recent one.
@@ -281,7 +282,7 @@ class Session:
             self._forms.write(self.new_packs, digest, len(raw), form)
 
     def _go_on(self) -> None:
-        """Keep the change announced; raise the error of the crew if it has failed."""
+        """Keep the change announced; raise the error of a background thread if there is one."""
         if self._crew.error is not None:
             raise self._crew.error
         self.renew_announcement()

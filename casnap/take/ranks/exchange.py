@@ -132,7 +132,7 @@ class Exchange:
 
     Args:
         comm: The ranks.
-        crew: The owner of the threads.
+        crew: Starts the threads that hash.
         state: The state of this rank.
         division: How the ranks have divided the work.
     """
