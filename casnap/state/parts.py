@@ -60,7 +60,7 @@ def check_whole(path: str, value: object) -> None:
     """Check that a tensor is not marked as parts of a larger one.
 
     Raises:
-        UnsupportedTypeError: It is.
+        UnsupportedTypeError: The tensor is marked so.
     """
     if holds_parts(value):
         raise UnsupportedTypeError(f"{path}: {why_not_whole(value)}")

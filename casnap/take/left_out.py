@@ -42,7 +42,7 @@ that the training depends on the generator.
 
 
 class _Before(NamedTuple):
-    """The random states at the previous look, and what shows that it was the same training.
+    """The random states at the previous take, and what shows whether the training is the same.
 
     Attributes:
         optimizer: An optimizer of the training.
