@@ -48,7 +48,7 @@ def role_of(path: str, entry: Entry) -> Role:
     ``scheduler``   a word is ``scheduler``, or a name is of the state of an ``LRScheduler`` or
                     is ``param_groups``, where optimizers keep their learning rates
     ``moments``     a component above the last one is ``state``, as in optimizers; or a name is
-                    that of a moment, such as ``exp_avg``
+                    that of a moment, such as ``exp_avg``, or ends so after a dot
     ``counters``    a number, or a tensor of one element, with a word such as ``step``, ``epoch``
                     or ``seen`` in its name
     ``weights``     any other tensor of fractions: parameters, buffers, averages of weights
@@ -62,6 +62,8 @@ def role_of(path: str, entry: Entry) -> Role:
     names = path.lower().split("/")
     if names[0].isdigit() and len(names) > 1:
         del names[0]
+    # torchtitan's optimizers have such names: state.layers.0.weight.exp_avg
+    ends = {end for name in names for end in (name.partition(".")[0], name.rpartition(".")[2])}
     words, last_words, key_words = _words(names), _words(names[-1:]), _words(names[:1])
     is_fractions = isinstance(entry, TensorEntry) and _is_of_fractions(entry.dtype)
     is_of_generator = bool(_OF_RANDOM_STATES.intersection(names[1:2]) or words & _GENERATORS)
@@ -72,9 +74,9 @@ def role_of(path: str, entry: Entry) -> Role:
             return "loader"
         if words & _SCALER or _OF_SCALER.intersection(names):
             return "scaler"
-        if words & _SCHEDULER or _OF_SCHEDULER.intersection(names):
+        if words & _SCHEDULER or _OF_SCHEDULER.intersection(ends):
             return "scheduler"
-    if "state" in names[1:-1] or _OF_MOMENTS.intersection(names):
+    if "state" in names[1:-1] or _OF_MOMENTS.intersection(ends):
         return "moments"
     if last_words & _COUNTERS and _is_one_number(entry):
         return "counters"

@@ -43,6 +43,10 @@ def test_each_path_has_a_role(store: Store) -> None:
         "draw": np.random.default_rng(0),
         "train_loader": StateDict(position=7, state={"epoch": 1}),
         "batches": StateDict(position=7),
+        # As torchtitan flattens it.
+        "flat": StateDict(
+            {"state.0.weight.exp_avg": torch.ones(3), "param_groups.0.weight.lr": 0.1}
+        ),
         # A model, whatever the key is called.
         "sampler": StateDict({"scaler.weight": torch.ones(3)}),
         "progress": StateDict(global_step=3, best_loss=0.5, run="name"),
@@ -75,6 +79,8 @@ EXPECTED = {
     "train_loader/position": "loader",
     "train_loader/state/epoch": "loader",
     "batches/position": "loader",
+    "flat/state.0.weight.exp_avg": "moments",
+    "flat/param_groups.0.weight.lr": "scheduler",
     "sampler/scaler.weight": "weights",
     "progress/global_step": "counters",
     "progress/best_loss": "values",
