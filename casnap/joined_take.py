@@ -2,7 +2,7 @@
 
 :meth:`casnap.Snapshot.take` captures an app state. A trainer whose framework divides tensors in its
 own way hands over a source of leaves instead (``take/capture.py``). This module imports
-``snapshot.py``, ``view.py``, ``take`` and lower layers.
+``snapshot.py``, ``latest.py``, ``view.py``, ``take`` and lower layers.
 """
 
 from __future__ import annotations
@@ -10,30 +10,32 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from casnap.latest import find_witness
 from casnap.ranks.comm import Comm
 from casnap.ranks.joining import join
 from casnap.runtime.environment import crowded_folders, local_path
 from casnap.runtime.later import ModuleLater
 from casnap.runtime.nesting import is_within_call, refuse_nested_take
-from casnap.snapshot import Snapshot, begin_take, take_from
+from casnap.snapshot import Snapshot, begin_take, take_from, witness_from
 from casnap.storage import Location
 from casnap.take.capture import StateSource
 from casnap.take.options import TakeOptions
 from casnap.view import View, find_view_together
 
 if TYPE_CHECKING:
+    import casnap
     from casnap import pending
 else:
-    pending = ModuleLater("casnap.pending")
+    casnap, pending = ModuleLater("casnap"), ModuleLater("casnap.pending")
 
 
 class JoinedTake:
     """One take, which all ranks make together.
 
-    Each rank makes one of these objects, then calls :meth:`take` or :meth:`begin` once, after which
-    the ranks leave ``comm``.
+    Each rank makes one of these objects, then calls :meth:`take`, :meth:`begin` or :meth:`witness`
+    once, after which the ranks leave ``comm``.
 
     Args:
         path: The path of the snapshot, or its name in ``store``.
@@ -114,6 +116,38 @@ class JoinedTake:
             state = source()
         return begin_take(
             self.view, self.comm, state, self._name, self._options, on_stored=on_stored
+        )
+
+    def witness(
+        self,
+        source: Callable[[], StateSource],
+        steps: int,
+        *,
+        on_mismatch: Literal["raise", "warn"] = "raise",
+    ) -> casnap.WitnessReport:
+        """Store the digests of the state some steps after the snapshot, or compare it with them.
+
+        The witness is called ``<name>+<steps>``. It stays as long as the snapshot does; see
+        :meth:`casnap.Store.witness`.
+
+        Args:
+            source: Returns the state of this rank.
+            steps: How many steps were made since the snapshot at the path was taken or loaded.
+            on_mismatch: "raise" raises an error if the state differs; "warn" logs it.
+
+        Raises:
+            WitnessError: The state differs, on any rank. All ranks raise it.
+            CasnapError: This rank or another one failed.
+        """
+        return witness_from(
+            self.view,
+            self.comm,
+            source,
+            f"{self._name}+{steps}",
+            self._options,
+            on_mismatch,
+            find_witness,
+            self._name,
         )
 
 

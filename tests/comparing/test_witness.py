@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from casnap import NewStore, Retention, RNGState, StateDict, Store
+from casnap import NewStore, Retention, RNGState, StateDict, Store, WitnessReport
 from casnap.errors import (
     CasnapError,
     DamagedError,
@@ -21,6 +21,7 @@ from casnap.errors import (
     UnsupportedTypeError,
     WitnessError,
 )
+from casnap.extending import JoinedTake, LiveState, TakeOptions
 from casnap.storage import Changes
 from tests.support.cli_calls import invoke
 from tests.support.copies import mirrored
@@ -112,6 +113,26 @@ def test_it_says_what_has_changed_since(store: Store, monkeypatch: pytest.Monkey
     with pytest.raises(WitnessError, match="Since then: cudnn_benchmark off → on"):
         store.witness(small(2), "run/1")
     assert store.witness(small(1), "run/1").environment == []
+
+
+def test_a_trainer_names_it_by_the_snapshot_and_the_steps_since(store: Store) -> None:
+    def witness(snapshot: str, steps: int, value: int) -> WitnessReport:
+        take = JoinedTake(store.path_of(snapshot), TakeOptions())
+        return take.witness(lambda: LiveState(small(value)), steps, on_mismatch="warn")
+
+    for step in (2, 4):
+        store.take(small(step), f"run/step_{step}")
+    report = witness("run/step_2", 1, 3)
+    assert (report.name, report.stored) == ("run/step_2+1", True)
+    assert witness("run/step_2", 1, 3).not_compared == ""
+    assert witness("run/step_2", 1, 4).count
+    assert witness("run/step_4", 1, 5).stored
+    # It belongs to its snapshot, also if that is not the last one: a run anew meets none.
+    store.take(small(9), "run/step_2", overwrite=True)
+    assert witness("run/step_2", 1, 4).stored
+    assert not witness("run/step_4", 1, 5).stored
+    assert witness("run/step_3", 1, 5).not_compared == "the snapshot that it follows is gone"
+    assert "run/witness/step_3+1" not in store
 
 
 def test_nothing_takes_it_for_a_snapshot(store: Store) -> None:
