@@ -19,7 +19,7 @@ else:
     import tomli as tomllib
 
 _AT_START = Path(__file__).parent / "at_start"
-_SETTINGS = ("weights",)
+_SETTINGS = ("weights", "witness_steps", "on_mismatch")
 """The options that a file may set too; ``casnap.integrations.transformers.install`` takes them."""
 
 
@@ -47,6 +47,17 @@ def _read_settings(ctx: click.Context, _param: click.Parameter, file: IO[bytes] 
     "all of them, or none [last].",
 )
 @click.option(
+    "--witness-steps",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="After each checkpoint, keep digests of N steps. A run that resumes compares its own [0].",
+)
+@click.option(
+    "--on-mismatch",
+    type=click.Choice(["warn", "raise"]),
+    help="Whether a resumed run that computes something else is warned of, or ends [warn].",
+)
+@click.option(
     "--config",
     type=click.File("rb"),
     metavar="FILE",
@@ -56,7 +67,7 @@ def _read_settings(ctx: click.Context, _param: click.Parameter, file: IO[bytes] 
     help='A TOML file with these settings, such as: weights = "all". Options come before it.',
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run_(command: tuple[str, ...], **settings: str | None) -> None:
+def run_(command: tuple[str, ...], **settings: str | int | None) -> None:
     """Run a command whose Trainers of Transformers save and resume by casnap.
 
     No code of the command is changed: each transformers.Trainer that it makes, of a subclass too,

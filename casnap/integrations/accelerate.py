@@ -6,6 +6,8 @@
 
     save_state(accelerator, "/ckpts/run1/step_100")
     load_state(accelerator, "/ckpts/run1/step_100")
+
+After ``witness_steps(accelerator, 2)``, a run that resumes proves that it computes the same.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from typing import Any
 
 from casnap import RNGState, Snapshot, Stateful
 from casnap.errors import SnapshotExistsError, StateError
-from casnap.extending import TakeOptions, is_taken, join, local_path, matching, own_rank
+from casnap.extending import (
+    LiveState,
+    TakeOptions,
+    is_taken,
+    join,
+    local_path,
+    matching,
+    own_rank,
+)
 from casnap.integrations import with_deepspeed
 from casnap.integrations.sharded import ShardedModel, ShardedOptimizer, optimizer_for
 from casnap.integrations.trainers import (
@@ -36,6 +46,7 @@ from casnap.integrations.trainers import (
     snapshot_at,
 )
 from casnap.integrations.versions import check_version
+from casnap.integrations.witnesses import OnMismatch, Witnesses
 
 check_version("accelerate")
 
@@ -43,13 +54,14 @@ from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 from accelerate.utils.constants import RNG_STATE_NAME, WEIGHTS_NAME  # noqa: E402
 
-__all__ = ["load_state", "save_state"]
+__all__ = ["load_state", "save_state", "witness_steps"]
 
 _NOTICE = (
     "This is a snapshot of casnap; load it by "
     f"casnap.integrations.accelerate.load_state(accelerator, folder). {WEIGHTS_ALONE}"
 )
 _ITS_OWN = "one of the Accelerator's own"
+_OF_A_RANK = ["dataloader*"]
 _ONE_COPY = ("NO", "MULTI_CPU", "MULTI_GPU")
 """The kinds of worlds in which each process has the whole model."""
 
@@ -92,19 +104,16 @@ def save_state(
             + automatic
             * "; accelerator.project_configuration.iteration is the next number"
         )
-    engine = _engine(accelerator)
-    state = dict(_parts(accelerator))
-    weights = [] if engine else [model.state_dict() for model in _models(accelerator, None)]
+    engine, weights = _engine(accelerator), _weights(accelerator)
     for hook in accelerator._save_model_state_pre_hook.values():
         hook(accelerator._models, weights, os.fspath(output_dir))
-    state |= {_numbered("model", i): Value(w) for i, w in enumerate(weights)}
-    state |= {"step": Value(accelerator.step), "rng": RNGState()}
+    state = _app_state(accelerator, weights)
     options = TakeOptions(
         metadata=_metadata_of(accelerator),
         # A kill after the commit leaves a snapshot without a folder, which no run goes on from.
         overwrite=not (automatic and is_taken(output_dir)),
         allow_pickle=allow_pickle,
-        per_rank=["dataloader*"],
+        per_rank=_OF_A_RANK,
     )
     leads = own_rank() == 0
     notices = Notices(_NOTICE, [WEIGHTS_NAME] if leads else [])
@@ -113,6 +122,7 @@ def save_state(
     if leads and automatic and limit is not None:
         _checkpoints(accelerator).forget_oldest(limit)
     accelerator.project_configuration.iteration += 1
+    _witnesses(accelerator).follow(snapshot.path, allow_pickle=allow_pickle)
     return snapshot
 
 
@@ -151,6 +161,7 @@ def load_state(
             raise not_found_error(_project(accelerator), _ITS_OWN)
         accelerator.project_configuration.iteration = checkpoints.next_number()
     snapshot = snapshot_at(_absolute(input_dir))
+    _witnesses(accelerator).follow(None)
     if snapshot is None:
         if not _is_its_own(input_dir):
             raise not_found_error(input_dir, _ITS_OWN)
@@ -164,6 +175,61 @@ def load_state(
     for hook in accelerator._load_model_state_pre_hook.values():
         hook(models, os.fspath(input_dir))
     _load(accelerator, models, snapshot, allow_pickle=allow_pickle)
+    _witnesses(accelerator).follow(snapshot.path, allow_pickle=allow_pickle)
+
+
+def witness_steps(
+    accelerator: Accelerator, steps: int, *, on_mismatch: OnMismatch = "warn"
+) -> None:
+    """Have the first optimizer steps after each save and load prove that a resume was right.
+
+    Call it once on all processes, after ``prepare``, and before :func:`load_state`. At each of
+    these steps, digests of what :func:`save_state` saves are stored, as right after the step of the
+    last prepared optimizer; or they are compared if they are there already, as in a run that was
+    killed and has resumed. ``docs/guides/proving-a-resume.md`` says more.
+
+    Args:
+        accelerator: The Accelerator.
+        steps: How many steps after each save; 0 for none.
+        on_mismatch: "warn" logs the first paths that differ; "raise" raises ``WitnessError``.
+
+    Raises:
+        StateError: No optimizer is prepared, or DeepSpeed steps in its own way.
+        ValueError: An argument has no such value.
+    """
+    if _engine(accelerator) is not None or not accelerator._optimizers:
+        raise StateError("witness_steps needs a prepared optimizer, and does not support DeepSpeed")
+    accelerator._casnap_witnesses = witnesses = Witnesses(
+        steps, on_mismatch, options=TakeOptions(per_rank=_OF_A_RANK)
+    )
+
+    def stepped(*_: Any) -> None:
+        # Another call may have replaced it.
+        if witnesses.are_due and _witnesses(accelerator) is witnesses:
+            witnesses.take(lambda: LiveState(_app_state(accelerator, _weights(accelerator))))
+
+    accelerator._optimizers[-1].optimizer.register_step_post_hook(stepped)
+
+
+def _witnesses(accelerator: Accelerator) -> Witnesses:
+    return getattr(accelerator, "_casnap_witnesses", None) or Witnesses()
+
+
+def _weights(accelerator: Accelerator) -> list[dict[str, Any]]:
+    """Return the weights of each model; none if an engine of DeepSpeed has them."""
+    if _engine(accelerator) is not None:
+        return []
+    return [model.state_dict() for model in _models(accelerator, None)]
+
+
+def _app_state(accelerator: Accelerator, weights: list[dict[str, Any]]) -> dict[str, Stateful]:
+    """Return what a save stores, except what an engine of DeepSpeed has."""
+    return {
+        **dict(_parts(accelerator)),
+        **{_numbered("model", i): Value(w) for i, w in enumerate(weights)},
+        "step": Value(accelerator.step),
+        "rng": RNGState(),
+    }
 
 
 def _load(

@@ -19,7 +19,7 @@ import torch
 from fsspec.core import url_to_fs
 
 from casnap import Snapshot
-from casnap.errors import StateError, UnsupportedTypeError, shell_word
+from casnap.errors import StateError, UnsupportedTypeError, WitnessError, shell_word
 from casnap.extending import (
     JoinedTake,
     LiveState,
@@ -44,6 +44,7 @@ from casnap.integrations.trainers import (
     not_found_error,
     snapshot_at,
 )
+from casnap.integrations.witnesses import OnMismatch, Witnesses
 
 _log = logging.getLogger("casnap")
 # Prefixes of temporary files of the tuner. They lie in a folder that the user has not named, where
@@ -74,6 +75,10 @@ class SnapshotIO(_Base):
             some models. They are stored by pickle even without it, as Lightning does, with a
             warning; but loading them needs it, or ``weights_only=False``.
         storage_options: How to reach a remote store, as :class:`casnap.Store` takes them.
+        witness_steps: How many steps after each checkpoint get a witness, by which a run that
+            resumes proves that it computes the same; see ``docs/guides/proving-a-resume.md``. This
+            needs a ``ModelCheckpoint``.
+        on_mismatch: "warn" if a resumed run computes something else, or "raise".
     """
 
     def __init__(
@@ -82,7 +87,12 @@ class SnapshotIO(_Base):
         async_save: bool = False,
         allow_pickle: bool = False,
         storage_options: Mapping[str, Any] | None = None,
+        witness_steps: int = 0,
+        on_mismatch: OnMismatch = "warn",
     ) -> None:
+        self._witnesses = Witnesses(
+            witness_steps, on_mismatch, comm=SingleProcess, storage_options=storage_options
+        )
         self._async_save = async_save
         self._allow_pickle = allow_pickle
         self._pickles = allow_pickle
@@ -134,6 +144,7 @@ class SnapshotIO(_Base):
             self._waits.append(wait)
         else:
             wait()
+        self._witnesses.follow(path, allow_pickle=self._pickles)
 
     def _save_file(self, checkpoint: dict[str, Any], path: StrPath) -> None:
         """Write a checkpoint as Lightning does, when a signal has interrupted a call of casnap.
@@ -212,6 +223,7 @@ class SnapshotIO(_Base):
             DamagedError: Stored bytes are missing or damaged.
         """
         self.wait()
+        self._witnesses.follow(None)
         aside, snapshot = _aside(path), snapshot_at(path, self._storage_options)
         if is_file(local_path(path)):
             if snapshot is not None:
@@ -233,6 +245,7 @@ class SnapshotIO(_Base):
             text = "%s has NaN or infinite elements: `casnap show %s --health` names them"
             _log.warning(text, snapshot.path, shell_word(snapshot.path))
         allow_pickle = self._allow_pickle or weights_only is False
+        self._witnesses.follow(snapshot.path, allow_pickle=self._pickles)
         return _move_to(_values_of(snapshot, allow_pickle=allow_pickle), map_location)
 
     def _load_file(
@@ -275,6 +288,20 @@ class SnapshotIO(_Base):
         # A file, or the files that Lightning's sharded strategies have put beside the snapshot.
         if snapshot is None or "://" not in os.fspath(path):
             super().remove_checkpoint(path)
+
+    def _witness(self, checkpoint: dict[str, Any]) -> WitnessError | None:
+        """Make a witness of what would be saved now, if one is due; return an error to be raised.
+
+        What callbacks and loops count is left out: times, paths, how often a run was resumed.
+        """
+        if not self._witnesses.are_due:
+            return None
+        kept = {k: Value(v) for k, v in checkpoint.items() if k not in ("callbacks", "loops")}
+        try:
+            self._witnesses.take(lambda: LiveState(kept))
+        except WitnessError as e:
+            return e
+        return None
 
     def teardown(self) -> None:
         """Wait for the save in the background."""
@@ -347,13 +374,49 @@ def read_snapshots(saving: Any) -> None:
     saving.pl_load = read
 
 
-def note_folders(callback: Any) -> None:
+class StepWitnesses(_Base):
+    """Has a plugin make its witnesses: a callback, since the plugin is told of no step.
+
+    Args:
+        io: The plugin. Of many ranks, only that of the first one saves.
+    """
+
+    def __init__(self, io: SnapshotIO) -> None:
+        self.io = io
+        self._left, self._step, self._is_asking = 0, 0, False
+
+    def on_save_checkpoint(self, trainer: Any, *_: Any) -> None:
+        """Begin to count steps anew: a checkpoint is saved."""
+        if not self._is_asking:
+            self._left, self._step = self.io._witnesses.steps, trainer.global_step
+
+    def on_load_checkpoint(self, _: Any, __: Any, checkpoint: Mapping[str, Any]) -> None:
+        """Begin to count steps anew: a checkpoint was loaded."""
+        self._left, self._step = self.io._witnesses.steps, checkpoint["global_step"]
+
+    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        """Make a witness, on all ranks, if this batch has ended a step."""
+        if not self._left or trainer.global_step == self._step:
+            return
+        self._left, self._step, self._is_asking = self._left - 1, trainer.global_step, True
+        try:
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        finally:
+            self._is_asking = False
+        error = self.io._witness(checkpoint) if trainer.is_global_zero else None
+        if (error := trainer.strategy.broadcast(error)) is not None:
+            raise error
+
+
+def note_folders(callback: Any, witnesses: Any) -> None:
     """Make each callback give its ``dirpath`` to the plugin when it is set up.
 
-    The plugin itself only gets the paths of checkpoints.
+    The plugin itself only gets the paths of checkpoints. If it makes witnesses, the Trainer gets
+    another callback for these.
 
     Args:
         callback: The class, ``ModelCheckpoint``.
+        witnesses: The class of the other callback.
     """
     set_up = callback.setup
 
@@ -363,7 +426,13 @@ def note_folders(callback: Any) -> None:
         plugin = trainer.strategy.checkpoint_io
         # Lightning's plugin for saves in the background wraps another plugin.
         plugin = getattr(plugin, "checkpoint_io", plugin)
-        if isinstance(plugin, SnapshotIO) and self.dirpath:
+        if not isinstance(plugin, SnapshotIO):
+            return
+        if plugin._witnesses.steps and plugin is not trainer.strategy.checkpoint_io:
+            raise StateError("witness_steps= goes with async_save=True, not with AsyncCheckpointIO")
+        if plugin._witnesses.steps and not any(isinstance(c, witnesses) for c in trainer.callbacks):
+            trainer.callbacks.append(witnesses(plugin))
+        if self.dirpath:
             plugin._roots.add(str(Path(local_path(self.dirpath)).absolute()))
 
     callback.setup = set_up_noted

@@ -15,11 +15,11 @@ nor on the number of ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from casnap.extending import (
     Leaf,
     ObjectPath,
     Region,
+    StateSource,
     TakeOptions,
     Target,
     WithOthers,
@@ -63,6 +64,8 @@ from casnap.integrations.versions import check_version
 check_version("deepspeed")
 
 __all__ = ["async_save_checkpoint", "load_checkpoint", "save_checkpoint"]
+
+T = TypeVar("T")
 
 
 def save_checkpoint(
@@ -224,20 +227,24 @@ def check_with(engine: Any, path: StrPath, *, allow_pickle: bool = False) -> Non
 
 
 def take_with(
-    engine: Any, save: Save, others: Mapping[str, Stateful], *, allow_pickle: bool = False
-) -> Snapshot:
+    engine: Any,
+    take: Callable[[Callable[[], StateSource]], T],
+    others: Mapping[str, Stateful],
+    *,
+    allow_pickle: bool = False,
+) -> T:
     """Take a snapshot of an engine and of other values, for trainers that have an engine.
 
     :func:`load_checkpoint` loads the engine's part.
 
     Args:
         engine: The engine, which :func:`check_supported` has accepted.
-        save: The save.
+        take: Takes the state that its argument returns: a save, or a witness.
         others: The other values by key. No key may be a key of the engine.
         allow_pickle: Store values that have no safe encoding by pickle.
     """
     with _Partitioned(engine):
-        return save.take(lambda: WithOthers(_state_of(engine, None, False, allow_pickle), others))
+        return take(lambda: WithOthers(_state_of(engine, None, False, allow_pickle), others))
 
 
 def _tag_of(engine: Any) -> str:

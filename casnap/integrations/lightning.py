@@ -13,13 +13,18 @@ imported ``casnap.integrations.lightning``, it reads snapshots as well.
 
 from __future__ import annotations
 
-from casnap.integrations.checkpoint_io import SnapshotIO, note_folders, read_snapshots
+from casnap.integrations.checkpoint_io import (
+    SnapshotIO,
+    StepWitnesses,
+    note_folders,
+    read_snapshots,
+)
 from casnap.integrations.versions import check_version
 
 check_version("lightning")
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO  # noqa: E402
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint  # noqa: E402
 from lightning.pytorch.core import saving  # noqa: E402
 
 __all__ = ["CasnapCheckpointIO"]
@@ -29,5 +34,9 @@ class CasnapCheckpointIO(SnapshotIO, TorchCheckpointIO):
     """Saves each checkpoint of Lightning as a snapshot; :class:`SnapshotIO` says how."""
 
 
+class _StepWitnesses(StepWitnesses, Callback):
+    """Has a :class:`CasnapCheckpointIO` make its witnesses."""
+
+
 read_snapshots(saving)
-note_folders(ModelCheckpoint)
+note_folders(ModelCheckpoint, _StepWitnesses)

@@ -24,12 +24,13 @@ from torch.distributed.checkpoint.state_dict_saver import (
     save,
 )
 
-from casnap.extending import ForeignCheckpoints, is_file, local_path
+from casnap.extending import ForeignCheckpoints, LiveState, is_file, local_path
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from casnap.integrations.folders.rotation import forget
 from casnap.integrations.notices import is_notice
 from casnap.integrations.trainers import Checkpoints, snapshot_at
 from casnap.integrations.versions import check_version
+from casnap.integrations.witnesses import OnMismatch, Witnesses
 
 check_version("torchtitan")
 
@@ -52,7 +53,21 @@ class CasnapCheckpointManager(CheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
-        """The settings of torchtitan's CheckpointManager."""
+        """The settings of torchtitan's CheckpointManager, and two of casnap's.
+
+        Attributes:
+            witness_steps: How many steps after each checkpoint get a witness, by which a run that
+                resumes proves that it computes the same; see
+                ``docs/guides/proving-a-resume.md``.
+            on_mismatch: "warn" if a resumed run computes something else, or "raise".
+        """
+
+        witness_steps: int = 0
+        on_mismatch: OnMismatch = "warn"
+
+    def __init__(self, config: Config, **kwargs: Any) -> None:
+        self._witnesses = Witnesses(config.witness_steps, config.on_mismatch)
+        super().__init__(config, **kwargs)
 
     @property
     def folder(self) -> str:
@@ -105,9 +120,23 @@ class CasnapCheckpointManager(CheckpointManager):
                 async_checkpointer_type=AsyncCheckpointerType.PROCESS,
                 async_stager=self.stager,
             )
+        self._witnesses.follow(checkpoint_id)
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return pending
+
+    @torch.no_grad()
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        """Make the witness of a step if one is due, then save if a checkpoint is.
+
+        Args:
+            curr_step: The step that was just made.
+            last_step: Whether it is the last one.
+        """
+        if self._witnesses.are_due:
+            self.maybe_wait_for_saving()
+            self._witnesses.take(lambda: LiveState(self.states))
+        super().save(curr_step, last_step)
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
@@ -127,6 +156,9 @@ class CasnapCheckpointManager(CheckpointManager):
         # The model's part of the state is flat, so DCP does not see that it has a module to load.
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
+        # Not of another run, such as that of initial_load_path.
+        is_own = Path(checkpoint_id).absolute().parent == Path(self.folder).absolute()
+        self._witnesses.follow(checkpoint_id if is_own else None)
 
     def _find_load_step(self, folder: str = "") -> int:
         folder = folder or self.folder

@@ -11,6 +11,7 @@ from typing import Any
 from casnap import Snapshot, Stateful
 from casnap.extending import LiveState, TakeOptions
 from casnap.integrations.trainers import Notices, Save, StrPath
+from casnap.integrations.witnesses import Witnesses
 
 KEYS = ("model", "optimizer", "engine")
 """The keys of a snapshot that hold the state of an engine."""
@@ -35,7 +36,17 @@ def take(
 
     check_supported(engine)
     save = Save(path, options, notices, root=root)
-    return take_with(engine, save, state, allow_pickle=options.allow_pickle)
+    return take_with(engine, save.take, state, allow_pickle=options.allow_pickle)
+
+
+def witness(engine: Any, state: Mapping[str, Stateful], witnesses: Witnesses) -> None:
+    """Make the witness of a step, of the same state as :func:`take`. All ranks call it."""
+    if engine is None:
+        witnesses.take(lambda: LiveState(state))
+        return
+    from casnap.integrations.deepspeed import take_with
+
+    take_with(engine, witnesses.take, state)
 
 
 def check(engine: Any, snapshot: Snapshot, *, allow_pickle: bool = False) -> None:

@@ -9,9 +9,16 @@ from transformers import Trainer
 
 from casnap.integrations.transformers.classes import storing
 from casnap.integrations.transformers.mixin import CasnapTrainerMixin
+from casnap.integrations.witnesses import OnMismatch
 
 
-def install(tell: Callable[[str], object] | None = None, *, weights: str | None = None) -> None:
+def install(
+    tell: Callable[[str], object] | None = None,
+    *,
+    weights: str | None = None,
+    witness_steps: int | None = None,
+    on_mismatch: OnMismatch | None = None,
+) -> None:
     """Have each new Trainer of this process save and load as :class:`CasnapTrainerMixin` does.
 
     Subclasses are included, also those that were imported before. Checkpoints that the Trainer
@@ -22,9 +29,13 @@ def install(tell: Callable[[str], object] | None = None, *, weights: str | None 
         tell: Called on rank 0 when a Trainer begins to train, with a line that says where it saves.
         weights: ``casnap_weights`` of :class:`CasnapTrainerMixin`, unless a class with that mixin
             sets it; by default it stays as it is.
+        witness_steps: ``casnap_witness_steps``, in the same way.
+        on_mismatch: ``casnap_on_mismatch``, in the same way.
     """
-    if weights is not None:
-        CasnapTrainerMixin.casnap_weights = weights
+    given = {"weights": weights, "witness_steps": witness_steps, "on_mismatch": on_mismatch}
+    for name, value in given.items():
+        if value is not None:
+            setattr(CasnapTrainerMixin, f"casnap_{name}", value)
     CasnapTrainerMixin._tell = None if tell is None else staticmethod(tell)
 
     def new(cls: Any, *_: Any, **__: Any) -> Any:

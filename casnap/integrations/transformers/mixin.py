@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import WEIGHTS_NAME, is_peft_available
 
-from casnap import RNGState, Snapshot, Stateful
+from casnap import RNGState, Snapshot, StateDict, Stateful
 from casnap.errors import CasnapError, StateError
 from casnap.extending import (
     Markers,
@@ -59,6 +59,7 @@ from casnap.integrations.transformers.weights import (
     tied_in,
     without_progress_bars,
 )
+from casnap.integrations.witnesses import OnMismatch, Witnesses
 
 if TYPE_CHECKING:
     _Base = Any
@@ -98,12 +99,21 @@ class CasnapTrainerMixin(_Base):
     other readers: with PEFT only the adapter, as PEFT itself saves it. No run goes on from these
     files. Checkpoints that the Trainer itself has written are still loaded and rotated.
 
+    A subclass may set the attributes.
+
     Attributes:
         casnap_weights: Which checkpoints have weights in their folders: ``"last"`` for the last and
-            the best one, ``"all"``, or ``"none"``. A subclass may set it.
+            the best one, ``"all"``, or ``"none"``.
+        casnap_witness_steps: How many steps of the optimizer after each checkpoint get a witness,
+            by which a run that resumes proves that it computes the same; see
+            ``docs/guides/proving-a-resume.md``.
+        casnap_on_mismatch: ``"warn"`` if a resumed run computes something else, or ``"raise"``.
     """
 
     casnap_weights = "last"
+    casnap_witness_steps = 0
+    casnap_on_mismatch: OnMismatch = "warn"
+    _witnesses = Witnesses()
     _saving_checkpoint = False
     _trainer_has_saved = False
     _installed = False
@@ -165,6 +175,7 @@ class CasnapTrainerMixin(_Base):
             if self._installed and _is_newest(resume_from_checkpoint, checkpoints):
                 # A tool looks for the newest folder itself, which a cut off save may have left.
                 resume_from_checkpoint = True
+        self._witnesses = Witnesses(self.casnap_witness_steps, self.casnap_on_mismatch)
         if self._tell is not None and own_rank() == 0:
             kind, folder = type(self).__qualname__, self.args.output_dir
             self._tell(f"the checkpoints of {kind} in {folder} are snapshots")
@@ -179,7 +190,12 @@ class CasnapTrainerMixin(_Base):
         if resume_from_checkpoint is True:
             last = start_of_rank_0.last
             resume_from_checkpoint = None if last == _NEVER_SAVED else last or True
-        return super().train(resume_from_checkpoint, *args, **kw)
+        at_steps = _AtSteps(self._witness)
+        self.add_callback(at_steps)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kw)
+        finally:
+            self.remove_callback(at_steps)
 
     def _check_supported(self) -> None:
         if "://" in self.args.output_dir:
@@ -248,13 +264,6 @@ class CasnapTrainerMixin(_Base):
                 "without the Trainer's _save_checkpoint: switch that way to save off, or run "
                 "without casnap"
             )
-        state: dict[str, Stateful] = {}
-        if self._engine is None:
-            state["model"] = self._model_state(self.model)
-        if not self.args.save_only_model:
-            state |= self._optimizer_and_scheduler()
-            state |= {"scaler": self._scaler} if self._scaler is not None else {}
-            state["rng"] = RNGState()
         # Without an adapter nothing but the small files is wanted; the Trainer asks for them in
         # the same way for DeepSpeed.
         weights: dict[str, Any] | None = {}
@@ -267,17 +276,36 @@ class CasnapTrainerMixin(_Base):
             notices = Notices(_NOTICE, self._notices(folder) if self.args.should_save else [])
             snapshot = with_deepspeed.take(
                 self._engine,
-                state | {"files": Value(files)},
+                self._app_state() | {"files": Value(files)},
                 folder.absolute(),
                 TakeOptions(overwrite=True, metadata=self._casnap_metadata()),
                 notices,
                 # The folder of the user: a search of hyperparameters has a folder for each trial.
                 self.args.output_dir,
             )
+            self._witnesses.follow(snapshot.path)
             if self.args.should_save:
                 if self._has_adapter or (self.casnap_weights != "none" and own_rank() == 0):
                     self._put_weights(snapshot, run_dir, staged, notices)
                 self._rotate(run_dir)
+
+    def _app_state(self) -> dict[str, Stateful]:
+        """Return the state of a checkpoint, except its files and what an engine has."""
+        state: dict[str, Stateful] = {}
+        if self._engine is None:
+            state["model"] = self._model_state(self.model)
+        if not self.args.save_only_model:
+            state |= self._optimizer_and_scheduler()
+            state |= {"scaler": self._scaler} if self._scaler is not None else {}
+            state["rng"] = RNGState()
+        return state
+
+    def _witness(self) -> None:
+        """Make the witness of the step that has just ended, if there is to be one."""
+        if self._witnesses.are_due:
+            progress = StateDict(step=self.state.global_step, epoch=self.state.epoch)
+            state = self._app_state() | {"progress": progress}
+            with_deepspeed.witness(self._engine, state, self._witnesses)
 
     def _optimizer_and_scheduler(self) -> dict[str, Stateful]:
         """Return the optimizer and the scheduler, unless they belong to the engine of DeepSpeed."""
@@ -419,6 +447,17 @@ class CasnapTrainerMixin(_Base):
     @property
     def _scaler(self) -> Any:
         return getattr(self.accelerator, "scaler", None)
+
+
+class _AtSteps(TrainerCallback):
+    """Calls a function after each step of the optimizer."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Call it."""
+        self._call()
 
 
 def _remove_weights_of(folders: list[Path]) -> None:

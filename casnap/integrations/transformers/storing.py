@@ -105,6 +105,8 @@ class StoringTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         snapshot = None if checkpoint is None else snapshot_at(checkpoint)
+        # The Trainer calls this whenever it begins. Witnesses of another run are not this one's.
+        self._witnesses.follow(_path_in(self.args.output_dir, snapshot))
         if snapshot is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -139,6 +141,13 @@ def load_engine(engine: Any, load: Any, load_dir: str, *args: Any, **options: An
         return load(load_dir, *args, **options)
     _check_folder(snapshot, Path(load_dir))
     return with_deepspeed.load(engine, snapshot)
+
+
+def _path_in(folder: str, snapshot: Snapshot | None) -> str | None:
+    """Return the path of a snapshot; None if there is none, or it is in another folder."""
+    if snapshot is None or Path(folder).resolve() not in Path(snapshot.path).resolve().parents:
+        return None
+    return snapshot.path
 
 
 def _check_folder(snapshot: Snapshot, folder: Path) -> None:

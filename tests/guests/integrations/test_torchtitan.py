@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from casnap import Snapshot, Store
-from casnap.errors import DamagedError
+from casnap.errors import DamagedError, WitnessError
 from casnap.integrations.folders import prune_missing_folders
 from tests.support import disk
 from tests.support.bitwise import assert_same
 from tests.support.exports import assert_exports
 from tests.support.faults import in_child, kill
+from tests.support.heard import warnings_heard
 from tests.support.launched import launched
 from tests.support.pages import run_examples
 from tests.support.trainer_contract import TrainerContract
@@ -128,11 +129,18 @@ def built(
     return manager, model, optimizers, schedulers, loader, progress
 
 
-def train(folder: Path, end: Path, kill_at: int | None = None, **how: Any) -> None:
+def train(
+    folder: Path, end: Path, kill_at: int | None = None, *, fault: str = "", **how: Any
+) -> None:
     from torch.distributed.tensor import DTensor
 
     manager, model, optimizers, schedulers, loader, progress = built(folder, **how)
     manager.load()
+    if fault == "moments":
+        for optimizer in optimizers:
+            optimizer.state.clear()
+    elif fault == "loader":
+        loader.dataset.load_state_dict = lambda _: None
     batches = iter(loader)
     while progress.step < 8:
         model(next(batches)).square().mean().backward()
@@ -220,6 +228,33 @@ def test_another_number_of_ranks_goes_on(uninterrupted: Path, tmp_path: Path) ->
     assert in_world(1, lambda: train(tmp_path, end)) == [0]
     for key, value in load(uninterrupted / "end").items():
         torch.testing.assert_close(load(end)[key], value)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_run_that_is_killed_proves_itself(tmp_path: Path, mode: str) -> None:
+    end = tmp_path / "end"
+
+    def go(kill_at: int | None = None, **how: Any) -> None:
+        how = {"sharded": True, "witness_steps": 2, "interval": 3, "async_mode": mode} | how
+        with warnings_heard() as texts:
+            try:
+                train(tmp_path, end, kill_at, **how)
+            except WitnessError as e:
+                texts.append(f"raised: {e}")
+        said = [text for text in texts if "step-3+" in text]
+        (tmp_path / f"said-{dist.get_rank()}").write_text("".join(said))
+
+    for _ in range(2):
+        assert in_world(2, lambda: go(6)) == [-9, -9]
+        assert "witness/step-3+2" in Store(tmp_path / "checkpoint")
+    for fault in ("moments", "loader"):
+        assert in_world(2, lambda f=fault: go(fault=f, on_mismatch="raise")) == [0, 0]  # type: ignore[misc]
+        for rank in (0, 1):
+            text = (tmp_path / f"said-{rank}").read_text()
+            assert text.startswith("raised: step-3+1: ")
+            assert f"{fault}: " in text
+    assert in_world(2, go) == [0, 0]
+    assert (tmp_path / "said-0").read_text() == ""
 
 
 def test_a_folder_below_the_home_folder(
