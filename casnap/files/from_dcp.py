@@ -109,7 +109,7 @@ def read_dcp(folder: Path, key: str | None) -> SourceFiles:
     except (RefusedError, KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
         raise FileFormatError(f"{file} does not hold metadata of DCP: {e}") from e
     paths = {name: (key, *p) if key else p for name, p in metadata.paths.items()}
-    reader = _Values(folder, metadata)
+    reader = _Reader(folder, metadata)
     try:
         by_key = containers_above(paths.values())
     except (StateError, UnsupportedTypeError) as e:
@@ -230,8 +230,8 @@ def _file_range(fields: dict[str, Any]) -> _FileRange:
 # --- the files --------------------------------------------------------------------------------
 
 
-class _Values:
-    """The values of a checkpoint, read from its files."""
+class _Reader:
+    """Reads the tensors and other values of a DCP checkpoint, each once it is asked for."""
 
     def __init__(self, folder: Path, metadata: _DcpMetadata) -> None:
         self._metadata = metadata

@@ -365,7 +365,11 @@ class _PatchedReload(_Reload):
             return None
 
     def _update_of(self, folder: str) -> dict[str, Any]:
-        """Return the fields of the message that makes the workers load a version."""
+        """Return the message that makes vLLM's workers load the weights in a folder.
+
+        If patches to these weights are staged, it names them: the workers then write only what
+        changed.
+        """
         version, staged = Version.at(Path(folder)), self._staged
         asked: dict[str, Any] = {"folder": folder, "content": version.content if version else ""}
         if staged is not None and staged.content == asked["content"]:

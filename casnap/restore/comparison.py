@@ -149,9 +149,10 @@ def load_what_fits(
 def _paths_of_children(
     state: KeyState, module: torch.nn.Module, does: Callable[[torch.nn.Module], bool]
 ) -> tuple[str, ...]:
-    """Return the path prefix of each submodule for which ``does`` returns True.
+    """Return the path prefix of each module, at any depth, for which ``does`` returns True.
 
-    If the module overrides ``load_state_dict``, the result is the prefix of the whole module.
+    ``module`` is one of them. If it overrides ``load_state_dict``, nobody knows which names that
+    takes: the only prefix is that of all of ``module``.
     """
     if _has_own_loader(module):
         return (f"{state.component}/",)

@@ -3,9 +3,10 @@
 torch loads moments of any shape. The next step then fails, or a fused kernel writes beyond their
 memory.
 
-Some moments correctly differ in shape from their parameter: counters, factors, projections, blocks
-of quantized moments. So a moment is refused only if its parameter has another shape in the
-snapshot, or if the moment is known to need another shape here.
+Here a *moment* is any tensor that an optimizer keeps for a parameter. Some correctly differ in
+shape from the parameter: counters, factors, projections, blocks of quantized moments. So a moment
+is refused only if the live parameter and the stored one differ in shape, or if the live optimizer
+is known to need a moment of another shape than the stored one.
 """
 
 from __future__ import annotations

@@ -56,11 +56,13 @@ class _Memory(NamedTuple):
 
     @classmethod
     def of(cls, value: torch.Tensor, tensors: Iterable[torch.Tensor]) -> _Memory:
-        """Return the memory of a tensor.
+        """Note where a tensor lies now, and how often torch has written to it.
+
+        A later note that differs shows that the tensor has changed meanwhile.
 
         Args:
             value: The tensor.
-            tensors: Its shards on this rank, or the tensor itself.
+            tensors: Its shards on this rank; ``value`` alone if it is not sharded.
         """
         tensors = tuple(tensors)
         places = [(t.data_ptr(), t.dtype, t.device, t.shape, t.stride()) for t in tensors]

@@ -51,13 +51,15 @@ def read_health(contents: Contents) -> dict[str, TensorHealth]:
 
 
 def _noted(contents: Contents, label: str, count: int, record: Any) -> dict[int, TensorHealth]:
-    """Decode the health record of a tree: the number of an entry in the tree → its health.
+    """Decode the health of the tensors below one key of the app state.
 
     Args:
         contents: The snapshot.
-        label: The key of the tree, for errors.
-        count: How many entries the tree has.
-        record: The record.
+        label: The key, after its rank if it belongs to one rank; for errors.
+        count: How many entries lie below the key.
+        record: What the manifest has of their health, encoded.
+
+    Returns: The number of an entry below the key → its health.
 
     Raises:
         DamagedError: The record is malformed.

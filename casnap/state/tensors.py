@@ -435,7 +435,10 @@ def _wrap(entry: TensorEntry, content: torch.Tensor) -> torch.Tensor:
 
 
 def carrier_dtype(entry: TensorEntry) -> torch.dtype:
-    """Return the dtype of the elements of an entry's carrier."""
+    """Return the dtype of the plain tensor (the *carrier*) that holds an entry's bytes.
+
+    It differs from the entry's own dtype for quantized tensors, numpy arrays and 4-bit floats.
+    """
     if is_numpy(entry):
         return torch.uint8
     dtype = _CARRIERS.get(entry.dtype) or torch_dtype(entry)

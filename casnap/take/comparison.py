@@ -144,13 +144,14 @@ def _hash(
     work: Callable[[Hasher, Batches, Crew], None],
     share: float = 0.0,
 ) -> Digests:
-    """Hash this rank's cells of a state. Cells on a device that can hash are hashed there.
+    """Return the digests of this rank's cells of a state. A device that can hash does so itself.
 
     Args:
         state: The state.
         threads: The most threads that hash; None for no bound.
-        work: Has the given hasher hash all given batches.
-        share: Where to begin; see :meth:`CapturedState.pieces`.
+        work: Called once, with a hasher and the batches. It must give the hasher all batches.
+        share: The fraction of the bytes, from 0 to 1, at which to begin. So ranks with equal
+            tensors begin at different ones.
     """
     hasher = Hasher(state, lambda _: _Digester(), None)
     made = {device: hasher_of(device) for device in state.devices}

@@ -126,9 +126,10 @@ class RunFolder:
         return folder.endswith(self._inner) and "/" not in folder.removesuffix(self._inner)
 
     def _see(self, table: Table) -> None:
-        """Remember the folders of snapshots that earlier processes have saved by DCP or a trainer.
+        """Learn which folders belong to snapshots that earlier processes have saved.
 
-        Warn if folders were deleted before this process began to save.
+        They have saved through DCP, or by a trainer. Snapshots whose folders are gone already stay;
+        a warning counts them.
         """
         repository, run = self._view.repository, self._prefix.rstrip("/")
         for name, row in table.items_in(run):

@@ -164,9 +164,10 @@ def _check_folder(snapshot: Snapshot, folder: Path) -> None:
 
 
 def _warn_of_others(snapshot: Snapshot) -> None:
-    """Log a warning if other weights are beside the best snapshot.
+    """Log a warning if the best snapshot's folder has files of weights that differ from it.
 
-    The Trainer loads the best snapshot at the end of a training. An error would lose the training.
+    Somebody may have put them there for the Trainer to load. A resume raises an error then. Here
+    an error would lose a training that has ended.
     """
     paths = may_be_others(snapshot, Path(snapshot.path))
     if others := WeightFiles.others_than(snapshot.contents, paths):

@@ -187,12 +187,11 @@ class _Declarations(NamedTuple):
 def _declarations(
     app_state: Mapping[str, Any], options: TakeOptions, ranks: Sequence[int]
 ) -> _Declarations:
-    """Return the declarations of the options, and of each DDP module in the app state.
+    """Return which leaves are equal on all ranks, and which belong to one rank.
 
-    A DDP module counts only if its process group has exactly these ranks. DDP keeps parameters
-    equal on all ranks. At each step it gives all ranks the buffers of rank 0, unless
-    ``broadcast_buffers`` is off or a buffer hook is set. DDP says nothing about the rest of the
-    state.
+    The options say so by globs. A DDP module says so by its kind, if its process group has exactly
+    ``ranks``: its parameters are equal on all ranks; its buffers too, since DDP sends those of rank
+    0 at each step, unless ``broadcast_buffers`` is off or a buffer hook is set.
     """
     parameters, buffers = set[str](), set[str]()
     for key, value in app_state.items():
