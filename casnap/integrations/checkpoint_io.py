@@ -12,6 +12,7 @@ import math
 import os
 import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,8 @@ _log = logging.getLogger("casnap")
 # Prefixes of temporary files of the tuner. They lie in a folder that the user has not named, where
 # casnap must not make a store.
 _FOR_THE_MOMENT = (".lr_find_", ".scale_batch_size_")
+# The method of a ModelCheckpoint that lists what ckpt_path="last" may mean.
+_FIND_LAST = "_find_last_checkpoints"
 
 
 if TYPE_CHECKING:
@@ -101,6 +104,7 @@ class SnapshotIO(_Base):
         self._path_saved = ""
         self._outdated: list[StrPath] = []
         self._roots: set[str] = set()
+        self._names_of_last: set[str] = set()
 
     def save_checkpoint(
         self,
@@ -170,6 +174,11 @@ class SnapshotIO(_Base):
         was_there = aside is not None and _is_replaceable(place)
         if aside is not None and was_there:
             place.replace(aside)
+        elif aside is not None and place.stem.startswith(tuple(self._names_of_last)):
+            # Lightning looks for its last checkpoint by folder. The snapshot's own one comes after
+            # the commit: a kill in between would hide the snapshot.
+            with suppress(OSError):  # the take tells it
+                place.mkdir(parents=True, exist_ok=True)
 
         def put_back() -> None:
             if aside is not None and was_there and not is_taken(place):
@@ -409,10 +418,10 @@ class StepWitnesses(_Base):
 
 
 def note_folders(callback: Any, witnesses: Any) -> None:
-    """Make each callback give its ``dirpath`` to the plugin when it is set up.
+    """Make each callback tell the plugin, when it is set up, what only the callback knows.
 
-    The plugin itself only gets the paths of checkpoints. If it makes witnesses, the Trainer gets
-    another callback for these.
+    This is its ``dirpath``, and its name of the last checkpoint. The plugin itself only gets the
+    paths of checkpoints. If it makes witnesses, the Trainer gets another callback for these.
 
     Args:
         callback: The class, ``ModelCheckpoint``.
@@ -434,8 +443,33 @@ def note_folders(callback: Any, witnesses: Any) -> None:
             trainer.callbacks.append(witnesses(plugin))
         if self.dirpath:
             plugin._roots.add(str(Path(local_path(self.dirpath)).absolute()))
+            if hasattr(callback, _FIND_LAST):
+                plugin._names_of_last.add(self.CHECKPOINT_NAME_LAST)
 
     callback.setup = set_up_noted
+
+
+def pass_over_cut_off(callback: Any) -> None:
+    """Have ``ckpt_path="last"`` pass over the folder of a first save that was cut off.
+
+    The plugin makes that folder before the save; it is empty until the snapshot is committed.
+
+    Args:
+        callback: The class, ``ModelCheckpoint``.
+    """
+    find = getattr(callback, _FIND_LAST, None)
+    if find is None:
+        return
+
+    @functools.wraps(find)
+    def find_whole(self: Any, trainer: Any) -> set[str]:
+        for path in find(self, trainer):
+            if is_folder(local_path(path)) and snapshot_at(path) is None:
+                with suppress(OSError):  # it is not empty, or another rank was faster
+                    Path(local_path(path)).rmdir()
+        return find(self, trainer)  # type: ignore[no-any-return]
+
+    setattr(callback, _FIND_LAST, find_whole)
 
 
 def _metadata_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from casnap.integrations.checkpoint_io import (
     SnapshotIO,
     StepWitnesses,
     note_folders,
+    pass_over_cut_off,
     read_snapshots,
 )
 from casnap.integrations.versions import check_version
@@ -40,3 +41,4 @@ class _StepWitnesses(StepWitnesses, Callback):
 
 read_snapshots(saving)
 note_folders(ModelCheckpoint, _StepWitnesses)
+pass_over_cut_off(ModelCheckpoint)

@@ -561,6 +561,30 @@ def _kill_while_saving(folder: Path, model: Any) -> None:
         fit(folder, model, 2)
 
 
+@pytest.mark.parametrize(
+    ("package", "call"),
+    [("lightning", "put_if_absent"), ("lightning", "mark"), ("pytorch_lightning", "mark")],
+)
+def test_a_run_that_is_killed_around_the_commit_of_its_first_last_checkpoint(
+    tmp_path: Path, package: str, call: str
+) -> None:
+    """Lightning looks for the folder, whose marker comes after the commit."""
+    kind, folder, began = configured(package), tmp_path / "ckpts", list[int]()
+
+    def killed() -> None:
+        # Two calls make the store, and two the checkpoint before.
+        with backend_faults(4 if call == "put_if_absent" else 5, names=["put_if_absent", "mark"]):
+            fit(folder, kind(3), package=package)
+
+    assert in_child(killed) == -signal.SIGKILL
+    is_committed = "last.ckpt" in [snapshot.name for snapshot in Store(folder).snapshots()]
+    assert is_committed == (call == "mark")
+    model = kind(3)
+    model.on_train_start = lambda: began.append(model.current_epoch)
+    assert fit(folder, model, 2, package=package) == str(folder / "last.ckpt")
+    assert began == [1 if is_committed else 0]
+
+
 @pytest.mark.parametrize("io", ["plain", "async", "wrapped"])
 def test_names_with_slashes_share_the_store_of_the_callback(tmp_path: Path, io: str) -> None:
     """As those of metrics, which loggers group by slashes; also of weights alone."""
