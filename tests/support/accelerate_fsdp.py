@@ -27,15 +27,21 @@ def use_fsdp(accelerator: Any, version: int = 2, kind: str = "SHARDED_STATE_DICT
         kind: How its own saves are.
     """
     from accelerate import FullyShardedDataParallelPlugin
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
 
     # So the Trainer of Transformers has it, too; a frozen part needs it.
     more = {"use_orig_params": True} if version == 1 else {}
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=kind, **more)
-    accelerator.state.fsdp_plugin = plugin
-    accelerator.state.distributed_type = DistributedType.FSDP
+    use_plugin(accelerator.state, plugin)
+    assert accelerator.is_fsdp2 == (version == 2)
+
+
+def use_plugin(state: Any, plugin: Any) -> None:
+    """Note in the state of an Accelerator on CPUs what it would note for a plugin on GPUs."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    state.fsdp_plugin = plugin
+    state.distributed_type = DistributedType.FSDP
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     # A number of a CPU is not the device that FSDP1 finds the parameters on.
-    accelerator.state.device = PartialState._shared_state["device"] = torch.device("cpu")
-    assert accelerator.is_fsdp2 == (version == 2)
+    state.device = PartialState._shared_state["device"] = torch.device("cpu")
