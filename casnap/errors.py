@@ -185,7 +185,7 @@ class DamagedError(CasnapError):
 
 
 class DeviceError(CasnapError):
-    """An accelerator computed a wrong digest."""
+    """An accelerator computed a wrong digest, or does not hold what was copied to it."""
 
 
 class FencedError(CasnapError):

@@ -395,7 +395,8 @@ class Snapshot:
                 that were restored before.
             UnsupportedTypeError: A value cannot be decoded here; nothing was written.
             DamagedError: Stored bytes are missing or damaged.
-            DeviceError: With ``reuse``, a device computes wrong digests.
+            DeviceError: A device does not hold what was copied to it, or computes wrong digests.
+                Tensors may be filled in part.
             SnapshotNotFoundError: The snapshot was deleted, and its bytes were collected.
             RankError: Another rank failed, died or did not answer in time.
         """
@@ -632,6 +633,8 @@ class Snapshot:
                 several ranks have entries of their own there, and the path does not name the rank.
             MismatchError: ``obj_out`` has another shape.
             DamagedError: Stored bytes are missing or damaged.
+            DeviceError: The device of ``obj_out`` does not hold what was copied to it, or computes
+                wrong digests.
         """
         # Paused: the import below would start Python's garbage collector, which visits all objects
         # of torch and takes several times as long as a small read.
@@ -709,7 +712,8 @@ class Snapshot:
             MismatchError: With ``strict``, module and snapshot differ; the error lists all
                 differences, and nothing was written. Or two names were renamed to one.
             DamagedError: Stored bytes are missing or damaged. Tensors may hold new values already.
-            DeviceError: With ``reuse``, a device computes wrong digests.
+            DeviceError: A device does not hold what was copied to it, or computes wrong digests.
+                Tensors may be filled in part.
         """
         from casnap.restore.load_into import load_into
 

@@ -28,6 +28,7 @@ from casnap.format.entries import (
 from casnap.format.grid import Grid
 from casnap.format.region import Region
 from casnap.restore.indexing import Selection
+from casnap.restore.landings import Landings
 from casnap.restore.reuse import Candidate, lacking
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot, address_of, view_at
@@ -105,6 +106,7 @@ class _Move(NamedTuple):
         sink: Takes the bytes.
         target: Memory that the bytes of the cell fill exactly, so that they may be read straight
             into it; None if there is none.
+        on_device: The same on a device, as a tensor; None if there is none.
     """
 
     number: int
@@ -112,6 +114,7 @@ class _Move(NamedTuple):
     nbytes_kept: int
     sink: Sink
     target: memoryview | None = None
+    on_device: torch.Tensor | None = None
 
 
 class Loading:
@@ -132,6 +135,7 @@ class Loading:
         self._reports = progress is not None
         self._items: list[_EntryToLoad] = []
         self._unknown: list[tuple[str, Entry]] = []
+        self._landings = Landings(())
 
     def add(
         self,
@@ -214,14 +218,19 @@ class Loading:
 
         Raises:
             DamagedError: Some chunks are missing or damaged. All others were read.
+            DeviceError: A device does not hold what was copied to it, or computes wrong digests.
             UnsupportedFormatError: A newer version wrote some entries. Nothing was read.
         """
         check_known(self._contents.label, self._unknown)
         fetch = fetch or self._contents.store.fetch
         most = bytes_if_given("memory_budget_bytes", budget, least=0)
+        self._landings = Landings(self._tensors_to_fill())
+        options = ReadOptions(most, _preparation(self._tensors_to_fill()))
+        if self._landings.devices:
+            options = options._replace(settle=self._landings.settle)
         try:
             with python_gc_paused():
-                fetch(self._wants(), ReadOptions(most, _preparation(self._tensors_to_fill())))
+                fetch(self._wants(), options)
         finally:
             # torch does not see these writes. A backward that needs older values must fail.
             torch.autograd.graph.increment_version(self._tensors_to_fill())
@@ -262,9 +271,10 @@ class Loading:
                 assert isinstance(entry, TensorEntry)
                 each = [(t, _moves(entry, cells, t.box, t.tensor)) for t in item.targets]
             for target, moves in each:
-                for number, nbytes, bytes_kept, sink, memory in moves:
+                for number, nbytes, bytes_kept, sink, memory, part in moves:
                     counting_sink = self._counting(sink, bytes_kept) if self._reports else sink
-                    want = Want(digests[number], nbytes, counting_sink, path, memory)
+                    there = part if part is not None and self._landings.accept(part) else None
+                    want = Want(digests[number], nbytes, counting_sink, path, memory, there)
                     if target is None or target.held is None:
                         yield want
                     else:
@@ -462,6 +472,7 @@ def _moves(
         yield from _copies(cells, flat)
         return
     itemsize = itemsize_of(entry)
+    is_on_device = not target.is_cpu and _has_stored_form(entry, target)
     for number in cells.covering(region):
         cell = cells.region(number)
         common = cell.intersect(region)
@@ -471,8 +482,10 @@ def _moves(
         if flat is not None and (start := common.start_in(region)) is not None:
             run = flat[start * itemsize : start * itemsize + bytes_kept]
         if run is None or start_in_cell is None:
-            sink = _elements_to(entry, target[common.within(region)], cell, common.within(cell))
-            yield _Move(number, nbytes, bytes_kept, sink)
+            box = target[common.within(region)]
+            sink = _elements_to(entry, box, cell, common.within(cell))
+            is_run = is_on_device and bytes_kept == nbytes and box.is_contiguous()
+            yield _Move(number, nbytes, bytes_kept, sink, on_device=box if is_run else None)
         elif bytes_kept == nbytes:
             yield _filling(number, run)
         else:
@@ -482,6 +495,12 @@ def _moves(
 def _is_direct(entry: TensorEntry, target: torch.Tensor) -> bool:
     """Whether the stored bytes of an entry are those of the tensor to fill."""
     return target.dtype == carrier_dtype(entry) and is_its_memory(target)
+
+
+def _has_stored_form(entry: TensorEntry, target: torch.Tensor) -> bool:
+    """Whether each element of the tensor to fill is, in memory, as the entry stores it."""
+    is_alike = target.dtype == carrier_dtype(entry)
+    return is_alike and is_its_storage(target) and not is_wrapper(target)
 
 
 def _elements_to(

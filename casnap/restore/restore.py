@@ -98,8 +98,8 @@ def restore(
         UnsupportedTypeError: A value cannot be decoded here, or only with ``allow_pickle``; nothing
             was written.
         UnsupportedFormatError: A newer version wrote some entries; nothing was written.
-        DeviceError: With ``reuse``, a device computes wrong digests; as with damage, tensors may be
-            filled in part.
+        DeviceError: A device does not hold what was copied to it, or computes wrong digests; as
+            with damage, tensors may be filled in part.
         DamagedError: Something is damaged. No ``load_state_dict`` was called, but tensors that
             are restored in place may already hold new values.
         RankError: Another rank failed, died or hangs.

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from casnap.errors import DeviceError
 from casnap.format.digest import Digest, digest_of
 from casnap.runtime.buffers import view_at
 from casnap.runtime.threads import Crew, SharedItems, cores
@@ -81,12 +82,13 @@ def _lacking_of(window: Sequence[Candidate]) -> list[Want]:
         parts = [each.part for each in candidates]
         # Threads may have begun to fill the same memory under another key.
         synchronize_workers(parts)
-        digests = _by_host(parts) if device.type == "cpu" else _by_device(device, parts)
+        digests = _by_host(parts) if device.type == "cpu" else hashed_there(device, parts)
         pairs = list(zip(candidates, digests, strict=True))
         kept = [each for each, digest in pairs if digest == each.want.digest]
         wants += [each.want for each, digest in pairs if digest != each.want.digest]
         if kept and device.type != "cpu":
-            _audit(device, _numbers.choice(kept))
+            chosen = _numbers.choice(kept)
+            audit(chosen.want, chosen.part)
         for each in kept:
             each.keep()
     # The reads that follow may use other streams than the copies of kept parts: wait for these.
@@ -116,8 +118,16 @@ def _digest(part: torch.Tensor) -> Digest:
     return digest_of(view_at(contiguous.data_ptr(), contiguous.nbytes))
 
 
-def _by_device(device: torch.device, parts: Sequence[torch.Tensor]) -> list[Digest | None]:
-    """Return the digest of each part, computed on the device; None if the device cannot hash it."""
+def hashed_there(device: torch.device, parts: Sequence[torch.Tensor]) -> list[Digest | None]:
+    """Return the digest of each part, computed on the device; None if the device cannot hash it.
+
+    Args:
+        device: The device that holds the parts.
+        parts: Parts of tensors.
+
+    Raises:
+        DeviceError: A digest is of other bytes.
+    """
     from casnap.state.device_hash import CellRun, hasher_of  # which needs numpy
 
     digests: list[Digest | None] = [None] * len(parts)
@@ -141,21 +151,26 @@ def _by_device(device: torch.device, parts: Sequence[torch.Tensor]) -> list[Dige
     return digests
 
 
-def _audit(device: torch.device, kept: Candidate) -> None:
+def audit(want: Want, part: torch.Tensor) -> None:
     """Check a digest that a device has computed, by hashing the same part on the host.
 
     Args:
-        device: The device.
-        kept: A candidate whose part has the digest of the chunk, according to the device.
+        want: The chunk whose digest the part has, according to the device.
+        part: A part of a tensor.
 
     Raises:
         DeviceError: The host computes another digest.
     """
+    if _digest(part) != want.digest:
+        raise differing(want, part)
+
+
+def differing(want: Want, part: torch.Tensor) -> DeviceError:
+    """Return the error for a chunk that has another digest on its device; trust no device now."""
     from casnap.state.device_hash import distrusted
 
-    if _digest(kept.part) != kept.want.digest:
-        raise distrusted(
-            device,
-            f"the bytes of a chunk of {kept.want.path} have another BLAKE3, unless another thread "
-            "or stream writes to it meanwhile",
-        )
+    return distrusted(
+        part.device,
+        f"the bytes of a chunk of {want.path} have another BLAKE3, unless another thread or stream "
+        "writes to it meanwhile",
+    )

@@ -255,6 +255,11 @@ def hasher_of(device: torch.device) -> DeviceHasher | None:
         return _hashers[device]
 
 
+def made_hasher(device: torch.device) -> DeviceHasher | None:
+    """Return the hasher of a device if it is ready; else None, and nothing is begun."""
+    return _hashers.get(device) if _may_hash(device) else None
+
+
 def _may_hash(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta") and not _distrusted and hashes_on_device()
 

@@ -20,7 +20,7 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workload: str) ->
     settings = Settings(str(tmp_path), gib=0.004, repeat=1)
     assert torch.accelerator.current_accelerator(check_available=True) is not None
     rows = stays.measure(settings, workload)
-    assert len(rows) == (9 if workload == stays.STAYS else 4)
+    assert len(rows) == (11 if workload == stays.STAYS else 4)
     assert not any("none here" in row["contender"] for row in rows)
     if workload == stays.FROZEN:
         # The adapters, all digests, and the sample; not the base.

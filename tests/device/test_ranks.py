@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,25 @@ def restore_parts(path: str) -> None:
             assert torch.equal(values[f"by_{dim}"].to_local().cpu(), expected)
 
 
+def restore_parts_verified_there(path: str) -> None:
+    late_device.install()
+    with pytest.MonkeyPatch.context() as patch:
+        hashing_device.install(patch, f"late:{dist.get_rank()}")
+        restore_parts(path)
+
+
+@pytest.mark.parametrize("restore", [restore_parts, restore_parts_verified_there])
 def test_parts_on_the_devices_of_two_ranks(
-    tmp_path: Path, world: Worlds, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    world: Worlds,
+    monkeypatch: pytest.MonkeyPatch,
+    restore: Callable[[str], None],
 ) -> None:
     """Parts of rows and of columns, which cut cells, and are restored the other way round."""
     monkeypatch.setenv("CASNAP_HEALTH", "warn")
     path = str(tmp_path / "run" / "step")
     world(2).run(take_parts, path)
-    world(2).run(restore_parts, path)
+    world(2).run(restore, path)
     snapshot = Snapshot(path)
     assert torch.equal(snapshot.read_object("s/by_0"), weights())
     assert torch.equal(snapshot.read_object("s/by_1"), weights())

@@ -24,7 +24,7 @@ from casnap.state import device_hash
 from casnap.storage import Want
 from casnap.take import staging
 from tests.support import hashing_device
-from tests.support.late_device import Stream, module, run_all
+from tests.support.late_device import Stream, counts, module, run_all
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -303,6 +303,25 @@ def take_of_what_was_known(path: Path) -> None:
     assert torch.equal(snapshot.read_object("s/x"), expected() + 1)
 
 
+def restore_verified_there(pinned: bool, path: Path) -> None:
+    """Threads copy on the default stream; the device hashes on the caller's."""
+    x = expected()
+    store = Store(path / "run", create=NewStore(chunk_size="128K"))
+    snapshot = store.take({"s": StateDict(x=x)}, "step")
+    release_memory()
+    with pytest.MonkeyPatch.context() as patch:
+        hashing_device.install(patch, "late:0")
+        patch.setattr(module.cudart(), "free_bytes", None if pinned else 0)
+        with module.stream(Stream("late")):
+            out = torch.zeros_like(x, device="late").add_(7)
+            snapshot.restore({"s": StateDict(x=out)})
+        assert counts["to host"], "a chunk is looked at, where the device verifies"
+        assert (counts["pageable"] < x.nbytes) == pinned
+        release_memory()
+    with module.stream(Stream("late")):
+        assert torch.equal(out.cpu(), x)
+
+
 def hash_on_another_stream(*args: Any) -> None:
     """Hash once the memory is another's: so it is left."""
     stream = Stream("late")
@@ -345,6 +364,8 @@ SCENARIOS: dict[str, Callable[[Path], object]] = {
     "load what is held by dcp": partial(kept, load_kept_by_dcp),
     "restore what another key fills": restore_what_another_key_fills,
     "look at what is being filled": look_at_what_is_being_filled,
+    "restore verified there": partial(restore_verified_there, True),
+    "the same from memory that is not pinned": partial(restore_verified_there, False),
     "follow": follow,
     "take of what was known": take_of_what_was_known,
     "take of some that is known": partial(asked, "take"),
@@ -367,6 +388,13 @@ WAITS = [
         "look at what is being filled",
         LATE,
     ),
+    (
+        "casnap.restore.landings.synchronize_workers",
+        nothing,
+        "the same from memory that is not pinned",
+        LATE,
+    ),
+    ("casnap.restore.restore.synchronize", nothing, "restore verified there", LATE),
     ("casnap.restore.read_object.synchronize", nothing, "read", LATE),
     ("casnap.restore.read_object.synchronize", nothing, "read of numpy", LATE),
     ("casnap.restore.load_into.synchronize", nothing, "load", LATE),
@@ -384,6 +412,12 @@ WAITS = [
         "tests.support.hashing_device.hash_batch",
         hash_on_another_stream,
         "take of what was known",
+        LATE,
+    ),
+    (
+        "tests.support.hashing_device.hash_batch",
+        hash_on_another_stream,
+        "restore verified there",
         LATE,
     ),
 ]

@@ -17,7 +17,9 @@ import pytest
 import torch
 
 from casnap.format.digest import Digest, digest_of
+from casnap.restore.landings import Landings
 from casnap.state.device_hash import CellRun, DeviceHasher
+from casnap.storage import Want
 
 pytestmark = pytest.mark.triton
 MIB = 1 << 20
@@ -84,6 +86,30 @@ def test_several_programs_and_batches(kernels: Any, monkeypatch: pytest.MonkeyPa
     memory = torch.randint(0, 256, (MIB,), dtype=torch.uint8)
     runs = [CellRun(memory, (1024 * 40,) * 2), CellRun(memory[16:], (1024 * 3, 1024 * 20))]
     assert hasher(kernels, lanes=32).digests(runs) == expected(runs)
+
+
+def test_of_what_a_restore_copied_there_the_damaged_is_read_again(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels hash the chunks where they lie; the host then reads one of them in vain."""
+    made = hasher(kernels)
+    monkeypatch.setattr("casnap.state.device_hash._hashers", {HERE: made})
+    monkeypatch.setattr("casnap.state.device_hash.hasher_of", lambda _: made)
+    parts = torch.randint(0, 256, (4 * 70_000,), dtype=torch.uint8).split(70_000)
+    digests = [digest_of(memoryview(part.numpy())) for part in parts]
+    wants = [
+        Want(digest, part.nbytes, lambda _: None, "s/x", on_device=part)
+        for digest, part in zip(digests, parts, strict=True)
+    ]
+    parts[2][-1] ^= 1
+    asked = list[set[Digest]]()
+
+    def read_again(doubtful: set[Digest]) -> set[Digest]:
+        asked.append(doubtful)
+        return doubtful
+
+    Landings(()).settle(wants, read_again)
+    assert asked == [{digests[2]}]
 
 
 def test_nodes_of_two_cells_or_calls_are_not_joined(kernels: Any) -> None:

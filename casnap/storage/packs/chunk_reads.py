@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from casnap.backends.base import Backend, Target
 from casnap.errors import BackendError, DamagedError
@@ -36,6 +36,10 @@ Fill = Callable[[memoryview], bool]
 """Fills memory with a chunk that the caller has; returns False if the chunk has another length."""
 FindBase = Callable[[Digest], "Fill | None"]
 """Returns a function that reads a chunk which the caller has; None if the caller lacks it."""
+ReadAgain = Callable[[set[Digest]], set[Digest]]
+"""Reads chunks once more, and verifies each before its sinks get it; returns the damaged ones."""
+Settle = Callable[["Sequence[Want]", ReadAgain], None]
+"""Verifies chunks that lie on devices, given all wants for them, and has the others read again."""
 
 
 class Want(NamedTuple):
@@ -48,6 +52,9 @@ class Want(NamedTuple):
         path: The path of the entry that needs the chunk, for messages.
         target: Memory into which the chunk may be read straight, and verified there. If it was, the
             sink is called with this very object.
+        on_device: Memory of a device, as a tensor, which the sink fills with the chunk and nothing
+            else. The sink may then get unverified bytes, which ``ReadOptions.settle`` verifies
+            there.
         is_node: Whether the chunk is a tree node.
         is_stored: Whether the sink wants the stored bytes, which are not verified.
         as_delta: If given, it is called instead of the sink when the chunk is stored as a delta.
@@ -59,6 +66,7 @@ class Want(NamedTuple):
     sink: Sink
     path: str
     target: memoryview | None = None
+    on_device: Any = None
     is_node: bool = False
     is_stored: bool = False
     as_delta: Callable[[memoryview, memoryview], None] | None = None
@@ -80,6 +88,9 @@ class ReadOptions(NamedTuple):
             the run are read straight into this memory; nodes are not.
         base: Returns a chunk that the caller has, to be used as the base of a delta. Its bytes need
             not be verified, because the resulting chunk is verified.
+        settle: Verifies chunks where they lie on devices, after their sinks have got them. None:
+            each chunk is verified here, before its sink gets it. It must be None if ``keep`` is
+            given.
     """
 
     budget: int | None = None
@@ -88,6 +99,7 @@ class ReadOptions(NamedTuple):
     keep: Callable[[bytes, Sequence[Target]], None] = lambda pack, runs: None
     room: Callable[[int, int], Room | None] | None = None
     base: FindBase = lambda digest: None
+    settle: Settle | None = None
 
 
 DEFAULT_READ = ReadOptions()
@@ -187,7 +199,38 @@ def read_places(
 def _read_joined(
     backend: Backend, chunk_size: int, wanted_places: list[Located], options: ReadOptions
 ) -> list[FailedRead]:
-    """Read chunks into buffers, those near each other together; return the failed reads."""
+    """Read chunks into buffers, and verify them here or on devices; return the failed reads."""
+    landed: list[Located] = []
+    failures = _read_runs(backend, chunk_size, wanted_places, options, landed)
+    if landed and options.settle is not None:
+        verified_here = options._replace(settle=None)
+
+        def read_again(digests: set[Digest]) -> set[Digest]:
+            again = [each for each in landed if each[1][0].digest in digests]
+            failed = _read_joined(backend, chunk_size, again, verified_here)
+            failures.extend(failed)
+            return {unread.wants[0].digest for unread in failed}
+
+        options.settle([want for _, wants in landed for want in wants], read_again)
+    return failures
+
+
+def _read_runs(
+    backend: Backend,
+    chunk_size: int,
+    wanted_places: list[Located],
+    options: ReadOptions,
+    landed: list[Located],
+) -> list[FailedRead]:
+    """Read chunks into buffers, those near each other together; return the failed reads.
+
+    Args:
+        backend: The backend of the store.
+        chunk_size: The chunk size of the store.
+        wanted_places: The places, each with the wants for its chunk.
+        options: How to read.
+        landed: Gets the chunks that were passed on unverified, for ``options.settle``.
+    """
     failures: list[FailedRead] = []
     total = sum(place.stored_size for place, _ in wanted_places)
     largest = max((place.stored_size for place, _ in wanted_places), default=0)
@@ -200,6 +243,7 @@ def _read_joined(
         return []
     is_small = total <= _SMALL_BYTES or options.readers == 0
     if is_small:
+        options = options._replace(settle=None)
         at_once = min(backend.in_flight, _SMALL_IN_ALL // most)
     else:
         pool = shared_pool(max(most, chunk_size + (64 << 10)))
@@ -211,7 +255,7 @@ def _read_joined(
 
         def read_into(buffer: memoryview) -> None:
             for run in source:
-                failures.extend(_read_and_verify(backend, run, buffer, options))
+                failures.extend(_read_and_verify(backend, run, buffer, options, landed))
 
         def work() -> None:
             if is_small:
@@ -235,6 +279,12 @@ def _read_joined(
         else:
             crew.run(work, at_once)
     return failures
+
+
+def _may_land(place: Place, wants: list[Want]) -> bool:
+    """Whether a chunk may be verified on devices, after all its sinks have got it."""
+    large = place.codec == Codec.RAW and place.stored_size == place.raw_size >= _LARGE_BYTES
+    return large and all(want.on_device is not None for want in wants)
 
 
 def _split_direct(
@@ -360,9 +410,21 @@ def _lay_out(run: PackRun, room: Room | None) -> tuple[list[_Laid], list[Located
 
 
 def _read_and_verify(
-    backend: Backend, run: PackRun, buffer: memoryview, options: ReadOptions
+    backend: Backend,
+    run: PackRun,
+    buffer: memoryview,
+    options: ReadOptions,
+    landed: list[Located],
 ) -> list[FailedRead]:
-    """Read a run of chunks into a buffer, and pass them to their sinks; return the failed reads."""
+    """Read a run of chunks into a buffer, and pass them to their sinks; return the failed reads.
+
+    Args:
+        backend: The backend of the store.
+        run: The run.
+        buffer: The buffer.
+        options: How to read.
+        landed: Gets the chunks that were passed on unverified, for ``options.settle``.
+    """
     target = buffer[: whole_pages(run.stop - run.start)]
     try:
         [n] = backend.read_into(pack_key(run.pack), [(run.start, target)])
@@ -374,7 +436,12 @@ def _read_and_verify(
     for place, wants in run.chunks:
         start = place.offset - run.start
         stored_form = target[start : min(start + place.stored_size, n)]
-        raw = _verify(wants[0], place, stored_form)
+        raw: memoryview | Failure
+        if options.settle is not None and _may_land(place, wants) and start + place.raw_size <= n:
+            raw = stored_form
+            landed.append((place, wants))
+        else:
+            raw = _verify(wants[0], place, stored_form)
         if isinstance(raw, Failure):
             failures.append(FailedRead(place, wants, raw))
             continue

@@ -455,6 +455,8 @@ class Repository:
         if self.chunk_cache is not None and all(wants[0].nbytes >= 0 for _, wants in wanted_places):
             deltas = [each for each in wanted_places if each[0].codec == _DELTA]
             others = [each for each in wanted_places if each[0].codec != _DELTA]
+            # The cache keeps only what was verified on the host.
+            options = options._replace(settle=None)
             wanted_places = self.chunk_cache.read(others, self.config.chunk_size, options)
             options = options._replace(keep=self.chunk_cache.keep)
             # A cached delta may be wrong, since only the chunk that results is verified. Then read
@@ -536,7 +538,7 @@ def _error(uri: str, failed: list[Lost]) -> CasnapError:
     lines = map(_why, failed[:3])
     more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
     hurt = f"; hurt: {', '.join(paths[:10])}{' …' if len(paths) > 10 else ''}" if paths else ""
-    if any(w.target is not None for w in wants):
+    if any(w.target is not None or w.on_device is not None for w in wants):
         hurt += "; these tensors may hold unverified bytes, so do not use them"
     message = f"{uri}: {'; '.join(lines)}{more}{hurt}"
     reasons = [{u.failure.reason for u in f.attempts} for f in failed]
