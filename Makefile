@@ -5,7 +5,7 @@
 # make test-filesystems  the tests on file systems of clusters: as root, on those that are installed
 # make test-integrations  the tests with Lightning, Transformers, Accelerate, torch_checkpointing, torchtitan,
 #              DeepSpeed and Megatron Core
-# make test-recipes  the tests with tools that fine-tune: TRL, LLaMA-Factory, ms-swift
+# make test-recipes  the tests with tools that fine-tune: TRL, LLaMA-Factory, ms-swift, Unsloth; and lm-eval
 # make test-engines  the tests with vLLM, on the CPU
 # make test-sglang  the tests with SGLang's server, on the CPU
 # make test-triton  the kernels that hash on a device: interpreted, and compiled for an H100

@@ -29,14 +29,36 @@ from tests.support.tiny_llamas import llama, small_files
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
 GUIDE = Path(__file__).parents[3] / "docs/guides/fine-tuning-tools.md"
-TOOLS = {"TRL": "trl", "LLaMA-Factory": "llamafactory", "ms-swift": "swift"}
+TOOLS = {"TRL": "trl", "LLaMA-Factory": "llamafactory", "ms-swift": "swift", "Unsloth": "unsloth"}
 SWIFT = "--use_cpu true --torch_dtype float32 --report_to none --dataloader_num_workers 0"
 ON_CPU = {
     "sft.py": ("save_steps=2,", "save_steps=2, use_cpu=True, bf16=False, report_to=[],"),
     "llamafactory.yaml": ("save_steps: 2", "save_steps: 2\nuse_cpu: true\nreport_to: none"),
+    "unsloth_sft.py": ("save_steps=2,", "save_steps=2, use_cpu=True, bf16=False, report_to=[],"),
     "swift.sh": ("--save_steps 2", f"--save_steps 2 {SWIFT}"),
 }
 """What a tiny run on a CPU needs besides what the guide has."""
+EVALUATION = """
+import json, lm_eval
+
+task = {
+    "task": "tiny",
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"test": "DPO.jsonl"}},
+    "test_split": "test",
+    "output_type": "loglikelihood",
+    "doc_to_text": "{{prompt}}",
+    "doc_to_target": " {{chosen}}",
+    "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
+}
+found = [
+    lm_eval.simple_evaluate("hf", {"pretrained": folder}, [task], device="cpu", bootstrap_iters=0)
+    for folder in ("out/checkpoint-4", "saved", "model")
+]
+samples = [[sample["resps"] for sample in each["samples"]["tiny"]] for each in found]
+print(json.dumps([len(samples[0]), samples[0] == samples[1], samples[0] == samples[2]]))
+"""
+"""What lm-eval says of a checkpoint's folder, of the same weights in a plain one, and of others."""
 KINDS = ("DPO", "GRPO", "Reward")
 SCRIPT = """
 from datasets import load_dataset
@@ -135,7 +157,7 @@ def check_recipe(command: str, tmp_path: Path, inputs: Path) -> None:
     assert not (killed / "out/checkpoint-12").exists()
     assert start(command, killed, inputs).wait() == 0, (killed / "log").read_text()
     log = (killed / "log").read_text()
-    assert len(re.findall(r"casnap run: the checkpoints of \w+ in \S+ are snapshots", log)) == 2
+    assert len(re.findall(r"casnap run: the checkpoints of \S+ in \S+ are snapshots", log)) == 2
     ends = [[*Store(folder / "out", create=False).snapshots()] for folder in (whole, killed)]
     for snapshots in ends:
         assert [s.name for s in snapshots] == ["checkpoint-10", "checkpoint-12"]
@@ -172,3 +194,29 @@ def test_the_other_trainers_of_trl(kind: str, tmp_path: Path, inputs: Path) -> N
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "run.py").write_text(SCRIPT.format(kind=kind, more=more))
     check_recipe("casnap run python run.py", tmp_path, inputs)
+
+
+def test_lm_eval_reads_the_folder_of_a_checkpoint(tmp_path: Path, inputs: Path) -> None:
+    """Each likelihood is that of the same weights as `save_pretrained` writes them."""
+    pytest.importorskip("lm_eval")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "train.py").write_text(
+        "from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments\n"
+        "from transformers import default_data_collator\n"
+        "data = [{'input_ids': [2 + i, 5, 9], 'labels': [2 + i, 5, 9]} for i in range(32)]\n"
+        "model = AutoModelForCausalLM.from_pretrained('model')\n"
+        "tokenizer = AutoTokenizer.from_pretrained('model')\n"
+        "arguments = TrainingArguments('out', max_steps=4, save_steps=2, learning_rate=0.1,\n"
+        "    use_cpu=True, report_to=[])\n"
+        "Trainer(model, arguments, train_dataset=data, processing_class=tokenizer,\n"
+        "    data_collator=default_data_collator).train()\n"
+        "model.save_pretrained('saved')\n"
+        "tokenizer.save_pretrained('saved')\n"
+    )
+    (folder / "evaluate_all.py").write_text(EVALUATION)
+    for command in ("casnap run python train.py", "python evaluate_all.py"):
+        assert start(command, folder, inputs).wait() == 0, (folder / "log").read_text()
+    assert (folder / "out/checkpoint-4/casnap-snapshot.json").exists()
+    last = (folder / "log").read_text().splitlines()[-1]
+    assert json.loads(last) == [40, True, False], last
