@@ -68,6 +68,7 @@ def who(
             ],
             "cast": [{"entry": path, "dtype": dtype} for path, dtype in report.cast.items()],
             "rounded": [{"entry": path, "dtype": dtype} for path, dtype in report.rounded.items()],
+            "renamed": [{"entry": path, "there": there} for path, there in report.renamed.items()],
         }
         emit({**store_fields(place), **facts}, place)
         return

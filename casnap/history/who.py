@@ -68,6 +68,8 @@ class WhoReport:
         cast: For each tensor that is stored in another dtype with the same values, that dtype.
         rounded: For each tensor that equals a stored tensor of a wider dtype once that is cast, the
             wider dtype.
+        renamed: For each tensor that the first holder has only under other names, although it has
+            a tensor of this name, the path there. Two that were exchanged have each other's paths.
     """
 
     tensors: int
@@ -75,6 +77,7 @@ class WhoReport:
     elsewhere: dict[str, list[str]] = field(default_factory=dict)
     cast: dict[str, str] = field(default_factory=dict)
     rounded: dict[str, str] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
 
     @property
     def whole(self) -> list[str]:
@@ -93,6 +96,10 @@ class WhoReport:
             others = ", ".join(names[:_MOST_NAMED]) or "no snapshot"
             lines.append(f"{self.holders[0].name} lacks {path}: it is of {others}")
         if more := len(self.elsewhere) - _MOST_NAMED:
+            lines += [f"… and {more:,} more tensors"] if more > 0 else []
+        for path, there in list(self.renamed.items())[:_MOST_NAMED]:
+            lines.append(f"{path} is not what {self.holders[0].name} has there, but its {there}")
+        if more := len(self.renamed) - _MOST_NAMED:
             lines += [f"… and {more:,} more tensors"] if more > 0 else []
         for dtype, count in Counter(self.cast.values()).items():
             lines.append(f"{count:,} of these tensors are held as {dtype}, with the same values")
@@ -199,7 +206,37 @@ def who(snapshots: Mapping[str, Contents], asked: Asked, chunk_size: int) -> Who
         for path, identity in (held[first.name].items() if first else ())
         if (path, identity) in rounded
     }
-    return WhoReport(len(forms), holders, elsewhere, cast, of_more_bits)
+    renamed = _renamed(snapshots[first.name], held[first.name]) if first else {}
+    return WhoReport(len(forms), holders, elsewhere, cast, of_more_bits, renamed)
+
+
+def _renamed(contents: Contents, held: Mapping[str, TensorContent]) -> dict[str, str]:
+    """Return the tensors that a snapshot has under other names, while theirs mean others.
+
+    A name is a path below a key: what an average of the weights has under the same name counts.
+
+    Args:
+        contents: The snapshot.
+        held: The path of each tensor that it holds → what it has of it.
+
+    Returns:
+        Path → a path of the tensor in the snapshot.
+    """
+
+    def tensors_in(_: str, items: Sequence[tuple[str, Entry]]) -> list[tuple[str, TensorContent]]:
+        return [(inner, identity) for inner, entry in items if (identity := _identity(entry))]
+
+    paths: dict[TensorContent, dict[str, str]] = {}
+    for _, component, tensors in _leaf_nodes(contents, tensors_in, {}):
+        for inner, identity in tensors:
+            paths.setdefault(identity, {}).setdefault(inner, component + inner)
+    names = {inner for found in paths.values() for inner in found}
+    renamed = {}
+    for path, identity in held.items():
+        name = path[path.find("/") :]
+        if name in names and name not in paths[identity]:
+            renamed[path] = next(iter(paths[identity].values()))
+    return renamed
 
 
 def _add_rounded(

@@ -47,10 +47,16 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     Store(tmp / "keys").take({"s": StateDict(best={(1, "a"): 0.5})}, "step_0")
     Store(tmp / "measured", health=True).take({"s": StateDict(x=torch.ones(9))}, "step_0")
     torch.save({"model": {"w": torch.ones(3)}, "step": 4}, tmp / "old.pt")
-    half = tmp / "half.pt"  # tensors that were cast to more and fewer bits; one that nobody has
+    # Tensors that were cast to more and fewer bits; two that were exchanged; one that nobody has.
+    half = tmp / "half.pt"
     rounded, whole = torch.randn(100).to(torch.bfloat16), torch.randn(100)
-    Store(store).take({"model": StateDict(w=rounded, v=whole)}, "half/step_0")
-    torch.save({"w": rounded.float(), "v": whole.bfloat16(), "other": torch.ones(7)}, half)
+    Store(store).take(
+        {"model": StateDict(w=rounded, v=whole, q=whole + 1, k=whole + 2)}, "half/step_0"
+    )
+    exchanged = {"q": whole + 2, "k": whole + 1}
+    torch.save(
+        {"w": rounded.float(), "v": whole.bfloat16(), "other": torch.ones(7), **exchanged}, half
+    )
     result: dict[str, list[dict[str, Any]]] = {
         "init": [document("init", tmp / "new")],
         "ls": [document("ls", store)],

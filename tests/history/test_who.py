@@ -92,10 +92,33 @@ def test_weights_that_were_cast_to_fewer_bits(store: Store, tmp_path: Path) -> N
 
 
 def test_two_tensors_that_were_exchanged(store: Store) -> None:
-    """Paths do not count, which the page says: all tensors are there."""
+    """Paths do not count, so all tensors are there; that two have each other's names is said."""
     tensors = tensors_at(0)
     tensors["0.bias"], tensors["1.bias"] = tensors["1.bias"], tensors["0.bias"]
-    assert store.who(tensors).whole == ["run/step_0"]
+    report = store.who(tensors)
+    assert report.whole == ["run/step_0"]
+    assert report.renamed == {"model/0.bias": "model/1.bias", "model/1.bias": "model/0.bias"}
+    assert "model/0.bias is not what run/step_0 has there, but its model/1.bias" in str(report)
+    # Casts do not hide it.
+    half = {n: t.bfloat16() if t.is_floating_point() else t for n, t in tensors.items()}
+    assert store.who(half).holders[0].found < 9
+    store.take({"model": StateDict(**half)}, "half/step_0")
+    wide = {n: t.float() if t.is_floating_point() else t for n, t in half.items()}
+    wide["0.bias"], wide["1.bias"] = wide["1.bias"], wide["0.bias"]
+    assert store.who(wide).renamed.keys() == {"model/0.bias", "model/1.bias"}
+
+
+def test_other_names_are_no_news(store: Store) -> None:
+    """Only a name that means another tensor there is told, not a prefix, a key or a copy."""
+    tensors = tensors_at(1)
+    assert store.who({f"net.{name}": tensor for name, tensor in tensors.items()}).renamed == {}
+    assert store.who(tensors, key="other").renamed == {}
+    ema = {name: tensor + 1 for name, tensor in tensors.items()}
+    store.take({"model": StateDict(**ema), "ema": StateDict(**tensors)}, "ema/step_0")
+    assert store.who(tensors, prefix="ema").renamed == {}
+    zeros = StateDict(a=torch.zeros(99), b=torch.zeros(99))
+    store.take({"model": zeros}, "zeros/step_0")
+    assert store.who(zeros.state_dict(), prefix="zeros").renamed == {}
 
 
 def test_steps_with_equal_weights(store: Store) -> None:
