@@ -12,6 +12,7 @@ from casnap.report.markup import Markup, element, joined, text
 
 MISSING = "pip install matplotlib"
 """The command that installs matplotlib, which draws the charts."""
+# The most points of a curve, besides those that are not finite.
 _MOST_POINTS = 400
 # Colours that stand for those of the page, which differ in the dark.
 _COLOURS = {"#00000a": "currentColor", "#00000b": "var(--line)", "#00000c": "var(--bad)"}
@@ -70,17 +71,16 @@ def chart(
     """
     merged: dict[tuple[Point, ...], tuple[int, str]] = {}
     for number, (name, points) in enumerate(curves.items()):
-        every = max(1, -(-len(points) // _MOST_POINTS))
-        drawn = (*points[:-1:every], *points[-1:])
-        first, names = merged.get(drawn, (number, ""))
-        if drawn:
-            merged[drawn] = (first, f"{names} = {name}" if names else name)
+        first, names = merged.get(tuple(points), (number, ""))
+        if points:
+            merged[tuple(points)] = (first, f"{names} = {name}" if names else name)
     keys = [
         element("li", _sample(number), text(names), style=f"--hue:{_hue(number)}")
         for number, names in merged.values()
     ]
     values = "; ".join(_spoken(names, points) for points, (_, names) in merged.items())
-    drawing = _svg(over, {number: points for points, (number, _) in merged.items()}, label)
+    drawn = {number: _thinned(points) for points, (number, _) in merged.items()}
+    drawing = _svg(over, drawn, label)
     return element(
         "figure",
         element("figcaption", text(title)),
@@ -89,6 +89,18 @@ def chart(
         if sum(map(bool, curves.values())) > 1
         else text(""),
     )
+
+
+def _thinned(points: Sequence[Point]) -> list[Point]:
+    """Return the points to draw of a curve. Its peaks, its lows and its gaps stay."""
+    every = max(1, -(-2 * len(points) // _MOST_POINTS))
+    drawn: list[Point] = []
+    for at in range(0, len(points), every):
+        group = points[at : at + every]
+        finite = sorted((p for p in group if p.y is not None), key=lambda p: p.y or 0.0)
+        ends = (*finite[:1], *finite[-1:])
+        drawn += [p for p in group if p.y is None or p in ends]
+    return drawn
 
 
 def _spoken(name: str, points: Sequence[Point]) -> str:

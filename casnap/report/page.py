@@ -23,7 +23,7 @@ _MOST_LISTED = 200
 _MOST_NAMED = 6
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2530; --faint: #5a6572; --line: #d9dee5; --paper: #fff;
-  --accent: #2f6bbd; --bad: #b3261e; --light: 42%; }
+  --accent: #2f6bbd; --bad: #b3261e; --light: 36%; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e3e8ee; --faint: #9aa7b5; --line: #38424e; --paper: #161b22;
     --accent: #62a0f0; --bad: #ff8a80; --light: 66%; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import json
 import math
 import re
@@ -10,12 +11,14 @@ import subprocess
 import sys
 from html import escape, unescape
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 from casnap import NewStore, StateDict, Store
+from casnap.report.charts import Point, _hue, chart
 from casnap.runtime.sizes import size
 from casnap.serving.follower import Follower
 from tests.support.cli_calls import CHUNK, document, failure, fill, invoke
@@ -235,6 +238,87 @@ def test_runs_with_a_metric_share_a_chart(tmp_path: Path) -> None:
     page = made(tmp_path / "store")
     labels = [label for name, label in page.attributes if name == "aria-label"]
     assert labels[0].startswith("loss over the number of the snapshot: a goes from 1 to 0.1")
+
+
+def test_a_curve_of_many_points_keeps_its_peaks_and_gaps() -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    values: list[float | None] = [1.0 + i / 1000 for i in range(5000)]
+    values[1234], values[2345], values[3456] = 90.0, -80.0, None
+    drawn = chart("loss", "step", {"run": [Point(i, y) for i, y in enumerate(values)]})
+    assert "run goes from 1 to 5.999, between -80 and 90" in drawn
+    assert len(drawn) < 200_000
+    # Of a curve of one colour: the top of the peak, the bottom of the low, and the line of the gap.
+    [path, *_] = re.findall(r'<path d="([^"]*)"[^>]*stroke: hsl', drawn)
+    heights = [float(y) for y in re.findall(r"[ML] [\d.]+ ([\d.]+)", path)]
+    assert min(heights) < 20
+    assert max(heights) > 100
+    assert path.count("M ") == 2
+    assert "stroke: var(--bad)" in drawn
+
+
+def test_it_is_read_aloud_and_by_keyboard(folder: Path) -> None:
+    """What a screen reader needs; the browser does the rest, since all is plain HTML."""
+    output = folder.parent / "aloud.html"
+    store = Store(folder, health=True)
+    for step in range(2):
+        state = {"model": StateDict(a=torch.full((4,), 10.0**step), b=torch.ones(4))}
+        store.take(state, f"healthy/step_{step}", metadata={"loss": step})
+    invoke("report", folder, "-o", output)
+    page = Page(output)
+    levels = [int(tag[1]) for tag in page.tags if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert set(levels) == {1, 2, 3}
+    assert all(lower <= upper + 1 for upper, lower in pairwise(levels))
+    assert ("lang", "en") in page.attributes
+    assert page.tags.count("main") == page.tags.count("title") == 1
+    # Each table has a name, and each cell a column and a row.
+    assert 0 < page.tags.count("table") == page.tags.count("caption")
+    scopes = [value for name, value in page.attributes if name == "scope"]
+    assert len(scopes) == page.tags.count("th")
+    assert scopes.count("row") == len(page.rows) - page.tags.count("table")
+    # Each picture has a text, and is no list of marks to the reader.
+    pictures = [label for name, label in page.attributes if name == "aria-label"]
+    assert all(" over the " in label for label in pictures)
+    assert page.attributes.count(("role", "img")) == len(pictures) == page.tags.count("figure")
+    assert page.attributes.count(("aria-hidden", "true")) == page.tags.count("svg")
+    # The keyboard reaches what opens and closes: no element takes its place in that order away.
+    assert page.tags.count("details") == page.tags.count("summary") > 0
+    assert not {"tabindex", "autofocus", "accesskey"} & {name for name, _ in page.attributes}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_its_colours_can_be_told_from_the_paper(folder: Path, scheme: str) -> None:
+    """As WCAG asks: texts have 4.5 times the light of the paper, or a part of it; curves 3."""
+    made(folder)
+    style = (folder.parent / "report.html").read_text().split("@media")
+    given = dict(re.findall(r"--(\w+): ([^;]+);", style[0]))
+    if scheme == "dark":
+        given |= re.findall(r"--(\w+): ([^;]+);", style[1])
+    paper = light_of(*rgb_of(given["paper"]))
+    for name in ("ink", "faint", "bad"):
+        assert contrast(light_of(*rgb_of(given[name])), paper) >= 4.5, name
+    assert contrast(light_of(*rgb_of(given["accent"])), paper) >= 3
+    lightness = float(given["light"].rstrip("%")) / 100
+    for number in range(12):
+        colour = colorsys.hls_to_rgb(_hue(number) / 360, lightness, 0.65)
+        assert contrast(light_of(*colour), paper) >= 3, number
+
+
+def rgb_of(colour: str) -> list[float]:
+    digits = colour.strip("#")
+    digits = digits if len(digits) == 6 else "".join(2 * digit for digit in digits)
+    return [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+
+
+def light_of(*channels: float) -> float:
+    """Return the relative luminance of a colour of sRGB, as WCAG defines it."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(a: float, b: float) -> float:
+    return (max(a, b) + 0.05) / (min(a, b) + 0.05)
 
 
 def test_without_what_draws_it_has_no_charts(
