@@ -15,43 +15,49 @@ et al., 2018. Sums of differences: "Editing Models with Task Arithmetic", Ilharc
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import fsum, isfinite
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import torch
 
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest, split_digests
-from casnap.format.entries import INLINE_BYTES, Entry, Manifest, Payload, TensorEntry, with_payload
+from casnap.format.entries import INLINE_BYTES, Entry, Manifest, Payload, with_payload
 from casnap.format.records import THINNED, Row, Stats
-from casnap.format.region import Region
 from casnap.history.averaging_plan import SUM_DTYPES, TensorToAverage, plan_average
+from casnap.history.means import Means
 from casnap.ranks.comm import SingleProcess
-from casnap.restore.loading import elements_of
 from casnap.runtime.batches import batches
-from casnap.runtime.buffers import bytes_at, view_at
+from casnap.runtime.buffers import copy, view_at
 from casnap.runtime.progress import ProgressCounter
-from casnap.runtime.threads import Crew, run_shielded
+from casnap.runtime.threads import Crew, SharedItems, cores, run_shielded
 from casnap.runtime.torch_modes import without_torch_modes
-from casnap.storage import Contents, Repository, Session, Want, again
+from casnap.state.tensors import TENSOR_DTYPES
+from casnap.storage import Contents, ReadOptions, Repository, Session, Want, again
 from casnap.take.commit import TakeCommit
 from casnap.take.manifest import payload_of
 from casnap.take.metadata import checked_metadata
 from casnap.take.options import TakeOptions
 from casnap.take.ranks.agreement import agree
 
-# The bytes of one snapshot's chunks whose means are computed at a time. Besides them, their sums
-# are in memory, which take up to four times as much (bfloat16, summed as float64).
-_WINDOW_BYTES = 12 << 20
+# About how many bytes of chunks a thread reads at a time, of all snapshots together. From a disk,
+# few: they are still in a cache when they are summed. From a server, more requests are under way.
+_STAGED_BYTES, _STAGED_FROM_SERVER = 4 << 20, 8 << 20
+# The most threads. Each has what it has read, up to twice as much, and a slot for a pack.
+_MOST_THREADS = 6
+# Chunks begin at multiples of so many bytes, for torch.
+_ALIGNED = 64
 # The most digests that are looked up at a time.
 _BATCH = 1024
-# How many elements torch gets at a time. With more, it would use threads of its own, which wait for
-# each other; casnap already uses threads.
-_BLOCK = 1 << 15
 _EXACT = {torch.float32: torch.float64, torch.complex64: torch.complex128}
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_Place: TypeAlias = Sequence[torch.Tensor]
+"""Where the chunks of a snapshot are read to, one for each cell."""
 
 
 @dataclass
@@ -177,107 +183,21 @@ def average(
     )
 
 
-class _Mean:
-    """The mean of one cell of a tensor. The elements of the snapshots are added in their order.
-
-    Args:
-        entry: The entry of the tensor.
-        cell: The elements of the tensor.
-        dtype: The dtype of the sum.
-        keeps_equal: Whether an element that is equal in all snapshots stays as it is.
-    """
-
-    def __init__(
-        self, entry: TensorEntry, cell: Region, dtype: torch.dtype, *, keeps_equal: bool
-    ) -> None:
-        self._entry = entry
-        self._cell = cell
-        self._dtype = dtype
-        self._keeps_equal = keeps_equal
-        self._first, self._sum = torch.empty(0), torch.empty(0)
-        # Whether an element has the same bits in all snapshots so far.
-        self._same = torch.empty(0, dtype=torch.bool)
-        # The numbers of the blocks without such an element. They are not compared any more.
-        self._apart = set[int]()
-        self._count = 0
-
-    def add(self, raw: memoryview, weight: float | None) -> None:
-        """Add the elements of the next snapshot.
-
-        Args:
-            raw: Their bytes.
-            weight: The weight of the snapshot; None if all have the same.
-        """
-        values = elements_of(self._entry, raw, self._cell).flatten()
-        self._count += 1
-        if self._count == 1:
-            self._first = torch.empty_like(values)
-            self._sum = torch.empty(len(values), dtype=self._dtype)
-            self._same = torch.empty(len(values), dtype=torch.bool)
-        compared = (_bits(values), _bits(self._first))
-        blocks = _blocks(values, self._first, self._sum, self._same, *compared)
-        for number, (summand, first, total, same, bits, first_bits) in enumerate(blocks):
-            # Round the product before it is added. If torch did both in one step, it would depend
-            # on the place of the element whether the result is rounded once or twice.
-            product = summand if weight is None else summand.to(self._dtype) * weight
-            if self._count == 1:
-                first.copy_(summand)
-                total.copy_(product)
-                same.fill_(True)
-                continue
-            total.add_(product)
-            if self._keeps_equal and number not in self._apart:
-                equal = bits == first_bits
-                same.logical_and_(equal if equal.dim() == 1 else equal.all(1))
-                if not same.any():
-                    self._apart.add(number)
-
-    def result(self, *, is_weighted: bool) -> torch.Tensor:
-        """Return the mean, in the dtype of the tensor. Call this once, after the last snapshot.
-
-        Args:
-            is_weighted: Whether the summands were multiplied by weights. If not, the sum is divided
-                by the number of snapshots.
-        """
-        blocks = _blocks(self._first, self._sum, self._same)
-        for number, (first, mean, same) in enumerate(blocks):
-            if not is_weighted:
-                mean.div_(self._count)
-            if self._keeps_equal and number not in self._apart:
-                mean = torch.where(same, first, mean.to(first.dtype))
-            first.copy_(mean)
-        return self._first
-
-
-def _blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Cut tensors of equal length into blocks; yield the first block of each, then the second."""
-    return zip(*(torch.split(tensor, _BLOCK) for tensor in tensors), strict=True)
-
-
-def _bits(elements: torch.Tensor) -> torch.Tensor:
-    """Return the bits of elements as integers: one for each element, two for complex128."""
-    bits = elements.view(_INTEGERS[min(8, elements.itemsize)])
-    return bits.view(-1, 2) if elements.itemsize > 8 else bits
-
-
-@dataclass
-class _CellToAverage:
+class _CellToAverage(NamedTuple):
     """A cell of a tensor whose mean is to be computed.
 
     Attributes:
-        path: The path of the tensor.
+        tensor: The tensor.
         number: The number of the cell.
         nbytes: Its bytes.
         digests: The digest of its chunk in each snapshot.
-        mean: The mean.
         into: The list that gets the digest of the new chunk, at index ``number``.
     """
 
-    path: str
+    tensor: TensorToAverage
     number: int
     nbytes: int
     digests: tuple[Digest, ...]
-    mean: _Mean
     into: list[Digest]
 
 
@@ -312,23 +232,29 @@ class _Averaging:
         self._progress = ProgressCounter(options.progress, "averaging")
         self._exact = exact
         self._keeps_equal = keeps_equal
-        self._writer = session.writer()
+        is_server = session.store.backend.costs.waiting
+        self._staged_bytes = _STAGED_FROM_SERVER if is_server else _STAGED_BYTES
 
     def write(self, tensors: Sequence[TensorToAverage]) -> Manifest:
         """Write the mean of tensors; return the manifest of the last snapshot with these means."""
-        with self._sources[-1].reading():
-            self._rely_on_last()
         self._progress.total = len(self._sources) * sum(t.entry.payload.nbytes for t in tensors)
         digests = [list[Digest]() for _ in tensors]
         cells = (c for t, into in zip(tensors, digests, strict=True) for c in self._cells(t, into))
-        for window in batches(cells, lambda cell: cell.nbytes, _WINDOW_BYTES):
-            self._compute(window)
-        self._writer.finish()
+        most = max(1, self._staged_bytes // max(2, len(self._sources)))
+        windows = SharedItems(batches(cells, lambda cell: cell.nbytes, most), self._crew)
+        with ExitStack() as reading:
+            for source in self._sources:
+                reading.enter_context(source.reading())
+            self._rely_on_last()
+            self._crew.run(
+                lambda: self._compute(windows), self._crew.limited(min(cores(), _MOST_THREADS))
+            )
         changes: dict[tuple[int | None, str], dict[str, Entry]] = {}
+        means: dict[str, Means] = {}
         for tensor, own in zip(tensors, digests, strict=True):
             nbytes = tensor.entry.payload.nbytes
             if nbytes <= INLINE_BYTES:
-                payload = Payload(nbytes, self._small_mean(tensor))
+                payload = Payload(nbytes, self._small_mean(tensor, means))
             else:
                 payload = payload_of(nbytes, b"".join(own), self._session.put_node)
             of_key = changes.setdefault((tensor.owner, tensor.component), {})
@@ -346,24 +272,31 @@ class _Averaging:
                 if None in self._session.rely_on(named[at : at + _BATCH]):
                     raise DamagedError(f"{self._sources[-1].label} names chunks that no pack has")
 
-    def _mean_of(self, tensor: TensorToAverage, cell: Region) -> _Mean:
-        dtype = SUM_DTYPES[tensor.entry.dtype]
-        dtype = _EXACT.get(dtype, dtype) if self._exact else dtype
-        return _Mean(tensor.entry, cell, dtype, keeps_equal=self._keeps_equal)
+    def _means_of(self, dtype: str, made: dict[str, Means]) -> Means:
+        """Return what computes means of a dtype.
 
-    def _weight(self, number: int) -> float | None:
-        return None if self._weights is None else self._weights[number]
+        Args:
+            dtype: The dtype.
+            made: What this thread has made, by dtype. This adds to it.
+        """
+        if dtype not in made:
+            of_sum = SUM_DTYPES[dtype]
+            of_sum = _EXACT.get(of_sum, of_sum) if self._exact else of_sum
+            count, weights = len(self._sources), self._weights
+            made[dtype] = Means(
+                TENSOR_DTYPES[dtype], of_sum, count, weights, keeps_equal=self._keeps_equal
+            )
+        return made[dtype]
 
-    def _result(self, mean: _Mean) -> torch.Tensor:
-        return mean.result(is_weighted=self._weights is not None)
-
-    def _small_mean(self, tensor: TensorToAverage) -> bytes:
+    def _small_mean(self, tensor: TensorToAverage, made: dict[str, Means]) -> bytes:
         """Return the mean, as bytes, of a small tensor whose bytes lie in its entries."""
-        mean = self._mean_of(tensor, Region.whole(tensor.entry.shape))
-        for number, entry in enumerate(tensor.entries):
-            mean.add(memoryview(bytearray(entry.payload.inline)), self._weight(number))
-        result = self._result(mean)
-        return bytes_at(result.data_ptr(), result.nbytes)
+        dtype = TENSOR_DTYPES[tensor.entry.dtype]
+        raws = [bytearray(entry.payload.inline) for entry in tensor.entries]
+        elements = [torch.frombuffer(raw, dtype=dtype) for raw in raws]
+        means = self._means_of(tensor.entry.dtype, made)
+        means.add(0, elements[0], enumerate(elements))
+        means.write(0, elements[0])
+        return bytes(raws[0])
 
     def _cells(self, tensor: TensorToAverage, into: list[Digest]) -> Iterator[_CellToAverage]:
         """Yield the cells of a tensor whose means must be computed.
@@ -375,41 +308,84 @@ class _Averaging:
         """
         if tensor.entry.payload.nbytes <= INLINE_BYTES:
             return
-        path = tensor.path
-        lists = []
-        for source, entry in zip(self._sources, tensor.entries, strict=True):
-            with source.reading():
-                grid = source.cells(path, entry)
-                lists.append(split_digests(source.digests(entry.payload, grid, path)))
+        grid = self._sources[-1].cells(tensor.path, tensor.entry)
+        lists = [
+            split_digests(source.digests(entry.payload, grid, tensor.path))
+            for source, entry in zip(self._sources, tensor.entries, strict=True)
+        ]
         into += lists[-1]
         for number, digests in enumerate(zip(*lists, strict=True)):
             nbytes = grid.cell_bytes(number)
             if self._keeps_equal and len({*digests}) == 1:
                 self._progress.add(nbytes * len(digests))
             else:
-                mean = self._mean_of(tensor, grid.region(number))
-                yield _CellToAverage(path, number, nbytes, digests, mean, into)
+                yield _CellToAverage(tensor, number, nbytes, digests, into)
 
-    def _compute(self, window: Sequence[_CellToAverage]) -> None:
-        """Read the chunks of some cells, and write their means."""
-        for i, source in enumerate(self._sources):
-            if self._crew.error is not None:
-                raise self._crew.error
-            self._session.renew_announcement()
+    def _compute(self, windows: Iterable[Sequence[_CellToAverage]]) -> None:
+        """Read the chunks of some cells at a time, and write their means. Each thread calls this.
 
-            def want(cell: _CellToAverage, i: int = i) -> Want:
-                def sink(raw: memoryview) -> None:
-                    cell.mean.add(raw, self._weight(i))
-                    self._progress.add(cell.nbytes)
+        The chunks of all snapshots are read into one memory, in which each snapshot has its place.
+        If not all fit in, the first snapshot stays in its place, and the others take turns.
+        """
+        writer, made, count = self._session.writer(), dict[str, Means](), len(self._sources)
+        memory = torch.empty(0, dtype=torch.uint8)
+        try:
+            for window in windows:
+                sizes = (-(-cell.nbytes // _ALIGNED) * _ALIGNED for cell in window)
+                *starts, nbytes = accumulate(sizes, initial=0)
+                most = min(count, max(2, 2 * self._staged_bytes // nbytes))
+                if len(memory) < most * nbytes:
+                    memory = torch.empty(most * nbytes, dtype=torch.uint8)
+                places: list[_Place] = [
+                    [place[at : at + c.nbytes] for at, c in zip(starts, window, strict=True)]
+                    for place in torch.split(memory[: most * nbytes], nbytes)
+                ]
+                self._take_turns(window, dict(enumerate(places)), places[0], made)
+                for at in range(most, count, most - 1 or 1):
+                    turn = dict(zip(range(at, count), places[1:], strict=False))
+                    self._take_turns(window, turn, places[0], made)
+                raws = [view_at(chunk.data_ptr(), chunk.nbytes) for chunk in places[0]]
+                for cell, digest in zip(window, writer.store(raws), strict=True):
+                    cell.into[cell.number] = digest
+        finally:
+            writer.finish()
 
-                return Want(cell.digests[i], cell.nbytes, sink, cell.path)
+    def _take_turns(
+        self,
+        window: Sequence[_CellToAverage],
+        turn: Mapping[int, _Place],
+        first: _Place,
+        made: dict[str, Means],
+    ) -> None:
+        """Read the chunks of some snapshots, and add them; write the means after the last one.
 
-            with source.reading():
-                source.store.fetch(map(want, window))
-        means = [self._result(cell.mean) for cell in window]
-        raws = [view_at(mean.data_ptr(), mean.nbytes) for mean in means]
-        for cell, digest in zip(window, self._writer.store(raws), strict=True):
-            cell.into[cell.number] = digest
+        Args:
+            window: The cells.
+            turn: The numbers of the snapshots, in order → where to read their chunks to.
+            first: The chunks of the first snapshot, in whose place the means are written.
+            made: What computes means, by dtype.
+        """
+        if self._crew.error is not None:
+            raise self._crew.error
+        self._session.renew_announcement()
+        wants = [
+            _want(cell, number, chunk)
+            for number, place in turn.items()
+            for cell, chunk in zip(window, place, strict=True)
+        ]
+        # This thread waits with a slot in its hands, so it must not wait for others.
+        self._session.store.fetch(wants, ReadOptions(readers=0))
+        self._progress.add(sum(want.nbytes for want in wants))
+        total = 0
+        for i, cell in enumerate(window):
+            means = self._means_of(cell.tensor.entry.dtype, made)
+            chunks = (place[i] for place in turn.values())
+            for head, *parts in zip(*map(means.blocks, (first[i], *chunks)), strict=True):
+                means.add(total, head, zip(turn, parts, strict=True))
+                if len(self._sources) - 1 in turn:
+                    means.write(total, head)
+                # Sums of all blocks are kept only if there is another turn.
+                total += len(turn) < len(self._sources)
 
     def _manifest(self, changes: Mapping[tuple[int | None, str], dict[str, Entry]]) -> Manifest:
         """Return the manifest of the last snapshot, with some of its entries replaced."""
@@ -426,3 +402,20 @@ class _Averaging:
         return msgspec.structs.replace(
             manifest, shared=shared, ranks=ranks, environment={}, health={}
         )
+
+
+def _want(cell: _CellToAverage, number: int, chunk: torch.Tensor) -> Want:
+    """Return what to read of a snapshot for a cell.
+
+    Args:
+        cell: The cell.
+        number: The number of the snapshot.
+        chunk: The memory to read to.
+    """
+    target = view_at(chunk.data_ptr(), chunk.nbytes)
+
+    def keep(raw: memoryview) -> None:
+        if raw is not target:  # else it was read there
+            copy(target, raw)
+
+    return Want(cell.digests[number], cell.nbytes, keep, cell.tensor.path, target)

@@ -325,3 +325,29 @@ def test_elements_that_are_equal_in_some_blocks(tmp_path: Path, dtype: torch.dty
         store.average([f"step_{i}" for i in range(3)], "mean", weights=weights, overwrite=True)
         mean = store["mean"].read_object("model/w")
         assert bits(mean) == bits(mean_by_torch(states, weights))
+
+
+@pytest.mark.parametrize("count", [2, 3, 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_elements_that_all_snapshots_have(tmp_path: Path, dtype: torch.dtype, count: int) -> None:
+    """Some sums lose nothing, so nothing is compared: unless n * x is too large, or x is NaN.
+
+    The chunks of twenty snapshots do not fit into memory at once, so they take turns.
+    """
+    store = Store(tmp_path)
+    limits = torch.finfo(dtype)
+    odd = torch.tensor([limits.max, -limits.max, -0.0, limits.tiny / 4, torch.inf]).to(dtype)
+    payload = torch.full((1,), -3, dtype=torch.int16 if dtype.itemsize == 2 else torch.int32)
+    odd = torch.cat([odd, payload.view(dtype)])
+    states = []
+    for step in range(count):
+        generator = torch.Generator().manual_seed(step)
+        tensor = torch.randn(1 << 20, generator=generator).to(dtype)
+        tensor[:6] = tensor[-6:] = odd
+        tensor[300_000:600_000] = 0.1
+        states.append(tensor)
+        store.take({"model": StateDict(w=tensor)}, f"step_{step}")
+    store.average([f"step_{i}" for i in range(count)], "mean")
+    mean = store["mean"].read_object("model/w")
+    assert bits(mean) == bits(mean_by_torch(states, None))
+    assert bits(mean[:6]) == bits(mean[-6:]) == bits(odd)
