@@ -12,6 +12,7 @@ After ``witness_steps(accelerator, 2)``, a run that resumes proves that it compu
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -203,12 +204,20 @@ def witness_steps(
         steps, on_mismatch, options=TakeOptions(per_rank=_OF_A_RANK)
     )
 
-    def stepped(*_: Any) -> None:
-        # Another call may have replaced it.
-        if witnesses.are_due and _witnesses(accelerator) is witnesses:
-            witnesses.take(lambda: LiveState(_app_state(accelerator, _weights(accelerator))))
+    # No hook of torch's: to read the state of a fresh optimizer, torch makes a step on some ranks.
+    optimizer = accelerator._optimizers[-1]
+    step = optimizer.step
 
-    accelerator._optimizers[-1].optimizer.register_step_post_hook(stepped)
+    @functools.wraps(step)
+    def step_witnessed(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        is_due = accelerator.sync_gradients and witnesses.are_due
+        # Another call may have replaced it.
+        if is_due and _witnesses(accelerator) is witnesses:
+            witnesses.take(lambda: LiveState(_app_state(accelerator, _weights(accelerator))))
+        return result
+
+    optimizer.step = step_witnessed
 
 
 def _witnesses(accelerator: Accelerator) -> Witnesses:

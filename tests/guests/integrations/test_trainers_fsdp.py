@@ -226,16 +226,17 @@ class AcceleratorWithFsdp(FsdpContract):
         AcceleratorState._reset_state(reset_partial_state=True)
 
     def train(self, folder: Path, kill_at: int | None = None, way: str = "") -> dict[str, Any]:
-        from casnap.integrations.accelerate import load_state, save_state
+        from casnap.integrations.accelerate import load_state, save_state, witness_steps
 
         prepared = accelerated.prepared(folder, fsdp=(self.version, self.kind))
         accelerator, progress, model, optimizer, (scheduler, loader) = prepared
+        witness_steps(accelerator, 1, on_mismatch="raise")
         torch.manual_seed(1)
         if (folder / "checkpoints").exists():
             load_state(accelerator)
         while progress["epoch"] < 4:
-            for (batch,) in loader:
-                if progress["epoch"] == kill_at:
+            for number, (batch,) in enumerate(loader):
+                if progress["epoch"] == kill_at and number == 1:
                     kill_all()
                 accelerator.backward(model(batch).square().mean())
                 optimizer.step()
@@ -247,10 +248,12 @@ class AcceleratorWithFsdp(FsdpContract):
         return state
 
     def load(self, folder: Path, *, fsdp: bool = True) -> dict[str, Any]:
-        from casnap.integrations.accelerate import load_state
+        from casnap.integrations.accelerate import load_state, witness_steps
 
         how = (self.version, self.kind) if fsdp else None
         accelerator, progress, model, optimizer, _ = accelerated.prepared(folder, fsdp=how)
+        # torch makes a step to read the state of an optimizer that has none on this rank.
+        witness_steps(accelerator, 1)
         load_state(accelerator)
         assert progress["epoch"] == 4
         return whole(state_of(model, optimizer))  # type: ignore[no-any-return]
