@@ -1121,7 +1121,11 @@ class Store:
         view = self._view
         known = [(name, row) for name, row in view.rows(prefix) if not row.unknown_features]
         view.readable.cache_nodes([Digest(row.manifest.digest) for _, row in known])
-        return {name: Contents(view.readable, view.full_of(name), row) for name, row in known}
+        contents = {name: Contents(view.readable, view.full_of(name), row) for name, row in known}
+        # One by one, each would be a request, and a commit of the cache.
+        tops = {Digest(top) for each in contents.values() for *_, top in each.manifest.trees()}
+        view.readable.cache_nodes(list(tops))
+        return contents
 
     def _local_name(self, snapshot: Snapshot) -> str:
         """Return the name, in this view, of a snapshot that may be of another view of the store.
