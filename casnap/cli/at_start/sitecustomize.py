@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from contextlib import suppress
+from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 _TRAINER = "transformers.trainer"
+_GUEST = "casnap.integrations.transformers"
 _VARIABLE = "CASNAP_RUN"
 """The environment variable by which the processes of ``casnap run`` learn if one has trained.
 
@@ -30,33 +32,38 @@ _HERE = str(Path(__file__).parent)
 
 
 class _Finder:
-    """Finds ``transformers.trainer`` as usual, and installs casnap once this module is imported."""
+    """Finds two modules as usual, and calls a function once one of them is imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name == _TRAINER else None
-        if spec is not None and spec.loader is not None:
+        call = {_TRAINER: _import_guest, _GUEST: _install}.get(name)
+        spec = PathFinder.find_spec(name, path, target) if call is not None else None
+        if call is not None and spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                _install()
+                call(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def _install() -> None:
-    import json
-
+def _import_guest(_: ModuleType) -> None:
     try:
-        from casnap.integrations.transformers import install
+        # If the program imports it first, it imports the Trainer, and is ready only after that.
+        import_module(_GUEST)
     except ModuleNotFoundError as e:
         if e.name != "casnap":
             raise
         raise ImportError(
             f"casnap run: {sys.executable} has no casnap: install it there, beside transformers"
         ) from e
-    install(_tell, **json.loads(os.environ.get(_SETTINGS, "{}")))
+
+
+def _install(guest: ModuleType) -> None:
+    import json
+
+    guest.install(_tell, **json.loads(os.environ.get(_SETTINGS, "{}")))
 
 
 def _tell(text: str) -> None:

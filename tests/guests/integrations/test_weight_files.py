@@ -435,12 +435,17 @@ def test_a_setting_that_there_is_not(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--weights", "all"]])
 def test_casnap_run_says_whose_folders_have_weights(tmp_path: Path, options: list[str]) -> None:
-    """In the processes that a command starts, too. An option wins, and what a class sets itself."""
+    """In the processes that a command starts, too. An option wins, and what a class sets itself.
+
+    The program may import casnap before the Trainer, or after it.
+    """
     file = tmp_path / "casnap.toml"
     file.write_text('weights = "none"' if options else 'weights = "all"')
-    script = (
-        "from transformers import Trainer\n"
-        "from casnap.integrations.transformers import CasnapTrainerMixin\n"
+    imports = [
+        "from transformers import Trainer\n",
+        "from casnap.integrations.transformers import CasnapTrainerMixin\n",
+    ]
+    script = "".join(imports[:: -1 if options else 1]) + (
         "from tests.support.hf_trainer import trainer_of\n"
         'class Own(CasnapTrainerMixin, Trainer): casnap_weights = "last"\n'
         "for kind in (Trainer, Own): trainer_of(kind.__name__, kind=kind, max_steps=4).train()"
