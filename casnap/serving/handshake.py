@@ -431,9 +431,11 @@ class FollowerWatch:
             for _ in range(_LISTS):
                 if self._look():
                     break
+            # One time for both, so a follower that counts as dead is one whose note is deleted.
+            now = time.monotonic()
             if forget:
-                self._forget()
-            states = [_state(seen) for seen in self._seen.values()]
+                self._forget(now)
+            states = [_state(seen, now) for seen in self._seen.values()]
         return sorted(states, key=lambda state: (state.host, state.pid, state.began_time))
 
     def _look(self) -> bool:
@@ -500,8 +502,8 @@ class FollowerWatch:
         self._ignored[ident] = name
         return None
 
-    def _forget(self) -> None:
-        silent = {i: seen.name for i, seen in self._seen.items() if _is_silent(seen)}
+    def _forget(self, now: float) -> None:
+        silent = {i: seen.name for i, seen in self._seen.items() if _is_silent(seen, now)}
         for ident, name in silent.items():
             if name in self._kept:
                 continue
@@ -520,16 +522,16 @@ def _lasts(content: _NoteContent) -> float:
     return _BEATS * (min(beat, _MOST_BEAT) if beat >= _LEAST_BEAT else _LEAST_BEAT)
 
 
-def _is_silent(seen: _Seen) -> bool:
-    return time.monotonic() - seen.since > _lasts(seen.content)
+def _is_silent(seen: _Seen, now: float) -> bool:
+    return now - seen.since > _lasts(seen.content)
 
 
-def _state(seen: _Seen) -> FollowerState:
+def _state(seen: _Seen, now: float) -> FollowerState:
     content = seen.content
     fields: dict[str, Any] = msgspec.structs.asdict(content)
     del fields["beat_seconds"], fields["store_id"]
     age = abs(time.time() - content.noted_time)
-    is_silent = _is_silent(seen)
+    is_silent = _is_silent(seen, now)
     is_doubtful = not (is_silent or seen.was_other or age <= _lasts(content))
     return FollowerState(**fields, is_silent=is_silent, is_doubtful=is_doubtful)
 
