@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,17 +90,14 @@ class WhoReport:
             return f"no snapshot holds any of the {self.tensors:,} tensors"
         named = self.holders[:_MOST_NAMED]
         lines = [f"{each.found:,} of {self.tensors:,} tensors: {each.name}" for each in named]
-        if more := len(self.holders) - _MOST_NAMED:
-            lines += [f"… and {more:,} more snapshots"] if more > 0 else []
+        lines += _more(self.holders, "snapshots")
         for path, names in list(self.elsewhere.items())[:_MOST_NAMED]:
             others = ", ".join(names[:_MOST_NAMED]) or "no snapshot"
             lines.append(f"{self.holders[0].name} lacks {path}: it is of {others}")
-        if more := len(self.elsewhere) - _MOST_NAMED:
-            lines += [f"… and {more:,} more tensors"] if more > 0 else []
+        lines += _more(self.elsewhere, "tensors")
         for path, there in list(self.renamed.items())[:_MOST_NAMED]:
             lines.append(f"{path} is not what {self.holders[0].name} has there, but its {there}")
-        if more := len(self.renamed) - _MOST_NAMED:
-            lines += [f"… and {more:,} more tensors"] if more > 0 else []
+        lines += _more(self.renamed, "tensors")
         for dtype, count in Counter(self.cast.values()).items():
             lines.append(f"{count:,} of these tensors are held as {dtype}, with the same values")
         for dtype, count in Counter(self.rounded.values()).items():
@@ -208,6 +205,12 @@ def who(snapshots: Mapping[str, Contents], asked: Asked, chunk_size: int) -> Who
     }
     renamed = _renamed(snapshots[first.name], held[first.name]) if first else {}
     return WhoReport(len(forms), holders, elsewhere, cast, of_more_bits, renamed)
+
+
+def _more(found: Sized, things: str) -> list[str]:
+    """Return a line that says how many things are not named; no line if all are."""
+    more = len(found) - _MOST_NAMED
+    return [f"… and {more:,} more {things}"] if more > 0 else []
 
 
 def _renamed(contents: Contents, held: Mapping[str, TensorContent]) -> dict[str, str]:
