@@ -283,8 +283,12 @@ def _read_runs(
 
 def _may_land(place: Place, wants: list[Want]) -> bool:
     """Whether a chunk may be verified on devices, after all its sinks have got it."""
-    large = place.codec == Codec.RAW and place.stored_size == place.raw_size >= _LARGE_BYTES
-    return large and all(want.on_device is not None for want in wants)
+    is_whole = place.stored_size == place.raw_size
+    return is_whole and _is_large_raw(place) and all(want.on_device is not None for want in wants)
+
+
+def _is_large_raw(place: Place) -> bool:
+    return place.codec == Codec.RAW and place.raw_size >= _LARGE_BYTES
 
 
 def _split_direct(
@@ -294,10 +298,9 @@ def _split_direct(
     in_place: list[Located] = []
     others: list[Located] = []
     for place, wants in wanted_places:
-        large = place.codec == Codec.RAW and place.raw_size >= _LARGE_BYTES
         in_room = options.room is not None and not wants[0].is_node
         has_place = in_room or _target(wants) is not None
-        (in_place if large and has_place else others).append((place, wants))
+        (in_place if _is_large_raw(place) and has_place else others).append((place, wants))
     return in_place, others
 
 
