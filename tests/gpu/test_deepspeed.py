@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launched import free_port
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.gpu
 

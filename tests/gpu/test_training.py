@@ -19,7 +19,7 @@ from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from casnap.serving import Follower
 from casnap.state.tensors import TENSOR_DTYPES
 from casnap.take.staging import PIECE_BYTES
-from tests.support.launched import free_port
+from tests.support.ports import free_port
 from tests.support.ranks import World
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import signal
-import socket
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -14,6 +12,7 @@ from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 from tests.support.faults import kill, start, wait
+from tests.support.ports import free_port
 
 _met: Barrier | None = None
 _pids: Any = ()
@@ -61,12 +60,3 @@ def kill_world() -> None:
     for pid in set(_pids) - {0, os.getpid()}:
         os.kill(pid, signal.SIGKILL)
     kill()
-
-
-def free_port() -> int:
-    """Return a free port that the system gives no client before the ranks use it."""
-    while True:
-        port = random.randrange(10_000, 30_000)
-        with suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port

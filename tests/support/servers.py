@@ -19,7 +19,6 @@ import ctypes
 import fcntl
 import json
 import os
-import random
 import secrets
 import selectors
 import shutil
@@ -37,6 +36,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from tests.support.ports import free_port
 
 WRITER, READER, NOBODY = "casnap-writer", "casnap-reader", "casnap-nobody"
 """Users that SeaweedFS knows: one may do all, one only read and list, one nothing."""
@@ -383,19 +384,6 @@ KINDS: dict[str, Kind] = {
 # --- the keeper -------------------------------------------------------------------------------
 
 
-def _free_ports(count: int) -> list[int]:
-    """Return free ports, free also 10,000 above, since SeaweedFS takes those too."""
-    found: list[int] = []
-    while len(found) < count:
-        # Below those that the system gives to connections.
-        port = random.SystemRandom().randrange(10_000, 20_000)
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            for each in (port, port + 10_000):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", each))
-            found += [port] if port not in found else []
-    return found
-
-
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -411,7 +399,8 @@ def started(kind: str) -> Iterator[Server]:
         for attempt in range(_STARTS):
             place = Path(folder, str(attempt))
             place.mkdir()
-            ports = _free_ports(KINDS[kind].ports)
+            # SeaweedFS takes those 10,000 above too.
+            ports = [free_port(10_000) for _ in range(KINDS[kind].ports)]
             process = _spawn(KINDS[kind], place, ports)
             try:
                 with KINDS[kind].front(ports[0]) as endpoint:

@@ -22,6 +22,7 @@ from typing import TypeAlias
 import pytest
 
 from tests.support.mounts import bindfs, disk_image, fuse_mounted, mounted, needs_root, tmpfs
+from tests.support.ports import free_port
 
 Mounts: TypeAlias = AbstractContextManager[list[Path]]
 _MANY = 60
@@ -97,7 +98,7 @@ class Sshd:
         for name in ("host", "user"):
             key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
             subprocess.run(key, check=True)
-        self.port = _free_port()
+        self.port = free_port()
         (folder / "sshd_config").write_text(
             f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\n"
             f"AuthorizedKeysFile {folder}/user.pub\nPidFile none\nStrictModes no\nUsePAM no\n"
@@ -284,7 +285,7 @@ def nfs(folder: Path) -> Iterator[list[Path]]:
         if shutil.which(command) is None:
             pytest.skip(f"needs the command {command}")
     (folder / "served").mkdir()
-    port = _free_port()
+    port = free_port(1)
     uri = f"nfs://127.0.0.1/export?nfsport={port}&mountport={port + 1}&version=3&uid=0&gid=0"
     with _server_of_nfs(folder, port), ExitStack() as stack:
         for host in "ab":
@@ -307,11 +308,6 @@ def juicefs(folder: Path) -> Iterator[list[Path]]:
             options += ["--log", f"{folder}/{host}.log", place]
             stack.enter_context(fuse_mounted(folder / host, "juicefs", *options))
         yield [folder / "a", folder / "b"]
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def _answers(port: int) -> bool:

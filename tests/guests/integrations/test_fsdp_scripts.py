@@ -16,7 +16,7 @@ import pytest
 from casnap import Store
 from tests.support.accelerate_fsdp import has_fsdp2
 from tests.support.bitwise import assert_same
-from tests.support.launched import free_port
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
 
