@@ -53,6 +53,8 @@ _log = logging.getLogger("casnap")
 _FOR_THE_MOMENT = (".lr_find_", ".scale_batch_size_")
 # The method of a ModelCheckpoint that lists what ckpt_path="last" may mean.
 _FIND_LAST = "_find_last_checkpoints"
+# The end of the stem of a replaced file, which is kept until the new snapshot is durable.
+_ASIDE = ".replaced-by-casnap"
 
 
 if TYPE_CHECKING:
@@ -320,13 +322,13 @@ class SnapshotIO(_Base):
 def _aside(path: StrPath) -> Path | None:
     """Return where a replaced file is kept until the new snapshot is durable; None in a bucket.
 
-    The new name has the same suffix, but its stem ends in another way: Lightning looks for its last
-    checkpoint by stem and suffix, and must not find this file.
+    The new name begins and ends as the old one does: Lightning finds its last checkpoint by that,
+    also if the save is cut off before its commit.
     """
     if "://" in (path_here := local_path(path)):
         return None
     place = Path(path_here)
-    return place.with_name(f"{place.stem}.replaced-by-casnap{place.suffix}")
+    return place.with_name(f"{place.stem}{_ASIDE}{place.suffix}")
 
 
 def _is_replaceable(place: Path) -> bool:
@@ -450,9 +452,11 @@ def note_folders(callback: Any, witnesses: Any) -> None:
 
 
 def pass_over_cut_off(callback: Any) -> None:
-    """Have ``ckpt_path="last"`` pass over the folder of a first save that was cut off.
+    """Have ``ckpt_path="last"`` pass over what a save that was cut off has left.
 
-    The plugin makes that folder before the save; it is empty until the snapshot is committed.
+    That is the folder of a first save, which the plugin makes before the save, and which is empty
+    until the snapshot is committed. Or it is the file that a save has replaced, if the snapshot is
+    committed, but its folder is not made yet, or the file not deleted.
 
     Args:
         callback: The class, ``ModelCheckpoint``.
@@ -463,11 +467,17 @@ def pass_over_cut_off(callback: Any) -> None:
 
     @functools.wraps(find)
     def find_whole(self: Any, trainer: Any) -> set[str]:
+        replaced = set()
         for path in find(self, trainer):
-            if is_folder(local_path(path)) and snapshot_at(path) is None:
+            place = Path(local_path(path))
+            successor = place.with_stem(place.stem.removesuffix(_ASIDE))
+            if successor != place and snapshot_at(successor) is not None:
+                successor.mkdir(exist_ok=True)
+                replaced.add(path)
+            elif is_folder(place) and snapshot_at(place) is None:
                 with suppress(OSError):  # it is not empty, or another rank was faster
-                    Path(local_path(path)).rmdir()
-        return find(self, trainer)  # type: ignore[no-any-return]
+                    place.rmdir()
+        return find(self, trainer) - replaced  # type: ignore[no-any-return]
 
     setattr(callback, _FIND_LAST, find_whole)
 

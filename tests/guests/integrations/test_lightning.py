@@ -561,28 +561,38 @@ def _kill_while_saving(folder: Path, model: Any) -> None:
         fit(folder, model, 2)
 
 
+@pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize(
     ("package", "call"),
     [("lightning", "put_if_absent"), ("lightning", "mark"), ("pytorch_lightning", "mark")],
 )
 def test_a_run_that_is_killed_around_the_commit_of_its_first_last_checkpoint(
-    tmp_path: Path, package: str, call: str
+    tmp_path: Path, package: str, call: str, *, replaces: bool
 ) -> None:
-    """Lightning looks for the folder, whose marker comes after the commit."""
+    """Lightning looks for the folder, whose marker comes after the commit.
+
+    Or it finds its own file, which is replaced, and kept until then under another name.
+    """
     kind, folder, began = configured(package), tmp_path / "ckpts", list[int]()
+    last, before = folder / "last.ckpt", int(replaces)
+    if replaces:
+        fit(folder, kind(3), own=True, package=package)
+
+    def saves_last() -> bool:
+        return not last.is_file() and any(folder.glob("last*"))
 
     def killed() -> None:
-        # Two calls make the store, and two the checkpoint before.
-        with backend_faults(4 if call == "put_if_absent" else 5, names=["put_if_absent", "mark"]):
-            fit(folder, kind(3), package=package)
+        with backend_faults(0, names=[call], counts=saves_last):
+            fit(folder, kind(3), before + 1, package=package)
 
     assert in_child(killed) == -signal.SIGKILL
     is_committed = "last.ckpt" in [snapshot.name for snapshot in Store(folder).snapshots()]
     assert is_committed == (call == "mark")
     model = kind(3)
     model.on_train_start = lambda: began.append(model.current_epoch)
-    assert fit(folder, model, 2, package=package) == str(folder / "last.ckpt")
-    assert began == [1 if is_committed else 0]
+    assert fit(folder, model, before + 2, package=package) == str(last)
+    assert began == [before + is_committed]
+    assert not list(folder.glob("*replaced*"))
 
 
 @pytest.mark.parametrize("io", ["plain", "async", "wrapped"])
