@@ -292,11 +292,14 @@ def _check_none_later(load_dir: StrPath, last: Snapshot) -> None:
         return
     folder = Path(local_path(load_dir))
     is_there = ForeignCheckpoints(folder).library() == "DeepSpeed"
-    if is_there and (folder / "latest").stat().st_mtime > last.time:
+    if is_there and (latest := folder / "latest").stat().st_mtime > last.time:
         raise StateError(
-            f"{folder} holds a checkpoint that DeepSpeed itself has saved after the last snapshot: "
-            f"engine.load_checkpoint loads it. To go on from the snapshot, remove "
-            f"{folder / 'latest'}, or give load_checkpoint the tag {last.name!r}"
+            f"{latest} names {latest.read_text(errors='replace').strip():.80!r}, a checkpoint of "
+            f"DeepSpeed, and is newer than the last snapshot, {last.name!r}. Either DeepSpeed "
+            "itself has saved after it: engine.load_checkpoint goes on from what it has saved. "
+            "Or the folder is a copy by `cp -r`, which gives files new times (`cp -a` keeps them). "
+            "To go on from the snapshot, as in such a copy, give load_checkpoint the tag "
+            f"{last.name!r}, or remove the file {latest}"
         )
 
 

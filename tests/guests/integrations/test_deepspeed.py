@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -364,9 +365,17 @@ def test_a_checkpoint_that_deepspeed_has_saved_later_stops_a_resume(tmp_path: Pa
         taken = save_checkpoint(engine, folder)
         # One that is older than the snapshot is no reason.
         assert load_checkpoint(engine, folder)[0] == taken.path
+        # In a copy with new times nobody can tell, so the error says how to go on.
+        copy = tmp_path / "copy"
+        shutil.copytree(folder, copy, copy_function=shutil.copy)
+        with pytest.raises(StateError, match=r"names 'global_step1', .* in such a copy, give load"):
+            load_checkpoint(engine, copy)
+        assert load_checkpoint(engine, copy, "global_step2")[0] == str(copy / "global_step2")
+        (copy / "latest").unlink()
+        assert load_checkpoint(engine, copy)[0] == str(copy / "global_step2")
         train(engine, 2, 3)
         engine.save_checkpoint(str(folder))
-        with pytest.raises(StateError, match=r"saved after the last snapshot: engine[.]load_chec"):
+        with pytest.raises(StateError, match=r"itself has saved after it: engine[.]load_check"):
             load_checkpoint(engine, folder)
         assert load_checkpoint(engine, folder, "global_step2")[0] == taken.path
         engine.save_checkpoint(str(folder))
