@@ -162,7 +162,8 @@ class CasnapTrainerMixin(_Base):
         """Train, as the Trainer does. ``True`` resumes from the last checkpoint that is whole.
 
         If only saves that were cut off have left folders, training starts from scratch, with a
-        warning.
+        warning. ``"auto"`` does the same as ``True``, and starts from scratch if ``output_dir`` has
+        no folder of a checkpoint. So a command that gives it both starts a run and resumes it.
 
         Raises:
             StateError: The Trainer is set up in a way that this class does not support, or only
@@ -170,6 +171,8 @@ class CasnapTrainerMixin(_Base):
         """
         self._check_supported()
         checkpoints = Checkpoints(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-", is_its_own)
+        if may_begin := resume_from_checkpoint == "auto":
+            resume_from_checkpoint = True
         if isinstance(resume_from_checkpoint, str):
             resume_from_checkpoint = local_path(resume_from_checkpoint)
             if self._installed and _is_newest(resume_from_checkpoint, checkpoints):
@@ -182,7 +185,7 @@ class CasnapTrainerMixin(_Base):
         with join(None, None, f"the start of a training in {self.args.output_dir}") as comm:
             start = _Start(bool(resume_from_checkpoint))
             if resume_from_checkpoint is True and comm.rank == 0:
-                start.last = _last_or_none(checkpoints)
+                start.last = _last_or_none(checkpoints, may_begin=may_begin)
             start_of_rank_0 = comm.broadcast_message(start, _Start)
             comm.check_same("resume_from_checkpoint=", start.resumes, start_of_rank_0.resumes)
             # Rank 0 hears here of a rank that differs.
@@ -472,14 +475,15 @@ def _is_newest(path: str, checkpoints: Checkpoints) -> bool:
     return [Path(path).absolute()] == [p.absolute() for p in checkpoints.paths()[-1:]]
 
 
-def _last_or_none(checkpoints: Checkpoints) -> str | None:
+def _last_or_none(checkpoints: Checkpoints, *, may_begin: bool) -> str | None:
     """Return the path of the last whole checkpoint; None if there is none.
 
-    If there are checkpoints, but no save has ended, log a warning that training starts from
-    scratch, and return ``_NEVER_SAVED``.
+    If no save has ended, but there are checkpoints or ``may_begin`` is true, return
+    ``_NEVER_SAVED``: training starts from scratch. A warning says so if there are checkpoints.
     """
     last, folders = checkpoints.find_last(), checkpoints.paths()
-    if last is None and folders and not any(is_file(f / Markers.FILE) for f in folders):
+    if last is not None or any(is_file(f / Markers.FILE) for f in folders):
+        return last
+    if folders:
         _log.warning("%s holds no whole checkpoint: training begins anew", folders[0].parent)
-        return _NEVER_SAVED
-    return last
+    return _NEVER_SAVED if folders or may_begin else None

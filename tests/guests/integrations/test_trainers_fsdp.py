@@ -116,7 +116,7 @@ class TrainerWithFsdp(FsdpContract):
 
         trainer = self.trainer(folder)
         trainer.add_callback(Striking)
-        trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
+        trainer.train(resume_from_checkpoint="auto")
         state: dict[str, Any] = local(state_of(trainer.model, trainer.optimizer))
         return state
 

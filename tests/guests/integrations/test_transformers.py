@@ -67,8 +67,7 @@ def load(path: Path) -> Any:
 
 def trained(folder: Path, kill_at: int | None = None, **arguments: Any) -> dict[str, Any]:
     """Go on from the last checkpoint, if there is one; return the state at the end."""
-    resume = any(folder.glob("checkpoint-*"))
-    run(folder, end := Path(f"{folder}-{os.getpid()}"), resume=resume, at=kill_at, **arguments)
+    run(folder, end := Path(f"{folder}-{os.getpid()}"), resume="auto", at=kill_at, **arguments)
     state: dict[str, Any] = load(end)
     return state
 
@@ -176,6 +175,19 @@ def test_resumes_from_a_name_or_the_last_whole_one(
     kept = {s.name for s in Store(out).snapshots()}
     assert "checkpoint-8" in kept
     assert kept == {path.name for path in out.glob("checkpoint-*")} - {"checkpoint-7"}
+
+
+def test_auto_begins_a_run_only_where_none_has_saved(tmp_path: Path) -> None:
+    """A lost store, or checkpoints with NaN alone, are no reason to begin anew."""
+    out = tmp_path / "runs/out"
+
+    def again() -> None:
+        with pytest.raises(SnapshotNotFoundError, match="the store of casnap is not there"):
+            trainer_of(out).train(resume_from_checkpoint="auto")
+
+    assert in_child(lambda: run(out, tmp_path / "end", resume="auto", max_steps=2)) == 0
+    (out / "casnap-store").rename(tmp_path / "elsewhere")
+    assert in_child(again) == 0
 
 
 def test_small_files_that_were_edited_stay(

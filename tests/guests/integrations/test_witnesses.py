@@ -79,7 +79,7 @@ def hf(folder: Path, *, kill_at: int | None = None, fault: str = "", **how: Any)
     trainer = trainer_of(folder, **{"save_steps": 4, "ignore_data_skip": fault == "data", **how})
     trainer.casnap_witness_steps, trainer.casnap_on_mismatch = 2, on_mismatch
     trainer.add_callback(Striking)
-    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
+    trainer.train(resume_from_checkpoint="auto")
 
 
 @pytest.mark.parametrize("ranks", [None, 2])
@@ -178,9 +178,9 @@ class Striking(TrainerCallback):
         if state.global_step == 6:
             os.kill(os.getpid(), signal.SIGKILL)
 
-trainer = trainer_of(Path("out"), plain=True, save_steps=4)
+trainer = trainer_of(Path("out"), plain=True, save_steps=4, resume_from_checkpoint="auto")
 trainer.add_callback(Striking)
-trainer.train(resume_from_checkpoint=any(Path("out").glob("checkpoint-*")))
+trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
 """
 
 
