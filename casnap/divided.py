@@ -18,7 +18,8 @@ from casnap.files.dcp_names import ObjectPath, casnap_path
 from casnap.format.entries import Entry, TensorEntry
 from casnap.format.region import Region
 from casnap.ranks.comm import Comm
-from casnap.restore.loading import Loading, warn_of_health
+from casnap.restore.loading import Loading
+from casnap.restore.remarks import log_remarks
 from casnap.restore.shared_reads import fetch_shared
 from casnap.restore.targets import why_unfit
 from casnap.runtime.later import ModuleLater
@@ -208,9 +209,9 @@ def load_together(
         UnsupportedTypeError: A value cannot be read; no rank has filled anything.
         DamagedError: Stored bytes are missing or damaged.
     """
-    paths = {value: casnap_path(value) for value in values}
+    contents, paths = snapshot.contents, {value: casnap_path(value) for value in values}
     loading, to_clear = _match(snapshot, comm, targets, paths.values(), Fit())
-    fetch = partial(fetch_shared, comm, snapshot.contents.store)
+    fetch = partial(fetch_shared, comm, contents.store)
     with torch.no_grad(), without_torch_modes():
         known = loading.load_values(fetch, allow_pickle=allow_pickle)
         comm.all_gather(b"")  # returns once all ranks have compared: none writes before that
@@ -218,7 +219,7 @@ def load_together(
             memory.zero_()
         leaves = loading.load(fetch=fetch)
     comm.all_gather(b"")
-    warn_of_health(snapshot.contents)
+    log_remarks(contents, contents.entries(comm.rank), comm.rank, comm.size)
     return {value: inflate(path, leaves, known=known) for value, path in paths.items()}
 
 

@@ -20,7 +20,7 @@ folders of checkpoints      ``Markers``, ``ForeignCheckpoints``; ``is_file_name`
 pulled versions             ``Version``, ``VersionTensor``; ``StagedPatches``, ``Patch``;
                             ``WeightFiles`` beside a snapshot
 progress, texts, classes    ``Progress``; ``size``, ``amount``, ``LEFT_OUT``;
-                            ``override``, ``without_torch_modes``
+                            ``log_remarks``; ``override``, ``without_torch_modes``
 ==========================  ====================================================================
 
 Each name is loaded at its first use, since few programs need torch and all of these modules. Begin
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from casnap.ranks.comm import SingleProcess as SingleProcess
     from casnap.ranks.joining import join as join
     from casnap.ranks.joining import own_rank as own_rank
+    from casnap.restore.remarks import log_remarks as log_remarks
     from casnap.restore.targets import why_unfit as why_unfit
     from casnap.runtime.environment import local_path as local_path
     from casnap.runtime.progress import Progress as Progress

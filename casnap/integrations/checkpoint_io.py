@@ -20,7 +20,7 @@ import torch
 from fsspec.core import url_to_fs
 
 from casnap import Snapshot
-from casnap.errors import StateError, UnsupportedTypeError, WitnessError, shell_word
+from casnap.errors import StateError, UnsupportedTypeError, WitnessError
 from casnap.extending import (
     JoinedTake,
     LiveState,
@@ -33,6 +33,7 @@ from casnap.extending import (
     is_taken,
     key_of,
     local_path,
+    log_remarks,
     map_leaves,
     own_rank,
 )
@@ -252,12 +253,12 @@ class SnapshotIO(_Base):
                 return self._load_file(path, map_location, weights_only)
             raise not_found_error(path, "a file")
         check_alone(path)
-        if snapshot.unhealthy and own_rank() == 0:
-            text = "%s has NaN or infinite elements: `casnap show %s --health` names them"
-            _log.warning(text, snapshot.path, shell_word(snapshot.path))
         allow_pickle = self._allow_pickle or weights_only is False
         self._witnesses.follow(snapshot.path, allow_pickle=self._pickles)
-        return _move_to(_values_of(snapshot, allow_pickle=allow_pickle), map_location)
+        checkpoint = _values_of(snapshot, allow_pickle=allow_pickle)
+        # One process has taken it, for all.
+        log_remarks(snapshot.contents, snapshot.contents.entries(), own_rank(), ranks=1)
+        return _move_to(checkpoint, map_location)
 
     def _load_file(
         self, path: StrPath, map_location: Any, weights_only: bool | None

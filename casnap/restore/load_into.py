@@ -12,7 +12,8 @@ from casnap.errors import EntryNotFoundError, MismatchError, nearest, with_artic
 from casnap.format.entries import ContainerEntry, TensorEntry, check_known
 from casnap.format.names import key_of
 from casnap.format.region import Region
-from casnap.restore.loading import Loading, warn_of_health
+from casnap.restore.loading import Loading
+from casnap.restore.remarks import warn_of_health
 from casnap.restore.renaming import Rename, renamed
 from casnap.restore.restore_report import RestoreReport, mismatch_message
 from casnap.restore.targets import fits, memory_of, why_unfit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import memmove
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from casnap.errors import DamagedError, StateError, shell_word
+from casnap.errors import DamagedError, StateError
 from casnap.format.digest import split_digests
 from casnap.format.entries import (
     INLINE_BYTES,
@@ -32,9 +31,7 @@ from casnap.restore.landings import Landings
 from casnap.restore.reuse import Candidate, lacking
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot, address_of, view_at
-from casnap.runtime.environment import is_other_rank
 from casnap.runtime.progress import Progress, ProgressCounter
-from casnap.runtime.sizes import amount
 from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.torch_modes import fill
 from casnap.runtime.units import Size, bytes_if_given
@@ -57,7 +54,6 @@ from casnap.storage import (
     Want,
 )
 
-_log = logging.getLogger("casnap")
 Sink = Callable[[memoryview], None]
 Fetch = Callable[[Iterable[Want], ReadOptions], None]
 """Reads chunks, as :meth:`casnap.storage.reading.repository.Repository.fetch` does."""
@@ -333,27 +329,6 @@ class Loading:
 
 
 # The commits of the snapshots that a warning has named.
-_warned: set[bytes] = set()
-
-
-def warn_of_health(contents: Contents) -> None:
-    """Warn, once for each snapshot and on rank 0, that it has NaN.
-
-    Args:
-        contents: The snapshot, which is loaded.
-    """
-    commit, count = contents.row.commit, contents.row.unhealthy
-    if count and commit not in _warned and not is_other_rank():
-        _warned.add(commit)
-        _log.warning(
-            "%s has NaN or infinite elements in %s: `casnap show %s --health` names them. "
-            "Store.latest(healthy=True) finds the last snapshot without",
-            contents.label,
-            amount(count, "tensor"),
-            shell_word(contents.label),
-        )
-
-
 def _preparation(tensors: Iterable[torch.Tensor]) -> Callable[[Slot], object] | None:
     """Return a function that pins a buffer for the tensors' device; None if all are on the CPU."""
     device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)

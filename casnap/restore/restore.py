@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,8 +19,9 @@ from casnap.ranks.comm import Comm
 from casnap.restore.comparison import compare, load_what_fits, load_whole, why_refused
 from casnap.restore.key_state import KeyState, key_state
 from casnap.restore.loaders import known_loader
-from casnap.restore.loading import Loading, warn_of_health
+from casnap.restore.loading import Loading
 from casnap.restore.moments import taken_parameters, without_misfits, without_named_misfits
+from casnap.restore.remarks import log_remarks
 from casnap.restore.renaming import Rename, renamed
 from casnap.restore.restore_report import NewRanks, RestoreReport, mismatch_message
 from casnap.restore.shared_reads import fetch_shared
@@ -38,8 +38,6 @@ from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.devices import synchronize
 from casnap.state.flatten import fill_targets, inflate
 from casnap.state.overlap import fill_shared_memory
-from casnap.state.roles import Role, role_of
-from casnap.state.run_environment import EnvironmentChange, changes_since
 from casnap.state.sharded import Shards
 from casnap.state.stateful import (
     AppState,
@@ -53,9 +51,7 @@ from casnap.state.tensors import Leaf
 from casnap.state.values import check_pickle_allowed
 from casnap.storage import Contents
 
-_log = logging.getLogger("casnap")
 # Moments; and learning rates, which the groups of parameters have.
-_OF_OPTIMIZERS: frozenset[Role] = frozenset({"moments", "scheduler"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +104,6 @@ def restore(
     app_state = with_states(given)
     disk = DiskReads()
     report = RestoreReport(left_behind=_left_behind(contents, comm.size))
-    changes = changes_since(
-        contents.environment, contents.row.world_size, comm.size, with_commit=comm.rank == 0
-    )
-    report.environment = [change.text for change in changes]
     if options.rename is not None:
         app_state = _by_stored_keys(contents, app_state, options.rename, report)
     agreed = _agree(contents, app_state, options, comm)
@@ -152,8 +144,7 @@ def restore(
     for state in states:
         known |= state.known
         known |= with_versions(state, known)
-    _log_changes(contents, changes, entries, comm)
-    warn_of_health(contents)
+    report.environment = log_remarks(contents, entries.items(), comm.rank, comm.size)
     # No rank changes its state before all ranks have read everything.
     comm.all_gather(b"")
     comm.enter_phase("loading states")
@@ -173,33 +164,6 @@ def restore(
     comm.all_gather(b"")
     report.disk_bytes = disk.nbytes()
     return report
-
-
-def _log_changes(
-    contents: Contents,
-    changes: Sequence[EnvironmentChange],
-    entries: Mapping[str, Entry],
-    comm: Comm,
-) -> None:
-    """Log, in one line on rank 0, how its environment differs from that of the take.
-
-    The line is a warning if a difference may change the numbers that a resumed training computes. A
-    state without an optimizer's values is not taken for a training.
-
-    Args:
-        contents: The snapshot.
-        changes: The differences.
-        entries: The entries that are restored, by path.
-        comm: The ranks.
-    """
-    if not changes or comm.rank:
-        return
-    text = f"{contents.label}: since the take: {', '.join(change.text for change in changes)}"
-    roles = (role_of(path, entry) for path, entry in entries.items())
-    if any(change.is_numeric for change in changes) and not _OF_OPTIMIZERS.isdisjoint(roles):
-        _log.warning("%s. So the training may compute other numbers than before", text)
-    else:
-        _log.info("%s", text)
 
 
 def _advice(

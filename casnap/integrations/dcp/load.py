@@ -16,7 +16,7 @@ from casnap.errors import MismatchError, StateError
 from casnap.extending import Region, TensorEntry, own_rank, without_torch_modes
 from casnap.files.dcp_names import Stored
 from casnap.integrations.dcp.plan import TrueKeys, check_boxes
-from casnap.restore.loading import Fetch, Loading, warn_of_health
+from casnap.restore.loading import Fetch, Loading
 from casnap.restore.ties import conflict_text
 from casnap.state.devices import synchronize
 from casnap.state.flatten import inflate
@@ -103,7 +103,6 @@ class PlanLoad:
                 part.target.copy_(fresh[i])
             planner.commit_tensor(part.item, part.target)
         synchronize(part.target for part in parts)
-        warn_of_health(self._contents)
         true_keys = TrueKeys()
         for item in objects:
             path = self._values[item.storage_index.fqn].path

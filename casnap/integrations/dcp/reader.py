@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from casnap import Store
 from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, StateError
-from casnap.extending import is_file, local_path, own_rank
+from casnap.extending import is_file, local_path, log_remarks, own_rank
 from casnap.files.dcp_names import Stored, described
 from casnap.integrations.dcp.load import PlanLoad
 from casnap.integrations.dcp.place import CheckpointId, SnapshotPath, checked_ranks, ranks_of
@@ -166,6 +166,8 @@ class CasnapReader(StorageReader):
             loaded = PlanLoad(contents, self._values, planner, self._allow_pickle, self._reuse)
             loaded.run(plan, fetch if comm.size > 1 and self._read_once else None)
             comm.all_gather(b"")
+            read = (self._values[item.storage_index.fqn] for item in plan.items)
+            log_remarks(contents, read, comm.rank, comm.size)
         future: Future[None] = Future()
         future.set_result(None)
         return future

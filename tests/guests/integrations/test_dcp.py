@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import io
+import logging
 import os
 import pickle
 import threading
@@ -687,3 +688,24 @@ def test_a_value_that_cannot_be_decoded_leaves_tensors_as_they_are(
     with pytest.raises(CheckpointException, match=r"value was stored by pickle.*AttributeError"):
         dcp.load(state, storage_reader=CasnapReader(place, allow_pickle=True))
     assert not state["w"].any()
+
+
+def test_a_load_says_what_has_changed_since_the_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "casnap")
+    model, optimizer = trained(0)
+    whole = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    path = str(tmp_path / "ckpts" / "step_1")
+    dcp.save(whole, storage_writer=CasnapWriter(path))
+    dcp.load(whole, storage_reader=CasnapReader(path))
+    assert "since the take" not in caplog.text
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    dcp.load({"model": model.state_dict()}, storage_reader=CasnapReader(path))
+    dcp.load(whole, storage_reader=CasnapReader(path))
+    text = f"{path}: since the take: cudnn_deterministic off → on"
+    said = [(r.levelname, r.message) for r in caplog.records if "since the take" in r.message]
+    assert said == [
+        ("INFO", text),
+        ("WARNING", f"{text}. So the training may compute other numbers than before"),
+    ]

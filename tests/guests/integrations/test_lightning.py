@@ -757,3 +757,18 @@ def test_fabric_saves_and_loads(tmp_path: Path) -> None:
 
 def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert in_child(lambda: run_examples(GUIDE, tmp_path / "work", monkeypatch)) == 0
+
+
+def test_a_resume_says_what_has_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from casnap.integrations.lightning import CasnapCheckpointIO
+
+    path = fit(tmp_path / "ckpts", configured()(3))
+    io = CasnapCheckpointIO()
+    io.load_checkpoint(path)
+    assert "since the take" not in caplog.text
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    io.load_checkpoint(path)
+    text = f"{path}: since the take: cudnn_deterministic off → on. So the training may compute"
+    assert text in caplog.text
