@@ -294,7 +294,7 @@ def _check_none_later(load_dir: StrPath, last: Snapshot) -> None:
     is_there = ForeignCheckpoints(folder).library() == "DeepSpeed"
     if is_there and (latest := folder / "latest").stat().st_mtime > last.time:
         raise StateError(
-            f"{latest} names {latest.read_text(errors='replace').strip():.80!r}, a checkpoint of "
+            f"{latest} names {latest.read_text(errors='replace').strip()!r:.80}, a checkpoint of "
             f"DeepSpeed, and is newer than the last snapshot, {last.name!r}. Either DeepSpeed "
             "itself has saved after it: engine.load_checkpoint goes on from what it has saved. "
             "Or the folder is a copy by `cp -r`, which gives files new times (`cp -a` keeps them). "
