@@ -101,11 +101,13 @@ def pieces_of(number: int, content: torch.Tensor | bytes, grid: Grid) -> Iterabl
     if isinstance(content, bytes):
         return _runs(number, grid, memoryview(content), content)
     if content.is_cpu and content.is_contiguous():
-        nbytes = content.nbytes
-        if grid.count > 1 or nbytes > _SMALL_BYTES:
-            return _runs(number, grid, view_at(content.data_ptr(), nbytes), content)
-        # There may be many small tensors, so no more objects are made than needed.
-        return (Piece(number, 0, (nbytes,), bytes_at(content.data_ptr(), nbytes)),)
+        nbytes, address = content.nbytes, content.data_ptr()
+        if grid.count > 1:
+            return _runs(number, grid, view_at(address, nbytes), content)
+        # There may be many tensors of one chunk, so no more objects are made than needed.
+        if nbytes > _SMALL_BYTES:
+            return (Piece(number, 0, (nbytes,), view_at(address, nbytes), content),)
+        return (Piece(number, 0, (nbytes,), bytes_at(address, nbytes)),)
     if content.is_contiguous():
         return _runs_on_device(number, grid, _bytes_of(content))
     held = HeldBox(Region.whole(grid.shape), as_copyable(content))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from casnap import Snapshot
-from casnap.errors import MismatchError, StateError, UnsupportedTypeError
+from casnap import Snapshot, Store
+from casnap.errors import MismatchError, StateError, UnsupportedTypeError, WitnessError
 from tests.support.bitwise import assert_same
 from tests.support.deepspeed_on_cpus import import_deepspeed
 from tests.support.exports import assert_exports
@@ -391,3 +391,35 @@ def whole_module(engine: Any) -> dict[str, torch.Tensor]:
         **{name: p.detach() for name, p in engine.module.named_parameters()},
         **dict(engine.module.named_buffers()),
     }
+
+
+def test_a_witness_by_hand(tmp_path: Path) -> None:
+    """As docs/guides/proving-a-resume.md advises: the weights of the module tell."""
+
+    def resumed(*, fault: bool = False) -> None:
+        from casnap.integrations.deepspeed import load_checkpoint
+
+        engine = engine_of(2)
+        load_checkpoint(engine, tmp_path)
+        if fault:
+            engine.optimizer.param_groups[1]["lr"] *= 2
+        train(engine, 3, 4)
+        store, state = Store(tmp_path), {"model": engine.module}
+        if fault:
+            with pytest.raises(WitnessError, match=r"weights: model/first"):
+                store.witness(state, "step_4")
+        else:
+            assert store.witness(state, "step_4").equal
+
+    def first() -> None:
+        from casnap.integrations.deepspeed import save_checkpoint
+
+        engine = engine_of(2)
+        train(engine, 0, 3)
+        save_checkpoint(engine, tmp_path)
+        train(engine, 3, 4)
+        assert Store(tmp_path).witness({"model": engine.module}, "step_4").stored
+
+    on_ranks(2, first)
+    on_ranks(2, resumed)
+    on_ranks(2, partial(resumed, fault=True))

@@ -27,6 +27,7 @@ from casnap.errors import (
     SnapshotNotFoundError,
     StateError,
     UnsupportedTypeError,
+    WitnessError,
 )
 from tests.support.bitwise import assert_same, noise
 from tests.support.launched import kill_all, launched
@@ -560,3 +561,30 @@ def test_what_does_not_fit_and_what_is_refused(tmp_path: Path) -> None:
             dc.load(by_hand(), str(own))
 
     all_end(2, work)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_witness_by_hand(tmp_path: Path, layout: tuple[int, int]) -> None:
+    """As docs/guides/proving-a-resume.md advises: the weights of each rank's module tell."""
+
+    def first() -> None:
+        training = Training(*layout)
+        training.train(2)
+        training.save(tmp_path / "iter_2")
+        training.train(1)
+        assert Store(tmp_path).witness({"model": training.model}, "iter_3").stored
+
+    def resumed() -> None:
+        training = Training(*layout, seed=1)
+        training.load(tmp_path / "iter_2")
+        training.train(1)
+        store, state = Store(tmp_path), {"model": training.model}
+        assert store.witness(state, "iter_3").equal
+        training.load(tmp_path / "iter_2")
+        training.distributed.optimizer.param_groups[0]["lr"] *= 2
+        training.train(1)
+        with pytest.raises(WitnessError, match="weights: "):
+            store.witness(state, "iter_3")
+
+    all_end(2, first)
+    all_end(2, resumed)
