@@ -22,10 +22,12 @@ from casnap.errors import (
     WitnessError,
 )
 from casnap.extending import JoinedTake, LiveState, TakeOptions
+from casnap.integrations.witnesses import Witnesses
 from casnap.storage import Changes
 from tests.support.cli_calls import invoke
 from tests.support.copies import mirrored
 from tests.support.damaged import damage_everywhere
+from tests.support.ports import free_port
 from tests.support.ranks import Worlds
 
 CHUNK = 64 << 10
@@ -133,6 +135,16 @@ def test_a_trainer_names_it_by_the_snapshot_and_the_steps_since(store: Store) ->
     assert not witness("run/step_4", 1, 5).stored
     assert witness("run/step_3", 1, 5).not_compared == "the snapshot that it follows is gone"
     assert "run/witness/step_3+1" not in store
+
+
+def test_a_training_goes_on_if_the_server_is_away(caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"key": "a", "secret": "b", "casnap": {"attempts": 1}}
+    options["endpoint_url"] = f"http://127.0.0.1:{free_port()}"
+    witnesses = Witnesses(2, "raise", storage_options=options)
+    witnesses.follow("s3://bucket/run/step_1")
+    witnesses.take(lambda: LiveState(small(1)))
+    assert "no witness of step 1 after s3://bucket/run/step_1: " in caplog.text
+    assert not witnesses.are_due
 
 
 def test_nothing_takes_it_for_a_snapshot(store: Store) -> None:

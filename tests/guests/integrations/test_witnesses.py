@@ -111,11 +111,15 @@ def test_a_difference_is_told_once(tmp_path: Path) -> None:
     assert told(partial(hf, out), said) == [f"checkpoint-4+1: {why}"]
 
 
-def test_a_witness_that_fails_ends_no_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_witness_that_fails_ends_no_training(tmp_path: Path, ranks: int | None) -> None:
+    """Rank 0 alone meets the full disk, and all go on."""
     import transformers
 
     class Full(transformers.TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if not state.is_world_process_zero:
+                return
             if state.global_step == 4:
                 fill(disk)
             elif state.global_step == 5:
@@ -128,7 +132,7 @@ def test_a_witness_that_fails_ends_no_training(tmp_path: Path) -> None:
         trainer.train()
 
     with tmpfs(tmp_path / "disk", "24m") as disk:
-        (text,) = told(train, tmp_path / "said")
+        (text,) = told(train, tmp_path / "said", ranks)
         assert text.startswith(f"no witness of step 1 after {disk}/out/checkpoint-4: ")
         assert "--grace 0` frees" in text
         assert witnesses_in(disk / "out", "checkpoint-4") == []
