@@ -563,19 +563,19 @@ def test_what_does_not_fit_and_what_is_refused(tmp_path: Path) -> None:
     all_end(2, work)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_witness_by_hand(tmp_path: Path, layout: tuple[int, int]) -> None:
+@pytest.mark.parametrize("layout", ["tensors", "data"])
+def test_a_witness_by_hand(tmp_path: Path, layout: str) -> None:
     """As docs/guides/proving-a-resume.md advises: the weights of each rank's module tell."""
 
     def first() -> None:
-        training = Training(*layout)
+        training = Training(*LAYOUTS[layout])
         training.train(2)
         training.save(tmp_path / "iter_2")
         training.train(1)
         assert Store(tmp_path).witness({"model": training.model}, "iter_3").stored
 
     def resumed() -> None:
-        training = Training(*layout, seed=1)
+        training = Training(*LAYOUTS[layout], seed=1)
         training.load(tmp_path / "iter_2")
         training.train(1)
         store, state = Store(tmp_path), {"model": training.model}
