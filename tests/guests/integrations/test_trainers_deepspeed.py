@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from casnap import Snapshot, Store
-from casnap.errors import StateError
+from casnap.errors import StateError, WitnessError
 from tests.support.bitwise import assert_same
 from tests.support.deepspeed_on_cpus import import_deepspeed
 from tests.support.exports import assert_exports
@@ -251,6 +251,35 @@ class TestTransformers(RunContract):
             assert trained(folder / "other", 1, max_steps=8)["step"] == 8
 
         on_ranks(1, goes_on)
+
+
+def test_a_resume_proves_itself(tmp_path: Path) -> None:
+    import transformers
+
+    class Faulty(transformers.TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **has: Any) -> None:
+            has["optimizer"].param_groups[0]["lr"] *= 2
+
+    def run(*callbacks: Any) -> None:
+        trainer = trainer_of(tmp_path, 3, max_steps=5, save_steps=3)
+        trainer.casnap_witness_steps, trainer.casnap_on_mismatch = 1, "raise"
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        trainer.train(resume_from_checkpoint=any(tmp_path.glob("checkpoint-*")))
+
+    class Striking(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 4:
+                kill_all()
+
+    def is_told() -> None:
+        with pytest.raises(WitnessError, match=r"checkpoint-3\+1: .* weights: model/transformer"):
+            run(Faulty)
+
+    assert launched(2, lambda: run(Striking)) == [-9] * 2
+    assert "witness/checkpoint-3+1" in Store(tmp_path)
+    on_ranks(2, is_told)
+    on_ranks(2, run)
 
 
 def test_a_checkpoint_of_a_plain_trainer_stops_a_resume(tmp_path: Path) -> None:
