@@ -12,7 +12,7 @@ from casnap.errors import StateError
 from casnap.format.entries import Entry, TensorEntry, type_text, unknown_in
 from casnap.format.tree import Tree
 from casnap.state.containers import is_sparse
-from casnap.state.roles import is_buffer, role_of
+from casnap.state.roles import is_buffer, stricter_role_of
 from casnap.state.tensors import check_tensor
 from casnap.storage import Contents
 
@@ -162,7 +162,7 @@ def _path(owner: int | None, component: str, inner: str) -> str:
 def _why_no_mean(found: _Found) -> str:
     """Return why a tensor has no mean, going by the last snapshot alone; "" if it can have one."""
     path, entry = found.component + found.inner, found.entry
-    role = role_of(path, entry)
+    role = stricter_role_of(path, entry)
     if role != "weights":
         return role
     if found.is_part:

@@ -83,6 +83,12 @@ def role_of(path: str, entry: Entry) -> Role:
     return "weights" if is_fractions else "values"
 
 
+_STRICT: dict[Role, frozenset[str]] = {
+    "loader": _LOADER | _DATA,
+    "scheduler": _SCHEDULER,
+    "generators": frozenset({"rng"}),
+}
+
 # The statistics of BatchNorm. A plain state dict does not say that they are buffers.
 _OF_BATCHES = frozenset({"running_mean", "running_var"})
 
@@ -94,9 +100,28 @@ def is_buffer(path: str, entry: Entry) -> bool:
     return entry.kind == "buffer" or path.rpartition("/")[2].rpartition(".")[2] in _OF_BATCHES
 
 
+def stricter_role_of(path: str, entry: Entry) -> Role:
+    """Return the role of an entry, where fractions may be of a loader, a scheduler or a generator.
+
+    :func:`role_of` never says so of more than one fraction. But a shuffled buffer of samples is no
+    weight to average, and its change does not mean that a training went on. The names of modules
+    with weights are not believed: those with a dot, as in a model's state dict, and ``generator``,
+    as in a GAN.
+    """
+    role = role_of(path, entry)
+    if role != "weights":
+        return role
+    names = path.lower().split("/")[:-1]
+    words = {word for name in names if "." not in name for word in name.split("_")}
+    for found, strict in _STRICT.items():
+        if words & strict:
+            return found
+    return role
+
+
 def is_trained(path: str, entry: Entry) -> bool:
     """Whether an entry is one of the weights that a training changes: it is no buffer."""
-    return role_of(path, entry) == "weights" and not is_buffer(path, entry)
+    return stricter_role_of(path, entry) == "weights" and not is_buffer(path, entry)
 
 
 _ONE = ((), (1,))

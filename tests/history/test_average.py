@@ -254,6 +254,38 @@ def test_the_command(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     assert "y" not in store
 
 
+def test_fractions_of_a_loader_are_no_weights(tmp_path: Path) -> None:
+    """A mean of shuffled samples is nonsense. A module may be called a sampler or a generator."""
+    store = Store(tmp_path)
+    for step in range(3):
+        some = torch.full((40, 40), float(step))
+        nested = {"shuffled": some, "position": step}
+        store.take(
+            {
+                "model": StateDict({"sampler.weight": some, "rng.bias": some}),
+                "generator": StateDict(weight=some),
+                "data2vec": StateDict(weight=some),
+                "dataloader_0": StateDict(buffers=[nested]),
+                "trainer": StateDict(sampler=nested, scheduler={"curve": some}),
+                "rng": StateDict(noise=some),
+                "dataset": StateDict(mixture=some),
+            },
+            f"run/{step}",
+        )
+    report = store.average(["run/0", "run/1", "run/2"], "mean")
+    assert {path: why for path, why in report.kept.items() if why != "values"} == {
+        "dataloader_0/buffers/0/shuffled": "loader",
+        "trainer/sampler/shuffled": "loader",
+        "trainer/scheduler/curve": "scheduler",
+        "rng/noise": "generators",
+        "dataset/mixture": "loader",
+    }
+    assert report.averaged == 4
+    mean = store["mean"]
+    assert float(mean.read_object("model/sampler.weight")[0, 0]) == 1
+    assert float(mean.read_object("dataloader_0/buffers/0/shuffled")[0, 0]) == 2
+
+
 def test_sparse_tensors_are_of_the_last(tmp_path: Path) -> None:
     """The values of two sparse tensors may be at other places."""
     store = Store(tmp_path)

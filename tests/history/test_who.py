@@ -137,6 +137,14 @@ def test_steps_with_equal_weights(store: Store) -> None:
     assert store.equal_weights("t") == []
 
 
+def test_a_loader_that_goes_on_does_not_hide_equal_weights(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for step in range(2):
+        samples = {"shuffled": torch.full((40, 40), float(step))}
+        store.take({"model": model_at(0), "loader": StateDict(samples)}, f"run/{step}")
+    assert store.equal_weights() == [["run/0", "run/1"]]
+
+
 def test_bad_input(store: Store, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("no weights")
     with pytest.raises(FileFormatError):
