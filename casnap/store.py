@@ -1197,6 +1197,8 @@ class Store:
         from casnap.storage import Contents
 
         refuse_nested_take()
+        if isinstance(names, str):
+            raise TypeError(f"names= is a list of snapshots; got the one name {names!r:.80}")
         view = self._view
         asked = [self._local_name(each) if isinstance(each, Snapshot) else each for each in names]
         sources = [Contents(view.repository, *view.find(name)) for name in asked]

@@ -93,16 +93,22 @@ def checked_weights(count: int, weights: Sequence[float] | None) -> list[float] 
         weights: A number for each; None for equal weights.
 
     Raises:
-        ValueError: There is no snapshot, there are not as many weights, or one is not finite.
+        ValueError: There is no snapshot, there are not as many weights, one is no finite number, or
+            their sum is too large.
     """
     if count == 0:
         raise ValueError("an average needs at least one snapshot")
     if weights is None:
         return None
-    checked = [float(weight) for weight in weights]
-    if len(checked) != count or not all(map(isfinite, checked)):
+    try:
+        checked = [float(weight) for weight in weights]
+    except (TypeError, ValueError, OverflowError):
+        checked = []
+    # Weights whose sum is too large for a float make all elements infinite.
+    if len(checked) != count or not isfinite(sum(map(abs, checked))):
         raise ValueError(
-            f"weights= has a finite number for each of the {count} snapshots; got {weights!r:.200}"
+            f"weights= has a number for each of the {count} snapshots, with a finite sum; got "
+            f"{weights!r:.200}"
         )
     return checked
 

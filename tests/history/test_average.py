@@ -199,8 +199,12 @@ def test_bad_input(store: Store) -> None:
         store.average(NAMES, NAMES[0])
     with pytest.raises(ValueError, match="at least one"):
         store.average([], "mean")
-    with pytest.raises(ValueError, match="finite number for each of the 4"):
-        store.average(NAMES, "mean", weights=[1.0, float("nan"), 0, 0])
+    with pytest.raises(TypeError, match="a list of snapshots; got the one name 'run/step_0'"):
+        store.average(NAMES[0], "mean")
+    some: Any
+    for some in ([1.0, float("nan"), 0, 0], [1.0] * 3, [1e308] * 4, [10**400] * 4, [None] * 4, 3):
+        with pytest.raises(ValueError, match="a number for each of the 4 snapshots"):
+            store.average(NAMES, "mean", weights=some)
     with pytest.raises(ValueError, match="give one"):
         store.average(NAMES, "mean", weights=[1.0] * 4, decay=0.5)
     with pytest.raises(ValueError, match="from 0 to 1"):
