@@ -240,11 +240,10 @@ def _services(place: Store) -> tuple[Service, ...]:
 
 def _sizes_in(contents: Contents) -> Iterator[tuple[str, int]]:
     """Yield the path and the bytes of each tensor and value of a snapshot."""
-    for owner, key, digest in contents.manifest.trees():
-        label = key if owner is None else f"{owner}/{key}"
-        for path, entry in contents.tree(digest).items():
+    for tree in contents.manifest.trees():
+        for path, entry in contents.tree(tree.digest).items():
             if not isinstance(entry, ContainerEntry):
-                yield label + path, entry.payload.nbytes
+                yield tree.label + path, entry.payload.nbytes
 
 
 def _document(repository: Repository, facts: Facts, disk: DiskUsage) -> dict[str, Any]:

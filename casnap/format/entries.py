@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Raw, Struct
@@ -291,6 +291,25 @@ def with_payload(entry: KnownEntry, payload: Payload) -> KnownEntry:
     return msgspec.structs.replace(entry, payload=payload)
 
 
+class OwnedTree(NamedTuple):
+    """A tree that a manifest names.
+
+    Attributes:
+        owner: The rank that owns its entries; None for a global tree.
+        component: The key of the app state, as a component of paths.
+        digest: The digest of its top node.
+    """
+
+    owner: int | None
+    component: str
+    digest: bytes
+
+    @property
+    def label(self) -> str:
+        """What the paths of its entries begin with: the key, after the rank that owns them."""
+        return self.component if self.owner is None else f"{self.owner}/{self.component}"
+
+
 class Manifest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The top node of a snapshot's tree.
 
@@ -325,10 +344,10 @@ class Manifest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
         is_map = isinstance(self.health, dict) and all(isinstance(k, bytes) for k in self.health)
         return self.health if is_map else None
 
-    def trees(self) -> Iterator[tuple[int | None, str, bytes]]:
-        """Yield the owner (a rank, or None for a global tree), key and digest of each tree."""
+    def trees(self) -> Iterator[OwnedTree]:
+        """Yield each tree of entries."""
         for component, digest in self.shared.items():
-            yield None, component, digest
+            yield OwnedTree(None, component, digest)
         for rank, trees in self.ranks.items():
             for component, digest in trees.items():
-                yield int(rank), component, digest
+                yield OwnedTree(int(rank), component, digest)

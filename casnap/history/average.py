@@ -27,7 +27,7 @@ import torch
 
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest, split_digests
-from casnap.format.entries import INLINE_BYTES, Entry, Manifest, Payload, with_payload
+from casnap.format.entries import INLINE_BYTES, Entry, Manifest, OwnedTree, Payload, with_payload
 from casnap.format.records import THINNED, Row, Stats
 from casnap.history.averaging_plan import SUM_DTYPES, TensorToAverage, plan_average
 from casnap.history.means import Means
@@ -255,7 +255,7 @@ class _Averaging:
             self._crew.run(
                 lambda: self._compute(windows), self._crew.limited(min(cores(), _MOST_THREADS))
             )
-        changes: dict[tuple[int | None, str], dict[str, Entry]] = {}
+        changes: dict[OwnedTree, dict[str, Entry]] = {}
         means: dict[str, Means] = {}
         for tensor, own in zip(tensors, digests, strict=True):
             nbytes = tensor.entry.payload.nbytes
@@ -263,8 +263,7 @@ class _Averaging:
                 payload = Payload(nbytes, self._small_mean(tensor, means))
             else:
                 payload = payload_of(nbytes, b"".join(own), self._session.put_node)
-            of_key = changes.setdefault((tensor.owner, tensor.component), {})
-            of_key[tensor.inner] = with_payload(tensor.entry, payload)
+            changes.setdefault(tensor.tree, {})[tensor.inner] = with_payload(tensor.entry, payload)
         return self._manifest(changes)
 
     def _rely_on_last(self) -> None:
@@ -393,17 +392,16 @@ class _Averaging:
                 # Sums of all blocks are kept only if there is another turn.
                 total += len(turn) < len(self._sources)
 
-    def _manifest(self, changes: Mapping[tuple[int | None, str], dict[str, Entry]]) -> Manifest:
+    def _manifest(self, changes: Mapping[OwnedTree, dict[str, Entry]]) -> Manifest:
         """Return the manifest of the last snapshot, with some of its entries replaced."""
         last = self._sources[-1]
         manifest = last.manifest
         shared = dict(manifest.shared)
         ranks = {rank: dict(trees) for rank, trees in manifest.ranks.items()}
-        for (owner, component), entries in changes.items():
-            trees = shared if owner is None else ranks[str(owner)]
-            edited = last.tree(trees[component]).edit(entries, self._session.put_node)
+        for tree, entries in changes.items():
+            edited = last.tree(tree.digest).edit(entries, self._session.put_node)
             assert edited is not None
-            trees[component] = edited
+            (shared if tree.owner is None else ranks[str(tree.owner)])[tree.component] = edited
         # The last take has its environment; the mean was computed here, and not measured.
         return msgspec.structs.replace(
             manifest, shared=shared, ranks=ranks, environment={}, health={}

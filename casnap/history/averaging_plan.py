@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from casnap.errors import StateError
-from casnap.format.entries import Entry, TensorEntry, type_text, unknown_in
+from casnap.format.entries import Entry, OwnedTree, TensorEntry, type_text, unknown_in
 from casnap.format.tree import Tree
 from casnap.state.containers import is_sparse
 from casnap.state.roles import is_buffer, stricter_role_of
@@ -32,14 +32,12 @@ class TensorToAverage:
     """A tensor whose mean is to be computed.
 
     Attributes:
-        owner: The rank that owns it; None for a global tensor.
-        component: The key of the app state, as a component of paths.
+        tree: The tree of the last snapshot that has it.
         inner: The path below the key.
         entries: Its entry in each snapshot.
     """
 
-    owner: int | None
-    component: str
+    tree: OwnedTree
     inner: str
     entries: tuple[TensorEntry, ...]
 
@@ -51,7 +49,7 @@ class TensorToAverage:
     @property
     def path(self) -> str:
         """The path, in errors and reports."""
-        return _path(self.owner, self.component, self.inner)
+        return self.tree.label + self.inner
 
 
 @dataclass(frozen=True)
@@ -87,12 +85,12 @@ def plan_average(sources: Sequence[Contents], *, keeps_equal: bool) -> Averaging
         for source, other in zip(sources, others, strict=False):
             why = why or _why_apart(source.name, other, entry)
         if why:
-            kept[_path(found.owner, found.component, found.inner)] = why
+            kept[found.tree.label + found.inner] = why
         elif (keeps_equal or not entry.payload.nbytes) and all(e == entry for e in others):
             equal += 1
         else:
             entries = tuple(e for e in (*others, entry) if isinstance(e, TensorEntry))
-            tensors.append(TensorToAverage(found.owner, found.component, found.inner, entries))
+            tensors.append(TensorToAverage(found.tree, found.inner, entries))
     if not tensors and not equal:
         raise StateError(
             f"no tensor of weights has one shape and dtype in all of the snapshots "
@@ -105,16 +103,14 @@ class _Found(NamedTuple):
     """A tensor of the last snapshot, and what the other snapshots have at its path.
 
     Attributes:
-        owner: The rank that owns the tensor; None for a global tensor.
-        component: The key of the app state, as a component of paths.
+        tree: The tree that has it.
         inner: The path below the key.
         entry: The entry of the tensor.
         is_part: Whether it is a part of a sparse tensor.
         others: The entry of each other snapshot; None where there is none.
     """
 
-    owner: int | None
-    component: str
+    tree: OwnedTree
     inner: str
     entry: TensorEntry
     is_part: bool
@@ -124,14 +120,14 @@ class _Found(NamedTuple):
 def _tensors_of_last(sources: Sequence[Contents]) -> Iterator[_Found]:
     """Yield each tensor of the last snapshot."""
     *others, last = sources
-    for owner, component, digest in last.manifest.trees():
-        seen = [_trees_seen(other, owner, component) for other in others]
+    for tree in last.manifest.trees():
+        seen = [_trees_seen(other, tree.owner, tree.component) for other in others]
         sparse = set[str]()
-        for inner, entry in last.tree(digest).items():
+        for inner, entry in last.tree(tree.digest).items():
             if isinstance(entry, TensorEntry):
                 is_part = inner.rpartition("/")[0] in sparse
                 found = [_first(trees, inner) for trees in seen]
-                yield _Found(owner, component, inner, entry, is_part, found)
+                yield _Found(tree, inner, entry, is_part, found)
             elif is_sparse(entry):
                 sparse.add(inner)
 
@@ -155,13 +151,9 @@ def _first(trees: Sequence[Tree[Entry]], inner: str) -> Entry | None:
     return next((e for tree in trees if (e := tree.get(inner)) is not None), None)
 
 
-def _path(owner: int | None, component: str, inner: str) -> str:
-    return ("" if owner is None else f"{owner}/") + component + inner
-
-
 def _why_no_mean(found: _Found) -> str:
     """Return why a tensor has no mean, going by the last snapshot alone; "" if it can have one."""
-    path, entry = found.component + found.inner, found.entry
+    path, entry = found.tree.component + found.inner, found.entry
     role = stricter_role_of(path, entry)
     if role != "weights":
         return role

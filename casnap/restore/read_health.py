@@ -34,10 +34,9 @@ def read_health(contents: Contents) -> dict[str, TensorHealth]:
     found: dict[str, TensorHealth] = {}
     # Entries that hold their bytes: what these have is computed here.
     inline: defaultdict[str, dict[str, bytes]] = defaultdict(dict)
-    for owner, key, digest in manifest.trees():
-        label = key if owner is None else f"{owner}/{key}"
-        tree = contents.tree(digest)
-        noted = _noted(contents, label, len(tree), records.get(digest, [b"", b""]))
+    for owned in manifest.trees():
+        label, tree = owned.label, contents.tree(owned.digest)
+        noted = _noted(contents, label, len(tree), records.get(owned.digest, [b"", b""]))
         for number, (path, entry) in enumerate(tree.items()):
             if not isinstance(entry, TensorEntry) or not has_health(entry):
                 continue
