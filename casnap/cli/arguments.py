@@ -256,6 +256,17 @@ def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
     raise CommandError(f"{whole_store.uri} holds no snapshot below {quote(outer)}{advice}")
 
 
+def check_folder(store: Store, folder: str) -> None:
+    """Check that a folder has snapshots, unless the store has none at all.
+
+    Raises:
+        CommandError: There are none below the folder, or it is a snapshot itself.
+    """
+    found = snapshots_of(store, folder)
+    if found and not store.snapshots(folder):
+        raise CommandError(f"{found[0].path} is a snapshot, not a folder of snapshots")
+
+
 def second_snapshot(path: str, neighbour: Snapshot) -> Snapshot:
     """Return the second snapshot of a command, for which a bare name is enough.
 

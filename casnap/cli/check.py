@@ -9,11 +9,11 @@ import click
 
 from casnap.backends.uris import store_uri
 from casnap.cli.arguments import (
+    check_folder,
     open_snapshot,
     open_store,
     open_whole_store,
     reading_options,
-    snapshots_of,
 )
 from casnap.cli.option_types import positive_share
 from casnap.cli.output import (
@@ -79,7 +79,7 @@ def check(
     if history is not None:
         if name is not None:
             raise click.UsageError("--history compares all snapshots of a run; name the store")
-        snapshots_of(place, history)  # a CommandError, if there is none
+        check_folder(place, history)
     if sample is not None and seed is None:
         seed = random.SystemRandom().randrange(1 << 32)
     with progress_bars(lambda: place.requests) as progress:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from casnap.backends.local_files import is_taken
-from casnap.cli.arguments import open_store, reading_options, snapshots_of, store_fields
+from casnap.cli.arguments import check_folder, open_store, reading_options, store_fields
 from casnap.cli.check import print_equal_weights
 from casnap.cli.output import emit, safe, say
 from casnap.errors import InvalidNameError
@@ -46,7 +46,7 @@ def who(
     """
     place = open_store(store)
     if prefix:
-        snapshots_of(place, prefix)  # a CommandError, if there is none
+        check_folder(place, prefix)
     if what is None:
         groups = place.equal_weights(prefix)
         if as_json:

@@ -204,3 +204,7 @@ def test_the_command_in_the_folder_of_a_store(
     for arguments in ([], ["weights.pt"]):
         assert run(["who", *arguments, "--prefix", "rum"]) == 1
         assert "holds no snapshot below 'rum'" in capsys.readouterr().err
+        assert run(["who", *arguments, "--prefix", "run/step_3"]) == 1
+        assert "run/step_3 is a snapshot, not a folder" in capsys.readouterr().err
+    assert run(["check", str(tmp_path / "store"), "--history", "run/step_3"]) == 1
+    assert "run/step_3 is a snapshot, not a folder" in capsys.readouterr().err
