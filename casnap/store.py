@@ -1091,7 +1091,10 @@ class Store:
 
         snapshots = self._contents(prefix)
         if isinstance(source, Snapshot):
-            asked = Asked(source.get_manifest(), source.contents.store.config.chunk_size)
+            contents = source.contents
+            with contents.reading():
+                entries = {each.name: each.entry for each in contents.listed()}
+            asked = Asked(entries, contents.store.config.chunk_size)
         else:
             asked = tensors_of(source, key, self.chunk_size)
         return who(snapshots, asked, self.chunk_size)

@@ -15,18 +15,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from casnap.errors import StateError, UnsupportedTypeError
+from casnap.errors import SnapshotNotFoundError, StateError, UnsupportedTypeError
 from casnap.files.export_selection import TensorContent, content_of
 from casnap.files.importing import read_source
 from casnap.files.sources import MODEL
 from casnap.format.digest import Digest, digest_of
-from casnap.format.entries import Entry, TensorEntry
+from casnap.format.entries import Entry, OwnedTree, TensorEntry
 from casnap.format.records import encode
 from casnap.format.tree import LeafNode
 from casnap.history.rounded import MOST_SNAPSHOTS, RoundedSearch
 from casnap.runtime.sizes import size
 from casnap.runtime.torch_modes import without_torch_modes
-from casnap.state.flatten import flatten
+from casnap.state.flatten import flatten, tensor_leaves
 from casnap.state.roles import is_trained
 from casnap.state.tensors import TENSOR_DTYPES, Leaf
 from casnap.storage import Contents
@@ -144,7 +144,7 @@ def tensors_of(source: object, key: str | None, chunk_size: int) -> Asked:
                 "who() takes the path of a file or folder, a module, a state dict or a snapshot; "
                 f"got {type(source).__name__}"
             )
-        leaves = {key or MODEL: list(flatten(state, key or MODEL))}
+        leaves = {key or MODEL: list(tensor_leaves(state, key or MODEL))}
     with without_torch_modes():
         entries = entries_of(DividedLeaves(leaves), chunk_size)
     return Asked(
@@ -230,13 +230,14 @@ def _renamed(contents: Contents, held: Mapping[str, TensorContent]) -> dict[str,
         return [(inner, identity) for inner, entry in items if (identity := _identity(entry))]
 
     paths: dict[TensorContent, dict[str, str]] = {}
-    for _, component, tensors in _leaf_nodes(contents, tensors_in, {}):
+    for tree, tensors in _leaf_nodes(contents, tensors_in, {}):
         for inner, identity in tensors:
-            paths.setdefault(identity, {}).setdefault(inner, component + inner)
+            paths.setdefault(identity, {}).setdefault(inner, tree.label + inner)
     names = {inner for found in paths.values() for inner in found}
     renamed = {}
     for path, identity in held.items():
-        name = path[path.find("/") :]
+        rank = path.partition("/")[0]
+        name = path[path.find("/", len(rank) + 1 if rank.isdigit() else 0) :]
         if name in names and name not in paths[identity]:
             renamed[path] = next(iter(paths[identity].values()))
     return renamed
@@ -302,8 +303,8 @@ def equal_weights(snapshots: Mapping[str, Contents]) -> list[list[str]]:
     read: dict[tuple[str, bytes], list[Any]] = {}
     for name, contents in snapshots.items():
         found = [
-            (owner, component, inner, identity)
-            for owner, component, weights in _leaf_nodes(contents, weights_in, read)
+            (tree.label, inner, identity)
+            for tree, weights in _leaf_nodes(contents, weights_in, read)
             for inner, identity in weights
         ]
         if found:
@@ -360,7 +361,7 @@ def _held(
     read: dict[tuple[str, bytes], set[TensorContent]] = {}
     for name, contents in snapshots.items():
         there = set[TensorContent]().union(
-            *(got for *_, got in _leaf_nodes(contents, held_in, read))
+            *(got for _, got in _leaf_nodes(contents, held_in, read))
         )
         paths = {
             path: identity
@@ -377,8 +378,10 @@ def _leaf_nodes(
     contents: Contents,
     look: Callable[[str, Sequence[tuple[str, Entry]]], T],
     read: dict[tuple[str, bytes], T],
-) -> Iterator[tuple[int | None, str, T]]:
-    """Yield the result of ``look`` for each leaf node of a snapshot, with owner and component.
+) -> list[tuple[OwnedTree, T]]:
+    """Return the result of ``look`` for each leaf node of a snapshot, with the tree of the node.
+
+    The list is empty if the snapshot is deleted or replaced meanwhile, and its nodes are collected.
 
     Args:
         contents: The snapshot.
@@ -387,16 +390,21 @@ def _leaf_nodes(
         read: Component and digest of a leaf node → the result of ``look``. So ``look`` is called
             once for a node that several snapshots share.
     """
-    with contents.reading():
-        for owner, component, top in contents.manifest.trees():
-            tree = contents.tree(top)
-            pending = [Digest(digest) for _, digest, _ in reversed(tree.children)]
-            while pending:
-                digest = pending.pop()
-                if (component, digest) not in read:
-                    node = tree.node(digest)
-                    if not isinstance(node, LeafNode):
-                        pending += [Digest(d) for _, d, _ in reversed(node.children)]
-                        continue
-                    read[component, digest] = look(component, node.items)
-                yield owner, component, read[component, digest]
+    found: list[tuple[OwnedTree, T]] = []
+    try:
+        with contents.reading():
+            for owned in contents.manifest.trees():
+                component, tree = owned.component, contents.tree(owned.digest)
+                pending = [Digest(digest) for _, digest, _ in reversed(tree.children)]
+                while pending:
+                    digest = pending.pop()
+                    if (component, digest) not in read:
+                        node = tree.node(digest)
+                        if not isinstance(node, LeafNode):
+                            pending += [Digest(d) for _, d, _ in reversed(node.children)]
+                            continue
+                        read[component, digest] = look(component, node.items)
+                    found.append((owned, read[component, digest]))
+    except SnapshotNotFoundError:
+        return []
+    return found

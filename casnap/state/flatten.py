@@ -61,6 +61,7 @@ __all__ = [
     "inflate",
     "live_parts",
     "map_leaves",
+    "tensor_leaves",
 ]
 
 MAX_NESTING = 1000
@@ -127,8 +128,7 @@ def flatten(value: Any, path: str, *, allow_pickle: bool | None = None) -> Itera
     Raises:
         UnsupportedTypeError: A value cannot be stored; the message names its path.
     """
-    numpy = sys.modules.get("numpy")
-    arrays = (torch.Tensor, *((numpy.ndarray, numpy.generic) if numpy is not None else ()))
+    arrays = _arrays()
     try:
         for child_path, child, node in _walk(value, path, sparse=True):
             if node is not None:
@@ -147,6 +147,22 @@ def flatten(value: Any, path: str, *, allow_pickle: bool | None = None) -> Itera
         raise UnsupportedTypeError(
             f"{path}: keys or elements of sets are nested too deeply; flatten them"
         ) from None
+
+
+def tensor_leaves(value: Any, path: str) -> Iterator[Leaf]:
+    """Yield the leaves of the tensors and arrays of a state; pass over its containers and values.
+
+    Args:
+        value: As for :func:`flatten`.
+        path: As for :func:`flatten`.
+
+    Raises:
+        UnsupportedTypeError: A tensor cannot be stored; the message names its path.
+    """
+    arrays = _arrays()
+    for child_path, child, node in _walk(value, path, sparse=True):
+        if node is None and isinstance(child, arrays):
+            yield describe(child_path, child)
 
 
 def containers_of(value: Any, path: str) -> Iterator[Leaf]:
@@ -184,6 +200,11 @@ def _array_leaf(path: str, value: object, allow_pickle: bool | None) -> Leaf:
         if not allow_pickle:
             raise
     return _value_leaf(path, value, allow_pickle)
+
+
+def _arrays() -> tuple[type, ...]:
+    numpy = sys.modules.get("numpy")
+    return (torch.Tensor, *((numpy.ndarray, numpy.generic) if numpy is not None else ()))
 
 
 def fill_targets(value: Any, path: str) -> dict[str, Shards]:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
 from casnap import NewStore, StateDict, Store
 from casnap.cli import run
 from casnap.errors import FileFormatError, StateError, UnsupportedTypeError
+from tests.support.ranks import Worlds
 
 
 def model_at(step: int) -> nn.Module:
@@ -143,6 +145,60 @@ def test_a_loader_that_goes_on_does_not_hide_equal_weights(tmp_path: Path) -> No
         samples = {"shuffled": torch.full((40, 40), float(step))}
         store.take({"model": model_at(0), "loader": StateDict(samples)}, f"run/{step}")
     assert store.equal_weights() == [["run/0", "run/1"]]
+
+
+def test_a_snapshot_of_ranks(tmp_path: Path, world: Worlds) -> None:
+    """A tensor that all ranks have is one tensor, under the path that a file gives it."""
+    world(2).run(_take_by_ranks, str(tmp_path))
+    store = Store(tmp_path)
+    report = store.who(store["b/exchanged"])
+    assert report.tensors == 4
+    assert report.whole == ["b/exchanged"]
+    report = store.who(store["b/exchanged"], prefix="a")
+    assert report.renamed == {"model/k": "model/q", "model/q": "model/k"}
+    assert report.holders[0].lacking == ("1/own/x",)
+    assert report.elsewhere == {"1/own/x": []}
+
+
+def _take_by_ranks(folder: str) -> None:
+    own, q, k = (torch.full((50, 50), float(i)) for i in (100, 1, 2))
+    rank = dist.get_rank()
+    for name, model in (("a/plain", {"q": q, "k": k}), ("b/exchanged", {"q": k, "k": q})):
+        own = own + rank
+        app = {"model": StateDict(model), "own": StateDict(x=own)}
+        Store(folder).take(app, name, replicated=["model/**"])
+
+
+def test_only_tensors_count(store: Store) -> None:
+    """A state may hold more: who() stores nothing."""
+    tensors = tensors_at(2)
+    state = {"net": tensors, "loss": lambda x: x, "other": object(), "lr": 0.1}
+    report = store.who(state)
+    assert report.tensors == 9
+    assert report.whole == ["run/step_2"]
+    with pytest.raises(UnsupportedTypeError, match="model/net/far: a tensor on the meta device"):
+        store.who({"net": {"far": torch.empty(3, device="meta")}})
+
+
+def test_a_snapshot_that_is_deleted_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that has not read its trees yet passes over it."""
+
+    def tensors(step: int) -> dict[str, torch.Tensor]:
+        return {f"w{i}": torch.full((20,), step + i / 1000) for i in range(900)}
+
+    class Deletes:
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            other = Store(tmp_path / "store")
+            other.delete("run/1")
+            other.gc(grace=0)
+            return tensors(2)
+
+    for step in range(3):
+        Store(tmp_path / "store").take({"model": StateDict(tensors(step))}, f"run/{step}")
+    monkeypatch.setenv("CASNAP_CACHE_DIR", str(tmp_path / "cache"))
+    assert Store(tmp_path / "store").who(Deletes()).whole == ["run/2"]
 
 
 def test_bad_input(store: Store, tmp_path: Path) -> None:
