@@ -149,6 +149,7 @@ def average(
 
     Raises:
         SnapshotExistsError: The name is taken.
+        SnapshotNotFoundError: A snapshot was deleted meanwhile, and its chunks were collected.
         StateError: No tensor of weights has one shape and dtype in all snapshots; or the metadata
             hold something that JSON cannot, or take more than 64 KiB.
         DamagedError: A chunk is missing or damaged; nothing was committed.
@@ -157,7 +158,6 @@ def average(
     started = time.monotonic()
     options = replace(options, metadata=checked_metadata(options.metadata or {}))
     keeps_equal = weights is None or abs(fsum(weights) - 1) < 1e-9
-    plan = plan_average(sources, keeps_equal=keeps_equal)
     comm = SingleProcess()
 
     def write(crew: Crew) -> Row:
@@ -176,7 +176,11 @@ def average(
                 stats = Stats(logical_bytes=last.logical_bytes, entries=last.entries)
                 return commit.lead(session, manifest, stats).row
 
-    row = again(store, lambda: run_shielded(write, options.threads), f"{name}: the average")
+    with ExitStack() as reading:
+        for source in sources:
+            reading.enter_context(source.reading())
+        plan = plan_average(sources, keeps_equal=keeps_equal)
+        row = again(store, lambda: run_shielded(write, options.threads), f"{name}: the average")
     return AverageReport(
         name,
         [source.name for source in sources],
@@ -248,13 +252,10 @@ class _Averaging:
         cells = (c for t, into in zip(tensors, digests, strict=True) for c in self._cells(t, into))
         most = max(1, self._staged_bytes // max(2, len(self._sources)))
         windows = SharedItems(batches(cells, lambda cell: cell.nbytes, most), self._crew)
-        with ExitStack() as reading:
-            for source in self._sources:
-                reading.enter_context(source.reading())
-            self._rely_on_last()
-            self._crew.run(
-                lambda: self._compute(windows), self._crew.limited(min(cores(), _MOST_THREADS))
-            )
+        self._rely_on_last()
+        self._crew.run(
+            lambda: self._compute(windows), self._crew.limited(min(cores(), _MOST_THREADS))
+        )
         changes: dict[OwnedTree, dict[str, Entry]] = {}
         means: dict[str, Means] = {}
         for tensor, own in zip(tensors, digests, strict=True):

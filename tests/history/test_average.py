@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +217,27 @@ def test_a_damaged_chunk_is_named_and_nothing_is_written(store: Store, tmp_path:
     with pytest.raises(DamagedError, match="model/few_chunks"):
         store.average(NAMES, "run/mean")
     assert "run/mean" not in store
+
+
+def test_a_snapshot_that_is_deleted_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says so, on a host that has read none of its trees yet."""
+    for step in range(3):
+        tensors = {f"w{i}": torch.full((20,), step + i / 1000) for i in range(900)}
+        Store(tmp_path / "store").take({"model": StateDict(tensors)}, f"run/{step}")
+    monkeypatch.setenv("CASNAP_CACHE_DIR", str(tmp_path / "cache"))
+
+    def weights() -> Iterator[float]:
+        yield 0.5
+        other = Store(tmp_path / "store")
+        other.delete("run/1")
+        other.gc(grace=0)
+        yield 0.5
+
+    some: Any = weights()
+    with pytest.raises(SnapshotNotFoundError, match="run/1 was deleted"):
+        Store(tmp_path / "store").average(["run/1", "run/2"], "mean", weights=some)
 
 
 TAKE = """
