@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from casnap.backends import Backend
 from casnap.errors import MirrorError, SnapshotNotFoundError
-from casnap.format.digest import Digest
 from casnap.format.names import check_name, name_text
 from casnap.format.records import DEFAULT_CHUNK_SIZE
 from casnap.runtime.environment import given_path, local_path
@@ -1123,11 +1122,8 @@ class Store:
 
         view = self._view
         known = [(name, row) for name, row in view.rows(prefix) if not row.unknown_features]
-        view.readable.cache_nodes([Digest(row.manifest.digest) for _, row in known])
         contents = {name: Contents(view.readable, view.full_of(name), row) for name, row in known}
-        # One by one, each would be a request, and a commit of the cache.
-        tops = {Digest(top) for each in contents.values() for *_, top in each.manifest.trees()}
-        view.readable.cache_nodes(list(tops))
+        Contents.read_ahead([*contents.values()])
         return contents
 
     def _local_name(self, snapshot: Snapshot) -> str:

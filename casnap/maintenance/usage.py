@@ -72,16 +72,18 @@ def usage(
     by_commit.update({(c.name, c.row.commit): c for c in snapshots})
     # Neighbours share most, so put the snapshots of one run side by side.
     order = sorted(by_commit.values(), key=lambda c: (folder_of(c.name), c.row.seq))
+    report = progress or (lambda phase, done, total: None)
+    report("reading snapshots", 0, len(order))
+    Contents.read_ahead(order)
     walk, sizes = _Walk(store, view), {}
     for index, contents in enumerate(order):
-        if progress is not None:
-            progress("reading snapshots", index, len(order))
         try:
             with contents.reading():
                 sizes[contents.name, contents.row.commit] = (index, walk.step(contents.row))
         except SnapshotNotFoundError:
             # A part of the snapshot may be counted, so count all again without it.
             return usage([c for c in snapshots if c is not contents], store, progress)
+        report("reading snapshots", index + 1, len(order))
     unique = walk.unique(len(order))
     usages = []
     for contents in snapshots:

@@ -286,3 +286,21 @@ def test_a_look_ahead_counts_for_one_use_alone(name: str, monkeypatch: pytest.Mo
     opened = Snapshot("double://store/a")
     other.take(state_of(1), "c")
     assert {s.name for s in opened.store.snapshots()} == {"first", "a", "b", "c"}
+
+
+def test_many_snapshots_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request for each take, but not one after the other."""
+    store = Store(RemoteDouble(str(tmp_path)))
+    for step in range(40):
+        tensors = {f"w{i}": torch.full((40,), step + i / 100) for i in range(20)}
+        store.take({"model": StateDict(tensors)}, f"run/{step}")
+    for number, work in enumerate((Store.usage, Store.equal_weights)):
+        (tmp_path / f"{number}").mkdir()
+        fresh_host(tmp_path / f"{number}", monkeypatch)
+        backend = RemoteDouble(str(tmp_path))
+        store = Store(backend, create=False)
+        backend.latency = 0.01
+        backend.reset()
+        work(store)
+        assert backend.count < 60, backend.log
+        assert backend.trips < 25, work

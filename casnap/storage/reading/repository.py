@@ -20,6 +20,7 @@ from casnap.format.codec import Codec
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.format.names import is_row_name
 from casnap.format.records import (
+    NodeRef,
     PackId,
     Place,
     Root,
@@ -31,7 +32,7 @@ from casnap.format.records import (
 )
 from casnap.format.tree import TABLE_FANOUT
 from casnap.runtime.buffers import fill_from
-from casnap.runtime.threads import cores
+from casnap.runtime.threads import cores, mapped
 from casnap.storage.commit_log.config import read_config
 from casnap.storage.commit_log.roots import check_writable, read_root, roots_before
 from casnap.storage.commit_log.settings import Settings
@@ -364,12 +365,21 @@ class Repository:
         self.index.cache.keep_nodes(copies.items())
         return copies[digest]
 
-    def cache_nodes(self, digests: list[Digest]) -> None:
+    def cache_nodes(self, digests: list[Digest], hints: Iterable[NodeRef] = ()) -> None:
         """Read the nodes that are not cached, and cache them, for later calls of :meth:`node`.
+
+        Args:
+            digests: The digests of the nodes.
+            hints: Some of these nodes, with the places where they may be. In a bucket, the packs of
+                nodes there are read whole, many at a time.
 
         Raises:
             DamagedError: Some nodes are missing, or damaged wherever they lie.
         """
+        if self.backend.costs.waiting:
+            of_packs = {ref.hint.pack: ref for ref in hints if ref.hint is not None}.values()
+            for _ in mapped(self._look_at, of_packs, self.backend.in_flight):
+                pass
         uncached = [digest for digest in digests if self.index.cache.node(digest) is None]
         places = self.find(uncached) if uncached else []
         while uncached:
@@ -381,6 +391,9 @@ class Repository:
                 nbytes += place.raw_size if place is not None else 0
             self.fetch([Want(d, -1, partial(_keep_copy, group, d), "") for d in group])
             self.index.cache.keep_nodes(list(group.items()))
+
+    def _look_at(self, ref: NodeRef) -> None:
+        self.lookup.node(Digest(ref.digest), ref.hint)
 
     def cached_node(self, digest: Digest) -> bytes | None:
         """Return a node from this host's cache; None if the cache lacks it."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from fnmatch import translate
 from heapq import merge
 from itertools import chain, takewhile
@@ -40,7 +40,7 @@ from casnap.format.records import MAX_METADATA_BYTES, Row, decode, decode_kept
 from casnap.format.tree import Tree
 from casnap.runtime.fork import cached_property
 from casnap.storage.reading.repository import Repository
-from casnap.storage.snapshots.references import MANIFEST, TREE, digest_in, is_node, walk
+from casnap.storage.snapshots.references import MANIFEST, TREE, digest_in, is_node, references, walk
 
 # Metadata of 64 KiB as JSON take up to 148 kB as a node: a float of three letters takes nine bytes.
 # A larger node is not decoded: hostile bytes could take sixty times as much memory.
@@ -152,6 +152,21 @@ class Contents:
         self.row = row
         self._trees: dict[bytes, Tree[Entry]] = {}
         self._seen: dict[int | None, dict[str, Entries]] = {}
+
+    @staticmethod
+    def read_ahead(snapshots: Sequence[Contents]) -> None:
+        """Cache the manifests of many snapshots of one store, and the top nodes of their trees.
+
+        One by one, each is a request, and a commit of the cache. What is missing or damaged is left
+        to the later reads, which say what it hurts.
+        """
+        if not snapshots:
+            return
+        store, tops = snapshots[0].store, [each.top for each in snapshots]
+        with suppress(DamagedError):
+            store.cache_nodes([*map(digest_in, tops)], (each.row.manifest for each in snapshots))
+            below = {each for top in tops for each in references(store.node, top)}
+            store.cache_nodes([*map(digest_in, below)])
 
     @property
     def label(self) -> str:
