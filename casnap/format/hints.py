@@ -16,7 +16,7 @@ from msgspec import Struct
 from casnap.format.codec import KNOWN_CODECS
 from casnap.format.decoding import decoder
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
-from casnap.format.records import ID_SIZE, Place, encode
+from casnap.format.records import ID_SIZE, PackId, Place, encode
 
 MOST_HINTS_BYTES = 512 << 10
 """The most bytes of the hints in one pack."""
@@ -124,7 +124,7 @@ class Hints:
         # A pack does not know its own id, which changes when it is moved past a fence.
         pack = self._body.packs[start : start + ID_SIZE] if run.pack >= 0 else self._pack
         after = index - self._stops[number] + run.count
-        return Place(pack, run.offset_of(after), run.stored_size, run.raw_size, run.codec)
+        return Place(PackId(pack), run.offset_of(after), run.stored_size, run.raw_size, run.codec)
 
 
 def encode_hints(

@@ -68,7 +68,7 @@ class Place(Struct, frozen=True, array_like=True, gc=False):
         codec: The number of the codec (``codec.py``).
     """
 
-    pack: bytes
+    pack: PackId
     offset: int
     stored_size: int
     raw_size: int

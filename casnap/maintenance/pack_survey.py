@@ -146,7 +146,7 @@ class PackSurvey:
         self._bad[digest, place] = failure
         self._chains.forget()
         message = f"at byte {place.offset:,}: {failure}"
-        damage = self._hurt_pack(PackId(place.pack), KINDS[failure.reason], message, digest)
+        damage = self._hurt_pack(place.pack, KINDS[failure.reason], message, digest)
         self._blame.setdefault(digest, []).append(damage)
 
     def recall(self) -> None:
@@ -194,7 +194,7 @@ class PackSurvey:
         """The packs that the survey checks: all, or those with a place of a wanted digest."""
         if self.wanted is None:
             return self.index.packs
-        return sorted({PackId(place.pack) for d in self.wanted for place in self.index.of(d)})
+        return sorted({place.pack for d in self.wanted for place in self.index.of(d)})
 
     def look(self) -> None:
         """Compare the size and the footer of each pack with the index."""
@@ -309,7 +309,7 @@ class PackSurvey:
                     f"at byte {place.offset:,}: a delta on {base.hex()}, but pack and index name "
                     "another base, so a garbage collector may delete the base that it needs"
                 )
-                self._hurt_pack(PackId(place.pack), "malformed", message, digest)
+                self._hurt_pack(place.pack, "malformed", message, digest)
 
     @property
     def stored_bytes(self) -> int:

@@ -372,7 +372,7 @@ class TreeSurvey:
         places = self._packs.whole_places(digest) if places is None else places
         if any(place.pack not in self._root.condemned for place in places):
             if not any(map(is_known, places)):
-                packs = [PackId(place.pack) for place in places]
+                packs = [place.pack for place in places]
                 self._damages_of[digest] = list(map(self._packs.unsupported_in, packs))
             return self._damages_of.get(digest, [])
         # While its bases are looked at, a digest has no damages: so a circle of deltas ends.
@@ -383,7 +383,7 @@ class TreeSurvey:
         return self._damages_of[digest]
 
     def _condemned(self, places: list[Place]) -> list[Damage]:
-        pack = PackId(places[0].pack)
+        pack = places[0].pack
         self.rescued.add(pack)
         if pack not in self._condemned_damage:
             message = "the pack is needed, but condemned: a garbage collector will delete it"

@@ -98,7 +98,7 @@ class UncachedStore(Repository):
             for digest in pending[at : at + _PACKS_AT_ONCE]:
                 places = self._packs.whole_places(digest)
                 if digest not in self._kept and places and places[0].pack not in around:
-                    around[PackId(places[0].pack)] = self._around(digest, places)
+                    around[places[0].pack] = self._around(digest, places)
             for _, content in mapped(self._read_whole, around.values(), _PACKS_AT_ONCE):
                 self._kept |= content
                 self._kept_bytes += sum(map(len, content.values()))
@@ -111,7 +111,7 @@ class UncachedStore(Repository):
         start = min(place.offset for place in places)
         near = range(start - _TOGETHER, start + _TOGETHER)
         todo: dict[Digest, list[Place]] = {digest: places}
-        for neighbour, place in self._packs.index.of_pack(PackId(places[0].pack)):
+        for neighbour, place in self._packs.index.of_pack(places[0].pack):
             # Each node has two places there.
             if place.offset in near and neighbour not in todo and neighbour not in self._kept:
                 todo[neighbour] = self._packs.whole_places(neighbour)

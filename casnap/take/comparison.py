@@ -11,7 +11,7 @@ from typing import NamedTuple
 from casnap.format.digest import Digest, digest_of
 from casnap.format.entries import Entry, Manifest
 from casnap.format.names import key_of
-from casnap.format.records import Place
+from casnap.format.records import PackId, Place
 from casnap.ranks.comm import Comm, SingleProcess
 from casnap.runtime.threads import Crew, python_gc_paused, run_shielded
 from casnap.state.device_hash import hasher_of
@@ -28,7 +28,7 @@ from casnap.take.ranks.division import Division, divide
 from casnap.take.ranks.exchange import Exchange
 from casnap.take.staging import Piece, batched
 
-_ANYWHERE = Place(b"", 0, 0, 0, 0)
+_ANYWHERE = Place(PackId(b""), 0, 0, 0, 0)
 
 
 def manifest_of(source: StateSource, chunk_size: int) -> Manifest:

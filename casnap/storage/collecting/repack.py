@@ -115,7 +115,7 @@ def _proven_elsewhere(
         digest, newest = chain[0]
         raw = None if newest.pack in packs else store.read_at(newest, digest, last)
         if raw is not None:
-            proven[digest] = PackId(newest.pack)
+            proven[digest] = newest.pack
             last = {digest: raw}
     return proven
 
@@ -170,4 +170,4 @@ def _copy(
         if sizes:
             session.commit(lambda table, seq: {})
         records = session.new_packs.segment().records
-        return {digest: PackId(place.pack) for digest, place in records}
+        return {digest: place.pack for digest, place in records}

@@ -35,7 +35,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from casnap.backends.base import Backend
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
-from casnap.format.records import PackId, Place, StoreConfig
+from casnap.format.records import Place, StoreConfig
 from casnap.runtime.typing import override
 from casnap.storage.lookup.index import Index, IndexView, RemoteIndex
 from casnap.storage.lookup.newest_root import NewestRoot, RememberedRoot
@@ -245,7 +245,7 @@ class LocalLookup:
             for unread in attempts
             if unread.failure.reason in (Reason.IMPOSSIBLE, Reason.CHANGED)
         )
-        self.index.pack_lengths.forget([PackId(unread.place.pack) for unread in attempts])
+        self.index.pack_lengths.forget([unread.place.pack for unread in attempts])
 
     def _recent_view(self) -> IndexView:
         return self.newest.read(self.index.view, self.newest.recent)

@@ -15,7 +15,6 @@ from casnap.format.codec import decompress
 from casnap.format.digest import Digest, digest_of
 from casnap.format.hints import MOST_HINTS_BYTES, Hints, are_hints, decode_hints
 from casnap.format.records import (
-    PackId,
     Place,
     Record,
     pack_key,
@@ -77,7 +76,7 @@ def read_node_pack(backend: Backend, hint: Place) -> NodePack:
     content = bytearray(most)
     try:
         [n] = backend.read_into(pack_key(hint.pack), [(0, memoryview(content))])
-        records = read_pack_footer(PackId(hint.pack), bytes(content[:n])) if n < most else []
+        records = read_pack_footer(hint.pack, bytes(content[:n])) if n < most else []
     except FileNotFoundError:
         return NodePack(is_gone=True)
     except (DamagedError, BackendError):

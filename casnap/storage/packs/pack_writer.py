@@ -666,7 +666,7 @@ def moved_place(place: Place, new_ids: dict[PackId, PackId]) -> Place:
         place: The place, with the old id.
         new_ids: The old id of each moved pack → its new id.
     """
-    return msgspec.structs.replace(place, pack=new_ids[PackId(place.pack)])
+    return msgspec.structs.replace(place, pack=new_ids[place.pack])
 
 
 def _aligned(offset: int, nbytes: int) -> int:

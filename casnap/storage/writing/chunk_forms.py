@@ -9,7 +9,7 @@ from typing import NamedTuple
 from casnap.format.codec import Codec, compress
 from casnap.format.delta import MOST_LINKS, MOST_STORED, encode_delta
 from casnap.format.digest import Digest
-from casnap.format.records import Place, Record, with_base
+from casnap.format.records import PackId, Place, Record, with_base
 from casnap.storage.lookup.chains import can_carry, chains_below
 from casnap.storage.lookup.index import Index, IndexView
 from casnap.storage.writing.new_packs import NewPacks
@@ -115,7 +115,7 @@ class ChunkForms:
             nbytes: The raw length of the chunk.
             form: The form.
         """
-        place = Place(b"", 0, len(form.content), nbytes, int(form.codec))
+        place = Place(PackId(b""), 0, len(form.content), nbytes, int(form.codec))
         self._written[digest] = place if form.base is None else with_base(place, form.base)
         new_packs.copy_stored(digest, form.content, nbytes, form.codec)
 
