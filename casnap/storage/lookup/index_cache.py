@@ -9,6 +9,7 @@ has a cache of its own, since a copy of a store may hold other bytes under the s
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -19,7 +20,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import wraps
 from pathlib import Path
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
@@ -62,6 +62,7 @@ _DELTA = int(Codec.DELTA)
 # LMDB sorts the places of a digest by these bytes. So if a pack holds a chunk twice, all
 # processes find its first place. Hints name that place too, and caches of chunks hold it.
 _BARE_PLACE = struct.Struct(">16sQIIB")
+_PLACE_BYTES = _BARE_PLACE.size + 4
 # A folder has the name of a store id and a place, or of a place alone.
 _FOLDER = re.compile("[0-9a-f]{32}(-[0-9a-f]{32})?")
 _URI = "uri"
@@ -78,7 +79,7 @@ _NODES_BYTES = 64 << 20
 def _if_possible(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R | None]:
     """Wrap a method that only saves time, so that it returns None if the cache fails."""
 
-    @wraps(method)
+    @functools.wraps(method)
     def try_it(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
         try:
             return method(self, *args, **kwargs)
@@ -293,16 +294,15 @@ class LmdbCache(IndexCache):
     @override
     def place(self, digests: Iterable[Digest], live: Container[PackId]) -> list[Place | None]:
         places: list[Place | None] = []
-        is_live: dict[bytes, bool] = {}
-        with self._env.begin(db=self._places) as txn:
+        # Few packs hold all of the chunks that a take or restore asks for.
+        is_live = functools.cache(live.__contains__)
+        with self._env.begin(db=self._places) as txn, txn.cursor() as cursor:
             for digest in digests:
-                value = txn.get(digest)
-                place = None if value is None else _decode_place(digest, bytes(value))
-                if place is not None and place.pack not in is_live:
-                    is_live[place.pack] = place.pack in live
-                is_best = place is not None and is_live[place.pack] and place.codec in WHOLE_CODECS
-                if value is not None and not is_best:
-                    place = preferred(p for p in _all_places(txn, digest) if p.pack in live)
+                place = None
+                if cursor.set_key(digest):
+                    place = _decode_place(digest, cursor.value())
+                    if place is None or place.codec not in WHOLE_CODECS or not is_live(place.pack):
+                        place = preferred(p for p in _all_places(txn, digest) if is_live(p.pack))
                 places.append(place)
         return places
 
@@ -405,15 +405,14 @@ def _encode_place(digest: Digest, place: Place) -> bytes:
 
 
 def _decode_place(digest: Digest, value: bytes) -> Place | None:
-    bare, base = value[: _BARE_PLACE.size], value[_BARE_PLACE.size : -4]
-    if len(base) not in (0, DIGEST_SIZE) or len(bare) != _BARE_PLACE.size:
+    if zlib.crc32(digest + value[:-4]).to_bytes(4, "little") != value[-4:]:
         return None
-    if zlib.crc32(digest + value[:-4]) != int.from_bytes(value[-4:], "little"):
-        return None
-    pack, offset, stored_form, raw, codec = _BARE_PLACE.unpack(bare)
-    if base:
-        return DeltaPlace(pack, offset, stored_form, raw, codec, base)
-    return Place(pack, offset, stored_form, raw, codec)
+    if len(value) == _PLACE_BYTES:
+        return Place(*_BARE_PLACE.unpack_from(value))
+    if len(value) == _PLACE_BYTES + DIGEST_SIZE:
+        pack, offset, stored_size, raw_size, codec = _BARE_PLACE.unpack_from(value)
+        return DeltaPlace(pack, offset, stored_size, raw_size, codec, value[_BARE_PLACE.size : -4])
+    return None
 
 
 def _all_places(txn: lmdb.Transaction, digest: Digest) -> list[Place]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, KeysView, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, KeysView
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 
 from casnap.errors import FencedError
 from casnap.format.codec import Codec
@@ -58,7 +60,7 @@ class Reliance:
         self._store = store
         self._lock = threading.Lock()
         # Pack → the digests relied on there, one behind the other.
-        self._digests: dict[PackId, bytearray] = {}
+        self._digests: defaultdict[PackId, bytearray] = defaultdict(bytearray)
         # The lengths of packs that were looked at; and the packs that were missing or too short.
         self._lengths: dict[PackId, int] = {}
         self._lost: set[PackId] = set()
@@ -89,28 +91,31 @@ class Reliance:
             For each digest a place, or None if no such pack holds it.
         """
         self.renew()
-        places = dict(zip(digests, self._find(digests), strict=True))
+        places = self._find(digests)
+        found = list(zip(digests, places, strict=True))
         # Most places are no deltas, and making chains of them would take ten times as long.
-        deltas = [d for d, place in places.items() if place is not None and place.codec == _DELTA]
-        links: dict[Digest, Place | None] = {}
-        for digest, chain in chains_below(deltas, self._find).items():
-            places[digest] = chain[0][1] if chain else None
-            links.update(chain)
-        self._note({**places, **links})
-        return [places[digest] for digest in digests]
+        deltas = [d for d, place in found if place is not None and place.codec == _DELTA]
+        if deltas:
+            chains = chains_below(deltas, self._find)
+            for i, digest in enumerate(digests):
+                if digest in chains:
+                    places[i] = next((place for _, place in chains[digest]), None)
+            found = [*zip(digests, places, strict=True), *chain.from_iterable(chains.values())]
+        self._note(found)
+        return places
 
     def adopt(self, earlier: Reliance) -> None:
         """Take over an earlier reliance. The caller must then call :meth:`confirm`."""
         with self._lock:
             for pack, digests in earlier._digests.items():
-                self._digests.setdefault(pack, bytearray()).extend(digests)
+                self._digests[pack] += digests
             self._lost |= earlier._lost
 
-    def _note(self, places: Mapping[Digest, Place | None]) -> None:
+    def _note(self, records: Iterable[tuple[Digest, Place | None]]) -> None:
         with self._lock:
-            for digest, place in places.items():
+            for digest, place in records:
                 if place is not None:
-                    self._digests.setdefault(PackId(place.pack), bytearray()).extend(digest)
+                    self._digests[place.pack] += digest
 
     def _find(self, digests: list[Digest]) -> list[Place | None]:
         """Find digests in packs that exist.
@@ -153,8 +158,9 @@ class Reliance:
         ends: dict[PackId, int] = {}
         for place in places:
             if place is not None:
-                pack, end = PackId(place.pack), place.offset + place.stored_size
-                ends[pack] = max(end, ends.get(pack, 0))
+                end = place.offset + place.stored_size
+                if end > ends.get(place.pack, -1):
+                    ends[place.pack] = end
         unseen = [pack for pack in ends if pack not in self._lengths]
         self._lengths |= self._store.index.pack_lengths.of(unseen, self._view.packs.at_most)
         return {pack for pack, end in ends.items() if self._lengths[pack] < end}
