@@ -21,7 +21,7 @@ import torch
 from casnap.files.export_selection import StoredTensor
 from casnap.files.tensor_writer import Placed, TensorWriter
 from casnap.format.entries import TensorEntry
-from casnap.runtime.buffers import PAGE, bytes_at
+from casnap.runtime.buffers import PAGE, view_at
 from casnap.runtime.threads import cores, mapped
 from casnap.state.tensors import TENSOR_DTYPES
 
@@ -120,7 +120,7 @@ class Archive:
                 self.placed.append(Placed(*tensor, start))
             else:
                 nbytes = storage.nbytes()
-                self._values[start] = bytes_at(storage.data_ptr(), nbytes) if nbytes else b""
+                self._values[start] = bytes(view_at(storage.data_ptr(), nbytes))
 
     def finish(self, fd: int, crcs: Mapping[int, int]) -> None:
         """Write all of the archive but the snapshot's tensors, which were written before.

@@ -201,14 +201,14 @@ def on_release(give_back: Callable[[], int]) -> None:
     _givers.append(give_back)
 
 
+# All addresses of the process as one view. To cut it takes a tenth of the time of a new array of
+# ctypes, which needs a class for each length.
+_memory = memoryview((ctypes.c_char * sys.maxsize).from_address(0)).cast("B")
+
+
 def view_at(address: int, nbytes: int) -> memoryview:
     """Return a writable view of the bytes at an address. The caller must keep this memory alive."""
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-
-
-def bytes_at(address: int, nbytes: int) -> bytes:
-    """Return a copy of the bytes at an address. For few bytes a copy is faster than a view."""
-    return ctypes.string_at(address, nbytes)
+    return _memory[address : address + nbytes]
 
 
 def address_of(view: memoryview) -> int:

@@ -20,7 +20,7 @@ from casnap.format.entries import (
 from casnap.format.grid import Grid, grid_of
 from casnap.format.names import component_of
 from casnap.format.region import Region
-from casnap.runtime.buffers import bytes_at
+from casnap.runtime.buffers import view_at
 from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.devices import devices_of, synchronize
@@ -274,7 +274,7 @@ def _with_bytes(entry: KnownEntry, content: torch.Tensor | bytes) -> KnownEntry:
         return entry
     if not isinstance(content, bytes):
         host = as_copyable(content).cpu().contiguous()
-        content = bytes_at(host.data_ptr(), host.nbytes)
+        content = bytes(view_at(host.data_ptr(), host.nbytes))
     return with_payload(entry, Payload(len(content), content))
 
 

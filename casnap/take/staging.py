@@ -21,7 +21,7 @@ from casnap.format.grid import Grid
 from casnap.format.records import MAX_CHUNK_SIZE
 from casnap.format.region import Region
 from casnap.runtime import buffers
-from casnap.runtime.buffers import Pool, Slot, bytes_at, view_at
+from casnap.runtime.buffers import Pool, Slot, view_at
 from casnap.runtime.fork import in_child
 from casnap.runtime.threads import Crew, SharedItems, cores, python_gc_paused
 from casnap.state.devices import begin_copy, pin
@@ -31,7 +31,6 @@ from casnap.take.plan import SentPart
 
 PIECE_BYTES = 8 << 20
 _BATCH = 256
-_SMALL_BYTES = 16 << 10
 
 
 class Piece(NamedTuple):
@@ -101,13 +100,12 @@ def pieces_of(number: int, content: torch.Tensor | bytes, grid: Grid) -> Iterabl
     if isinstance(content, bytes):
         return _runs(number, grid, memoryview(content), content)
     if content.is_cpu and content.is_contiguous():
-        nbytes, address = content.nbytes, content.data_ptr()
+        nbytes = content.nbytes
+        view = view_at(content.data_ptr(), nbytes)
         if grid.count > 1:
-            return _runs(number, grid, view_at(address, nbytes), content)
-        # There may be many tensors of one chunk, so no more objects are made than needed.
-        if nbytes > _SMALL_BYTES:
-            return (Piece(number, 0, (nbytes,), view_at(address, nbytes), content),)
-        return (Piece(number, 0, (nbytes,), bytes_at(address, nbytes)),)
+            return _runs(number, grid, view, content)
+        # There may be many small tensors, so no more objects are made than needed.
+        return (Piece(number, 0, (nbytes,), view, content),)
     if content.is_contiguous():
         return _runs_on_device(number, grid, _bytes_of(content))
     held = HeldBox(Region.whole(grid.shape), as_copyable(content))

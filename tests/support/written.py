@@ -28,7 +28,7 @@ from casnap.format.grid import grid_of
 from casnap.format.records import CONFIG_KEY, Root, Row, Stats, encode
 from casnap.format.region import Region
 from casnap.format.tree import Tree, build
-from casnap.runtime.buffers import bytes_at
+from casnap.runtime.buffers import view_at
 from casnap.state.flatten import Leaf, flatten
 from casnap.state.sharded import Shards
 from casnap.state.tensors import itemsize_of
@@ -150,7 +150,7 @@ class _Writer:
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
     tensor = tensor.contiguous()
-    return bytes_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""
+    return bytes(view_at(tensor.data_ptr(), tensor.nbytes))
 
 
 def publish(store: Store, rows: dict[str, Row]) -> None:

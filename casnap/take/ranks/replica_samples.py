@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from casnap.format.digest import digest_of
-from casnap.runtime.buffers import bytes_at
+from casnap.runtime.buffers import view_at
 
 _WHOLE_BYTES = 64 << 10
 _LINE_BYTES = 64
@@ -96,4 +96,4 @@ def _as_words(content: torch.Tensor) -> torch.Tensor:
 
 
 def _digest(words: torch.Tensor) -> bytes:
-    return digest_of(bytes_at(words.data_ptr(), words.nbytes))[:_SAMPLE_BYTES]
+    return digest_of(view_at(words.data_ptr(), words.nbytes))[:_SAMPLE_BYTES]
