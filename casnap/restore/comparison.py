@@ -261,7 +261,8 @@ def _other_keys(contents: Contents, state: KeyState) -> Iterator[str]:
         if isinstance(entry, ContainerEntry) and not all(type(key) is str for key in mapping):
             loading.add(path, entry)
             live_keys[path] = set(mapping)
-    for path, (_, entry, content) in loading.load().items():
+    for path, leaf in loading.load().items():
+        entry, content = leaf.entry, leaf.content
         if not isinstance(entry, ContainerEntry) or entry.kind not in DICT_KINDS:
             continue
         assert isinstance(content, bytes)

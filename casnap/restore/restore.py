@@ -579,7 +579,10 @@ def _load(
         fillings = [(memory[part], leaves[part[0]].content) for part in group]
         # If the contents disagree, the loaders get new tensors, and fill the live ones themselves.
         if fill_shared_memory(fillings):
-            leaves |= {part[0]: leaves[part[0]]._replace(content=memory[part]) for part in group}
+            leaves |= {
+                part[0]: msgspec.structs.replace(leaves[part[0]], content=memory[part])
+                for part in group
+            }
     return known, leaves, loading.kept_bytes
 
 

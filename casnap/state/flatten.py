@@ -305,7 +305,7 @@ def decode_one(leaf: Leaf, *, allow_pickle: bool | None = None) -> Any:
     Raises:
         CasnapError: As :func:`decode` does.
     """
-    path, entry, content = leaf
+    path, entry, content = leaf.path, leaf.entry, leaf.content
     assert isinstance(entry, ValueEntry | ContainerEntry)
     if not isinstance(content, bytes):
         raise DamagedError(f"{path} is not a tensor, but has the content of one", (path,))

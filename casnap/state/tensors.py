@@ -11,9 +11,10 @@ from __future__ import annotations
 import struct
 import sys
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from msgspec import Struct
 
 from casnap.errors import DamagedError, StateError, UnsupportedTypeError
 from casnap.format.entries import TORCH_DTYPES, KnownEntry, Payload, TensorEntry, check_known
@@ -32,8 +33,10 @@ ORDINARY_TYPES = (torch.Tensor, torch.nn.Parameter)
 """The plain types of tensors. Each other type of tensor is a subclass of one of them."""
 
 
-class Leaf(NamedTuple):
+class Leaf(Struct, frozen=True):
     """One entry of a state with its content.
+
+    A struct is made in a tenth of the time of a named tuple, and there may be a million leaves.
 
     Attributes:
         path: The logical path.

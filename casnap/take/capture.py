@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from msgspec.structs import replace
 
 from casnap.errors import StateError, UnsupportedTypeError
 from casnap.format.entries import (
@@ -112,7 +113,7 @@ class CapturedState:
         elsewhere: list[torch.Tensor] = []
         with without_torch_modes():
             for i, leaf in enumerate(self.leaves):
-                path, entry, content = leaf
+                path, entry, content = leaf.path, leaf.entry, leaf.content
                 if len(path) > MAX_PATH_CHARS:
                     raise UnsupportedTypeError(
                         f"{path[:80]}…: a path of {len(path):,} characters is too long; "
@@ -126,16 +127,18 @@ class CapturedState:
                 if isinstance(content, Shards):
                     self.sharded = True
                     elsewhere += content.tensors
-                elif payload.nbytes <= INLINE_BYTES:
+                    self.grids[i] = _grid_of(entry, chunk_size)
+                    continue
+                is_small = payload.nbytes <= INLINE_BYTES
+                if is_small:
                     self.inline[i] = _with_bytes(entry, content)
-                if i not in self.inline:
-                    self.grids[i] = _grid_of(leaf, chunk_size)
-                if isinstance(content, bytes | Shards):
+                else:
+                    self.grids[i] = _grid_of(entry, chunk_size)
+                if isinstance(content, bytes):
                     continue
                 if not content.is_cpu:
                     elsewhere.append(content)
-                address = content.data_ptr()
-                twin = leaf_by_address.setdefault(address, i) if i in self.grids else i
+                twin = i if is_small else leaf_by_address.setdefault(content.data_ptr(), i)
                 if twin != i and self._is_same(i, twin):
                     self.same_as[i] = twin
             # Other threads copy from the GPU, so work that the caller began there must end first.
@@ -172,7 +175,7 @@ class CapturedState:
 
     def drop_tensors(self) -> None:
         """Release the tensors, once their bytes have been copied; paths and entries stay."""
-        self.leaves = [Leaf(path, entry, b"") for path, entry, _ in self.leaves]
+        self.leaves = [replace(leaf, content=b"") for leaf in self.leaves]
 
     def pieces(self, share: float = 0.0) -> Iterator[Piece]:
         """Yield first the parts of cells that this rank sends, then the bytes that it hashes.
@@ -259,9 +262,8 @@ def _holds(outer: Region, inner: Region) -> bool:
     )
 
 
-def _grid_of(leaf: Leaf, chunk_size: int) -> Grid:
-    """Return the grid of a leaf. It divides a tensor's elements, or the bytes of another value."""
-    entry = leaf.entry
+def _grid_of(entry: KnownEntry, chunk_size: int) -> Grid:
+    """Return the grid of a tensor's elements, or of the bytes of another value."""
     if isinstance(entry, TensorEntry):
         return grid_of(entry.shape, itemsize_of(entry), chunk_size)
     return grid_of((entry.payload.nbytes,), 1, chunk_size)

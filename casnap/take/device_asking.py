@@ -18,6 +18,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 import torch
+from msgspec.structs import replace
 
 from casnap.errors import DeviceError
 from casnap.format.digest import Digest, digest_of, split_digests
@@ -161,10 +162,10 @@ class Asking:
         # A small leaf that ranks share has no chunks: its entry holds the bytes.
         self.leaves = {
             i
-            for i, (path, entry, content) in enumerate(state.leaves)
-            if entry.payload.nbytes > INLINE_BYTES
-            and not devices_of(_tensors_of(content)).isdisjoint(hashers)
-            and self._streaks.is_asked(path)
+            for i, leaf in enumerate(state.leaves)
+            if leaf.entry.payload.nbytes > INLINE_BYTES
+            and not devices_of(_tensors_of(leaf.content)).isdisjoint(hashers)
+            and self._streaks.is_asked(leaf.path)
         }
         # The leaf of the last piece, and the addresses of its storages.
         self._leaf, self._memories = -1, set[int]()
@@ -255,7 +256,7 @@ class Asking:
                 self._known.append(asked)
             else:
                 self._crossing.append(asked)
-                yield cells._replace(on_device=memory[begin:stop])
+                yield replace(cells, on_device=memory[begin:stop])
             cell, begin = stop_cell, stop
 
     # --- a device is not trusted ---

@@ -79,7 +79,12 @@ class Digests:
 
     def of_leaf(self, leaf: int) -> bytes:
         """Return the joined digests of all chunks of a leaf that this rank hashes alone."""
-        return bytes(self._whole[leaf])
+        digests = self._whole[leaf]
+        if isinstance(digests, bytes):
+            return digests
+        # If a digest was not noted, zeros stand in its place.
+        assert bytes(DIGEST_SIZE) not in digests, leaf
+        return bytes(digests)
 
 
 class Hasher:

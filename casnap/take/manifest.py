@@ -363,15 +363,14 @@ class _Builder:
         state = self._state
         if leaf in state.inline:
             return state.inline[leaf]
-        path, entry, _ = state.leaves[leaf]
+        entry = state.leaves[leaf].entry
         nbytes = entry.payload.nbytes
         if leaf in state.plans:
             runs = self._cells.get(self._division.leaf_ids[leaf], {})
+            path = state.leaves[leaf].path
             payload = _assembled(path, nbytes, state.grids[leaf].count, runs, put_node)
             return with_payload(entry, payload)
         digests = self._digests.of_leaf(state.same_as.get(leaf, leaf))
-        # If a digest was not noted, zeros stand in its place.
-        assert bytes(DIGEST_SIZE) not in digests, path
         return with_payload(entry, payload_of(nbytes, digests, put_node))
 
 

@@ -16,6 +16,8 @@ from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from casnap.format.grid import Grid
 from casnap.format.records import MAX_CHUNK_SIZE
@@ -33,7 +35,7 @@ PIECE_BYTES = 8 << 20
 _BATCH = 256
 
 
-class Piece(NamedTuple):
+class Piece(Struct, frozen=True):
     """The bytes of a run of chunks of one leaf, or of a part of them.
 
     Attributes:
@@ -266,8 +268,8 @@ def _copied(
         release: Gives that memory back.
     """
     ready = begin_copy(torch.frombuffer(target, dtype=torch.uint8), on_device)
-    return piece._replace(
-        view=target, keep_alive=on_device, ready=ready, release=release, on_device=None
+    return replace(
+        piece, view=target, keep_alive=on_device, ready=ready, release=release, on_device=None
     )
 
 
@@ -444,7 +446,7 @@ class StagedCopies:
                 under_way.acquire()
                 wait = partial(_wait_for, under_way)
                 on_read = partial(self._note_read, block.release)
-                copy = piece._replace(view=target, keep_alive=None, ready=wait, release=on_read)
+                copy = replace(piece, view=target, keep_alive=None, ready=wait, release=on_read)
                 block.share()
                 with self._changed:
                     self._copies.append(copy)

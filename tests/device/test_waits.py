@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 import torch.distributed.checkpoint as dcp
 
 import casnap.state
@@ -340,7 +341,7 @@ def copy_without_wait(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def piece_not_kept_alive(*args: Any) -> staging.Piece:
-    return COPIED(*args)._replace(keep_alive=None)
+    return replace(COPIED(*args), keep_alive=None)
 
 
 BEGIN_COPY, COPIED = staging.begin_copy, staging._copied

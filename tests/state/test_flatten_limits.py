@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, UnsupportedTypeError
 from casnap.format.entries import ContainerEntry, Payload, ValueEntry
@@ -183,7 +184,7 @@ def test_damaged_leaves_raise_casnap_errors_alone(data, state):
     path = data.draw(st.sampled_from(list(leaves)))
     leaf = leaves[path]
     if isinstance(leaf.content, bytes):
-        leaves[path] = leaf._replace(content=mutate(data.draw, leaf.content))
+        leaves[path] = replace(leaf, content=mutate(data.draw, leaf.content))
     with contextlib.suppress(CasnapError):
         inflate("m", leaves)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from casnap.format.entries import TensorEntry
 from casnap.state.flatten import Leaf, flatten, inflate
@@ -25,7 +26,7 @@ def carried(leaf: Leaf) -> Leaf:
         assert leaf.entry.payload.nbytes == len(leaf.content)
         return leaf
     assert isinstance(leaf.entry, TensorEntry)
-    return leaf._replace(content=allocate(leaf.entry).copy_(leaf.content))
+    return replace(leaf, content=allocate(leaf.entry).copy_(leaf.content))
 
 
 def round_trip(value: Any, **options: Any) -> Any:

@@ -152,8 +152,9 @@ def _leaf_ids(state: CapturedState) -> list[bytes]:
     leaf_ids = []
     # Most tensors have one mesh, and its ranks take long to list.
     ranks_of_mesh: dict[int, tuple[int, ...]] = {}
-    for path, _, content in state.leaves:
-        leaf_ids.append(id_of_path(path))
+    for leaf in state.leaves:
+        content = leaf.content
+        leaf_ids.append(id_of_path(leaf.path))
         if isinstance(content, Shards):
             mesh = id(getattr(content.value, "device_mesh", content))
             if mesh not in ranks_of_mesh:
@@ -259,12 +260,12 @@ def _samples(
     broadcasts.
     """
     contents: dict[int, Sequence[torch.Tensor | bytes]] = {}
-    for i, (path, _, content) in enumerate(state.leaves):
+    equal = (Scope.REPLICATED, Scope.FROM_RANK_0)
+    for i, leaf in enumerate(state.leaves):
+        content = leaf.content
         if isinstance(content, Shards):
             contents[i] = content.tensors
-        elif (
-            scopes[i] in (Scope.REPLICATED, Scope.FROM_RANK_0) and path not in declared.ddp_buffers
-        ):
+        elif scopes[i] in equal and leaf.path not in declared.ddp_buffers:
             contents[i] = [content]
     drawn = iter(sampler.samples(list(chain.from_iterable(contents.values()))))
     return {i: [next(drawn) for _ in several] for i, several in contents.items()}
@@ -288,9 +289,10 @@ def _holdings(
     """
     holdings = Holdings([], [])
     for i in leaves:
-        path, entry, content = state.leaves[i]
+        leaf = state.leaves[i]
+        entry, content = leaf.entry, leaf.content
         if isinstance(content, Shards):
-            held = HeldShards(leaf_ids[i], path, entry, content.boxes, samples[i])
+            held = HeldShards(leaf_ids[i], leaf.path, entry, content.boxes, samples[i])
             holdings.sharded.append(held)
         else:
             is_tensor = isinstance(entry, TensorEntry)
