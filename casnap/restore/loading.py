@@ -8,9 +8,10 @@ from ctypes import memmove
 from functools import partial
 from itertools import zip_longest
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from msgspec import Struct
 
 from casnap.errors import DamagedError, StateError
 from casnap.format.digest import split_digests
@@ -61,7 +62,7 @@ FillTarget: TypeAlias = tuple[Region | Selection, torch.Tensor]
 """Which elements of an entry to read, and the tensor to fill with them."""
 
 
-class _TensorToFill(NamedTuple):
+class _TensorToFill(Struct, frozen=True):
     """A tensor to fill with some elements of an entry.
 
     Attributes:
@@ -75,7 +76,7 @@ class _TensorToFill(NamedTuple):
     held: torch.Tensor | None
 
 
-class _EntryToLoad(NamedTuple):
+class _EntryToLoad(Struct, frozen=True):
     """An entry to load.
 
     Attributes:
@@ -92,7 +93,7 @@ class _EntryToLoad(NamedTuple):
     targets: Sequence[_TensorToFill] = ()
 
 
-class _Move(NamedTuple):
+class _Move(Struct, frozen=True):
     """A *move*: how one cell, once it is read, gets into the memory to fill.
 
     Attributes:
@@ -231,11 +232,13 @@ class Loading:
             # torch does not see these writes. A backward that needs older values must fail.
             torch.autograd.graph.increment_version(self._tensors_to_fill())
         synchronize_workers(self._tensors_to_fill())
-        return {
-            path: Leaf(path, entry, bytes(content) if isinstance(content, bytearray) else content)
-            for path, entry, content, _ in self._items
-            if content is not None
-        }
+        leaves: dict[str, Leaf] = {}
+        for item in self._items:
+            if item.content is not None:
+                content = item.content
+                filled = bytes(content) if isinstance(content, bytearray) else content
+                leaves[item.path] = Leaf(item.path, item.entry, filled)
+        return leaves
 
     def _tensors_to_fill(self) -> Iterator[torch.Tensor]:
         return (target.tensor for item in self._items for target in item.targets)
@@ -252,7 +255,7 @@ class Loading:
             DamagedError: An entry and its digests contradict each other.
         """
         for item in self._items:
-            path, entry, content, _ = item
+            path, entry, content = item.path, item.entry, item.content
             payload = entry.payload
             if payload.nbytes <= INLINE_BYTES:
                 self._fill_inline(item, payload)
@@ -267,14 +270,17 @@ class Loading:
                 assert isinstance(entry, TensorEntry)
                 each = [(t, _moves(entry, cells, t.box, t.tensor)) for t in item.targets]
             for target, moves in each:
-                for number, nbytes, bytes_kept, sink, memory, part in moves:
-                    counting_sink = self._counting(sink, bytes_kept) if self._reports else sink
+                for move in moves:
+                    sink, part = move.sink, move.on_device
+                    if self._reports:
+                        sink = self._counting(sink, move.nbytes_kept)
                     there = part if part is not None and self._landings.accept(part) else None
-                    want = Want(digests[number], nbytes, counting_sink, path, memory, there)
+                    digest = digests[move.number]
+                    want = Want(digest, move.nbytes, sink, path, move.target, there)
                     if target is None or target.held is None:
                         yield want
                     else:
-                        yield self._candidate(want, target, cells.region(number))
+                        yield self._candidate(want, target, cells.region(move.number))
 
     def _candidate(self, want: Want, target: _TensorToFill, cell: Region) -> Want | Candidate:
         """Pair a chunk to read with the part of a live tensor that may hold its elements already.
@@ -287,7 +293,7 @@ class Loading:
         Returns:
             The pair; only ``want`` if the live tensor cannot hold the whole cell.
         """
-        box, tensor, held = target
+        box, tensor, held = target.box, target.tensor, target.held
         if held is None or not isinstance(box, Region) or cell.intersect(box) != cell:
             return want
         place = cell.within(box)
@@ -312,7 +318,8 @@ class Loading:
         entry = item.entry
         assert isinstance(entry, TensorEntry)
         region = Region.whole(entry.shape)
-        for box, tensor, _ in item.targets:
+        for target in item.targets:
+            box, tensor = target.box, target.tensor
             if box == region and _is_direct(entry, tensor):
                 # For few bytes, this takes half as long as to make a tensor of them.
                 memmove(tensor.data_ptr(), inline, payload.nbytes)

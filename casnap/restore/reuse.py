@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
+from msgspec import Struct
 
 from casnap.errors import DeviceError
 from casnap.format.digest import Digest, digest_of
@@ -24,7 +24,7 @@ _SHARE_BYTES = 1 << 20
 _numbers = random.SystemRandom()
 
 
-class Candidate(NamedTuple):
+class Candidate(Struct, frozen=True):
     """A chunk to read, unless a live tensor holds its elements already.
 
     Attributes:

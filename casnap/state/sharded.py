@@ -13,15 +13,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from casnap.errors import UnsupportedTypeError
 from casnap.format.region import Region
 
 
-class Shards(NamedTuple):
+class Shards(Struct, frozen=True):
     """The shards of a tensor that this rank holds.
 
     Attributes:
@@ -46,7 +48,7 @@ _Run: TypeAlias = tuple[int, int]  # start, stop
 _Axis: TypeAlias = list[_Run]  # indices into the global tensor, in the order of the local one
 
 
-class _Split(NamedTuple):
+class _Split(Struct, frozen=True):
     """How one axis of a mesh splits one axis of a tensor.
 
     Attributes:
@@ -289,19 +291,19 @@ def _ordered(splits: dict[int, _Split], value: Any) -> Iterable[_Split]:
             shards *= order[place].shards if place < len(order) else 0
         else:
             return splits.values()
-    return [split._replace(factor=None) for order in orders.values() for split in order]
+    return [replace(split, factor=None) for order in orders.values() for split in order]
 
 
 def _indices(shape: tuple[int, ...], splits: Iterable[_Split]) -> list[_Axis]:
     axes: list[_Axis] = [[(0, n)] if n else [] for n in shape]
-    for axis, shards, index, factor in splits:
-        runs = axes[axis]
+    for split in splits:
+        runs, factor = axes[split.axis], split.factor or 1
         length, pieces = sum(stop - start for start, stop in runs), list[_Run]()
-        for piece in range(min(factor or 1, length)):
-            start_index, stop_index = _chunk(length, factor or 1, piece)
-            start, stop = _chunk(stop_index - start_index, shards, index)
+        for piece in range(min(factor, length)):
+            start_index, stop_index = _chunk(length, factor, piece)
+            start, stop = _chunk(stop_index - start_index, split.shards, split.number)
             pieces += _cut_runs(runs, start_index + start, start_index + stop)
-        axes[axis] = _joined(pieces)
+        axes[split.axis] = _joined(pieces)
     return axes
 
 

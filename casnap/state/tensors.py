@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 
 from casnap.errors import DamagedError, StateError, UnsupportedTypeError
 from casnap.format.entries import TORCH_DTYPES, KnownEntry, Payload, TensorEntry, check_known
@@ -299,7 +300,7 @@ def describe_shards(path: str, shards: Shards) -> Leaf:
         kind = "buffer"
     payload = Payload(prod(shards.shape) * value.dtype.itemsize)
     entry = TensorEntry(payload, name, shards.shape, kind, value.requires_grad)
-    return Leaf(path, entry, shards._replace(tensors=carriers))
+    return Leaf(path, entry, replace(shards, tensors=carriers))
 
 
 # --- and back ---------------------------------------------------------------------------------

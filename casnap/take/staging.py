@@ -84,7 +84,7 @@ def give_back(pieces: Iterable[Piece]) -> None:
                 stack.callback(piece.give_back)
 
 
-class HeldBox(NamedTuple):
+class HeldBox(Struct, frozen=True):
     """A box of a leaf that this rank holds, and the elements in it."""
 
     region: Region

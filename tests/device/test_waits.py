@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
 import torch.distributed.checkpoint as dcp
+from msgspec.structs import replace
 
 import casnap.state
 from casnap import NewStore, Snapshot, StateDict, Store, release_memory

@@ -23,6 +23,7 @@ def carried(leaf: Leaf) -> Leaf:
     """Return a leaf as a store would give it back."""
     assert len(leaf.path.encode()) > 0  # every path is UTF-8
     if not isinstance(leaf.content, torch.Tensor):
+        assert isinstance(leaf.content, bytes)
         assert leaf.entry.payload.nbytes == len(leaf.content)
         return leaf
     assert isinstance(leaf.entry, TensorEntry)

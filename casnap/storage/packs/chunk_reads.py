@@ -8,6 +8,8 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from msgspec import Struct
+
 from casnap.backends.base import Backend, Target
 from casnap.errors import BackendError, DamagedError
 from casnap.format.codec import KNOWN_CODECS, Codec, decompress
@@ -42,7 +44,7 @@ Settle = Callable[["Sequence[Want]", ReadAgain], None]
 """Verifies chunks that lie on devices, given all wants for them, and has the others read again."""
 
 
-class Want(NamedTuple):
+class Want(Struct, frozen=True):
     """A chunk that a caller wants to read.
 
     Attributes:
