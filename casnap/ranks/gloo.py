@@ -42,6 +42,8 @@ def _device() -> Any:
         return make()
 
 
+# The tag of the messages of an exchange of rows; `topology.py` and `break_connections` have others.
+_OF_ROWS = 5
 # Seconds between two looks for an address.
 _LOOK = 0.005
 # A value that no rank stores.
@@ -153,10 +155,19 @@ def exchange_rows(pg: Any, mine: torch.Tensor, seconds: float) -> torch.Tensor:
     Returns:
         A tensor of the received rows, in the order of the ranks.
     """
-    theirs = torch.empty_like(mine)
-    options = dist.AllToAllOptions()
-    options.timeout = timedelta(seconds=seconds)
-    pg.alltoall_base(theirs, mine, [], [], options).wait()
+    theirs = mine.clone()
+    if torch.__version__ >= "2.9":
+        options = dist.AllToAllOptions()
+        options.timeout = timedelta(seconds=seconds)
+        pg.alltoall_base(theirs, mine, [], [], options).wait()
+        return theirs
+    # Here an all-to-all has the deadline of the group: the time that ranks get to connect.
+    until = time.monotonic() + seconds
+    others = [rank for rank in range(len(mine)) if rank != pg.rank()]
+    works = [pg.recv([theirs[rank]], rank, _OF_ROWS) for rank in others]
+    works += [pg.send([mine[rank]], rank, _OF_ROWS) for rank in others]
+    for work in works:
+        work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
     return theirs
 
 

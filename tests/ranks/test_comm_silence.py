@@ -195,6 +195,19 @@ def test_nothing_is_told_of_ranks_that_work(world: Worlds) -> None:
     assert world(2).run(work_slowly) == [[], []]
 
 
+def be_late() -> Seen:
+    def strike(i: int, comm: Comm) -> None:
+        if (i, comm.rank) == (1, 1):
+            time.sleep(links.PATIENCE / 2 + 1)
+
+    start_with(1)
+    return watch(partial(talk, LONG, 3, strike))
+
+
+def test_a_rank_that_works_is_waited_for_longer_than_one_that_connects(world: Worlds) -> None:
+    assert [seen.value for seen in world(2).run(be_late)] == [heard_of(2)] * 2
+
+
 # --- ranks that die ---------------------------------------------------------------------------
 
 
