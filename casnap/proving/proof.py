@@ -17,12 +17,15 @@ from casnap.errors import CasnapError
 from casnap.extending import amount, is_folder, is_taken, paths_in
 from casnap.proving.attempts import Attempt, AttemptError, Held
 from casnap.proving.causes import Cause, causes_of, environment_cause
+from casnap.proving.records import records_in
 
 PLACE = "{store}"
 """This text in the arguments of a command stands for the folder of the run."""
 _TRIES = 3
 _OF_RANK = "one rank's own, and the run may have gone on with other ranks"
-_OF_NOISE = "two unbroken runs differ in it: seed it, if the training depends on it"
+_OF_NOISE = (
+    "two unbroken runs differ in it, as in a time or a folder: seed it, if the training draws it"
+)
 
 
 @dataclass(frozen=True)
@@ -481,28 +484,28 @@ def _compared(
         # It may also have been ended before it took one anew under the same name.
         both = [name for name in both if name not in first.replaced]
 
-    def why_left_out(path: str) -> str:
-        if only_global and path.partition("/")[0].isdigit():
-            return _OF_RANK
-        return _OF_NOISE if path in ignored else ""
-
-    every = {name: store.diff(f"{first.name}/{name}", f"{second.name}/{name}") for name in both}
-    changes = {
-        name: [change for change in diff.changes if not why_left_out(change.path)]
-        for name, diff in every.items()
-    }
-    left_out = dict.fromkeys(
-        LeftOut(change.role, _own_key(change.path) if why == _OF_RANK else change.path, why)
-        for diff in every.values()
-        for change in diff.changes
-        if (why := why_left_out(change.path))
-    )
-    differing = [name for name in both if changes[name]]
-    found = [change for name in differing for change in changes[name]]
+    kept, left_out = dict[str, Diff](), dict[LeftOut, None]()
+    for name in both:
+        names = [f"{run.name}/{name}" for run in (first, second)]
+        diff = store.diff(*names)
+        records = records_in(diff, *(store[each] for each in names))
+        kept[name] = Diff([])
+        for change in diff.changes:
+            path, why = change.path, records.get(change.path, "")
+            if only_global and path.partition("/")[0].isdigit():
+                path, why = _own_key(path), _OF_RANK
+            elif path in ignored:
+                why = _OF_NOISE
+            if why:
+                left_out[LeftOut(change.role, path, why)] = None
+            else:
+                kept[name].changes.append(change)
+    differing = [name for name in both if kept[name].changes]
+    found = [change for name in differing for change in kept[name].changes]
     shown = None
     if differing:
-        names = (f"{run.name}/{differing[0]}" for run in (first, second))
-        paths = {change.path for change in changes[differing[0]]}
+        names = [f"{run.name}/{differing[0]}" for run in (first, second)]
+        paths = {change.path for change in kept[differing[0]].changes}
         measured = store.diff(*names, elements=True).changes
         shown = Diff([change for change in measured if change.path in paths])
     return Comparison(

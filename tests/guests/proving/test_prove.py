@@ -113,6 +113,42 @@ def test_a_right_resume_is_proven(tmp_path: Path) -> None:
     assert (room / "logs/killed.log").exists()
 
 
+# As a Trainer of transformers: its arguments name the folder, its log begins at the resume.
+FILES = """\
+import json
+
+begun = progress["step"]
+
+
+class Files:
+    def state_dict(self):
+        step = progress["step"]
+        kept = {"global_step": STEP, "log_history": [{"loss": step - begun}]}
+        files = {"training_args.bin": sys.argv[1], "trainer_state.json": json.dumps(kept)}
+        return {name: text.encode() for name, text in files.items()}
+
+    def load_state_dict(self, state):
+        pass
+
+
+state["files"] = Files()
+"""
+
+
+@pytest.mark.parametrize(("step", "is_proven"), [("step", True), ("step - begun", False)])
+def test_the_records_of_a_trainer_are_not_compared(
+    tmp_path: Path, step: str, is_proven: bool
+) -> None:
+    """But what it resumes from is."""
+    script, files = light(tmp_path / "train.py"), FILES.replace("STEP", step)
+    script.write_text(script.read_text().replace("for step in", f"{files}for step in", 1))
+    options = ("--kills", 1, "--seed", 2, "--room", tmp_path / "room")
+    text, _ = prove_light(*options, sys.executable, script, "{store}", status=not is_proven)
+    assert re.search("^values +files/training_args.bin +the arguments of the Trainer", text, re.M)
+    how = "its log alone" if is_proven else "changed"
+    assert re.search(f"^values +files/trainer_state.json +{how}", text, re.M)
+
+
 def test_a_wrong_resume_is_named(tmp_path: Path) -> None:
     """It forgets the moments, so what it stores from its first step on is other."""
     fault = 'average["state"]["0"] = {"exp_avg": weight * 0, "step": 0}'
