@@ -165,6 +165,8 @@ def _svg(
             )
             for x in [x for x, y in points if y is None][:1]:
                 axes.axvline(x, color=_BAD, linewidth=1.5, linestyle=":", clip_on=False)
+            # The axis reaches the last step even if its value is not finite.
+            axes.update_datalim([(x, 0) for x, _ in points], updatey=False)
         figure.savefig(drawn, format="svg", transparent=True, metadata=dict.fromkeys(_METADATA))
     return _for_page(drawn.getvalue(), colours)
 

@@ -51,7 +51,8 @@ table { border-collapse: collapse; font-size: 13px; width: 100%; margin: 8px 0; 
 caption { text-align: left; padding: 2px 0; }
 th, td { padding: 4px 10px 4px 0; text-align: left; border-bottom: 1px solid var(--line);
   vertical-align: top; }
-thead th { vertical-align: bottom; overflow-wrap: normal; } tbody th { font-weight: 400; }
+thead th { vertical-align: bottom; overflow-wrap: normal; }
+tbody th { font-weight: 400; min-width: 6em; }
 .number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 summary { cursor: pointer; padding: 2px 0; }
 :focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }

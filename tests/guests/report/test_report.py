@@ -47,7 +47,12 @@ onload = () => {
           cut.push(node.data.slice(0, 60));
       }
     }
-    return {cut, texts, scrollWidth: root.scrollWidth, clientWidth: root.clientWidth};
+    const broken = [...page.querySelectorAll("tbody th")].filter(head => {
+      const range = page.createRange();
+      range.selectNodeContents(head);
+      return head.textContent.length < 7 && range.getClientRects().length > 1;
+    }).map(head => head.textContent);
+    return {cut, texts, broken, scrollWidth: root.scrollWidth, clientWidth: root.clientWidth};
   });
   document.querySelector("pre").textContent = JSON.stringify(measured);
 };
@@ -256,6 +261,16 @@ def test_a_curve_of_many_points_keeps_its_peaks_and_gaps() -> None:
     assert "stroke: var(--bad)" in drawn
 
 
+def test_the_axis_of_a_curve_that_ends_in_nan_goes_on() -> None:
+    """The mark of the first NaN lies where that step is among all, not at the end."""
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    points = [Point(i, 1 / (i + 1) if i < 10 else None) for i in range(21)]
+    drawn = chart("loss", "step", {"run": points})
+    [mark] = re.findall(r'<path d="M ([\d.]+) [^"]*"[^>]*stroke: var\(--bad\)', drawn)
+    [width] = re.findall(r'viewBox="0 0 ([\d.]+)', drawn)[:1]
+    assert 0.4 < float(mark) / float(width) < 0.65
+
+
 def test_it_is_read_aloud_and_by_keyboard(folder: Path) -> None:
     """What a screen reader needs; the browser does the rest, since all is plain HTML."""
     output = folder.parent / "aloud.html"
@@ -413,11 +428,17 @@ def test_a_browser_shows_all_text(folder: Path, tmp_path: Path) -> None:
         metadata = {"loss": value, evil: step, "tiny": 1 + step * 1e-13}
         state = {"model": StateDict(**{evil: torch.full((CHUNK,), step)})}
         store.take(state, f"{evil}/$_{step}^{{$", metadata=metadata)
-    made(folder)
-    page = (folder.parent / "report.html").read_text().replace("<details>", "<details open>")
+        state = {key: StateDict(w=torch.full((CHUNK,), step)) for key in ("model", "optim")}
+        Store(tmp_path / "short").take(state, f"run1/step_{step}", metadata=metadata)
+    pages = []
+    for shown in (folder, tmp_path / "short"):
+        made(shown)
+        page = (shown.parent / "report.html").read_text()
+        pages.append(escape(page.replace("<details>", "<details open>")))
     # Frames of one origin: their parent may measure them. One start of a browser is enough.
     frames = "".join(
-        f'<iframe style="width:{width}px;height:9000px" srcdoc="{escape(page)}"></iframe>'
+        f'<iframe style="width:{width}px;height:9000px" srcdoc="{page}"></iframe>'
+        for page in pages
         for width in (1280, 420)
     )
     (tmp_path / "both.html").write_text(f"{frames}<pre></pre><script>{_MEASURE}</script>")
@@ -427,9 +448,9 @@ def test_a_browser_shows_all_text(folder: Path, tmp_path: Path) -> None:
     ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
     assert "CONSOLE" not in ended.stderr
     [found] = re.findall("<pre>(.*?)</pre>", ended.stdout, re.DOTALL)
-    wide, narrow = json.loads(unescape(found))
-    for measured in (wide, narrow):
-        assert measured["cut"] == []
+    wide, narrow, *of_short = json.loads(unescape(found))
+    for measured in (wide, narrow, *of_short):
+        assert measured["cut"] == measured["broken"] == []
         assert measured["scrollWidth"] <= measured["clientWidth"]
         assert measured["texts"] > 100
     assert (wide["clientWidth"], narrow["clientWidth"]) == (1280, 420)
