@@ -1177,7 +1177,7 @@ class Store:
                 to 1.
             exact: Sum in float64.
             metadata: Metadata of the new snapshot. It also gets ``average_of``, the names, and
-                ``average_weights``.
+                ``average_weights``; of more than 400 snapshots, only the first and the last name.
             overwrite: Replace a snapshot of this name, unless it has a tag.
             progress: True shows bars. Or a function, called as ``progress(phase, done, total)``, in
                 bytes.
@@ -1192,7 +1192,7 @@ class Store:
             StateError: No tensor of weights has one shape and dtype in all snapshots.
             DamagedError: A chunk is missing or damaged; nothing was committed.
         """
-        from casnap.history.average import average, checked_weights, moving_weights
+        from casnap.history.average import average, checked_weights, moving_weights, notes_of
         from casnap.storage import Contents
 
         refuse_nested_take()
@@ -1208,9 +1208,8 @@ class Store:
                 )
             weights = moving_weights(len(asked), decay)
         weights = checked_weights(len(asked), weights)
-        of = {"average_of": asked} | ({} if weights is None else {"average_weights": weights})
         options = TakeOptions(
-            metadata={**(metadata or {}), **of},
+            metadata={**(metadata or {}), **notes_of(asked, weights)},
             overwrite=overwrite,
             progress=callback_of(progress),
             threads=view.threads,

@@ -14,13 +14,14 @@ et al., 2018. Sums of differences: "Editing Models with Task Arithmetic", Ilharc
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import fsum, isfinite
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
@@ -45,6 +46,7 @@ from casnap.take.metadata import checked_metadata
 from casnap.take.options import TakeOptions
 from casnap.take.ranks.agreement import agree
 
+_log = logging.getLogger("casnap")
 # About how many bytes of chunks a thread reads at a time, of all snapshots together. From a disk,
 # few: they are still in a cache when they are summed. From a server, more requests are under way.
 _STAGED_BYTES, _STAGED_FROM_SERVER = 4 << 20, 8 << 20
@@ -54,6 +56,8 @@ _MOST_THREADS = 6
 _ALIGNED = 64
 # The most digests that are looked up at a time.
 _BATCH = 1024
+# The most names that go into the metadata of a mean, which have little room.
+_MOST_NOTED = 400
 _EXACT = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 _Place: TypeAlias = Sequence[torch.Tensor]
@@ -83,6 +87,19 @@ class AverageReport:
     kept: dict[str, str] = field(default_factory=dict)
     new_bytes: int = 0
     seconds: float = 0.0
+
+
+def notes_of(names: Sequence[str], weights: Sequence[float] | None) -> dict[str, Any]:
+    """Return the metadata that say of what a mean was made.
+
+    Args:
+        names: The names of the snapshots.
+        weights: Their weights; None for equal ones.
+    """
+    if len(names) > _MOST_NOTED:
+        return {"average_of": [names[0], f"… {len(names) - 2:,} more", names[-1]]}
+    weighted = {} if weights is None else {"average_weights": list(weights)}
+    return {"average_of": list(names), **weighted}
 
 
 def checked_weights(count: int, weights: Sequence[float] | None) -> list[float] | None:
@@ -180,6 +197,13 @@ def average(
         for source in sources:
             reading.enter_context(source.reading())
         plan = plan_average(sources, keeps_equal=keeps_equal)
+        if unhealthy := [source.name for source in sources if source.row.unhealthy]:
+            _log.warning(
+                "%s: NaN and infinite elements of %s make those of the mean so, too: "
+                "`casnap show NAME --health` lists the tensors",
+                name,
+                ", ".join(unhealthy)[:400],
+            )
         row = again(store, lambda: run_shielded(write, options.threads), f"{name}: the average")
     return AverageReport(
         name,

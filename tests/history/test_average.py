@@ -311,6 +311,28 @@ def test_fractions_of_a_loader_are_no_weights(tmp_path: Path) -> None:
     assert float(mean.read_object("dataloader_0/buffers/0/shuffled")[0, 0]) == 2
 
 
+def test_many_snapshots(tmp_path: Path) -> None:
+    """Their names would not fit into the metadata."""
+    store = Store(tmp_path)
+    names = [f"run/a_name_of_some_length/step_{i:06}" for i in range(401)]
+    for step, name in enumerate(names):
+        store.take({"model": StateDict(w=torch.full((4,), float(step)))}, name)
+    store.average(names * 5, "mean", decay=0.0)
+    assert float(store["mean"].read_object("model/w")[0]) == 400
+    assert store["mean"].metadata.user["average_of"] == [names[0], "… 2,003 more", names[-1]]
+
+
+def test_a_snapshot_that_is_not_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(tmp_path, health=True)
+    for step, value in enumerate((1.0, float("nan"), 2.0)):
+        store.take({"model": StateDict(w=torch.full((400,), value))}, f"run/{step}")
+    caplog.clear()
+    store.average(["run/0", "run/2"], "well")
+    assert not caplog.records
+    store.average(["run/0", "run/1", "run/2"], "mean")
+    assert "mean: NaN and infinite elements of run/1 make those of the mean so" in caplog.text
+
+
 def test_sparse_tensors_are_of_the_last(tmp_path: Path) -> None:
     """The values of two sparse tensors may be at other places."""
     store = Store(tmp_path)
