@@ -64,9 +64,9 @@ def average(
     """Write the mean of snapshots as a new snapshot: of their weights, element by element.
 
     NAME may be a pattern, such as 'run1/*', for all snapshots that match and are no averages, in
-    the order in which they were taken. Everything but the weights, such as moments and buffers,
-    comes from the last snapshot named. The new snapshot is restored, pulled and exported as any
-    other.
+    the order in which they were taken. A snapshot that is named twice counts once. Everything but
+    the weights, such as moments and buffers, comes from the last snapshot named. The new snapshot
+    is restored, pulled and exported as any other.
     """
     place = open_store(store)
     chosen = _chosen(place, names, into)[-last if last else 0 :]
