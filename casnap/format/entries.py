@@ -235,13 +235,15 @@ def entry_tree(top: Digest, load: Load) -> Tree[Entry]:
 
 def unknown_in(entry: Entry) -> str:
     """Return the part of an entry that this version does not know, in words; "" if it knows all."""
-    match entry:  # without helper calls: a restore asks this twice for each entry
-        case ValueEntry(kind=kind):
-            return "" if kind in VALUE_KINDS else f"the kind of value {kind[:40]!r}"
-        case ContainerEntry(kind=kind):
-            return "" if kind in CONTAINER_KINDS else f"the kind of container {kind[:40]!r}"
-        case UnknownEntry(what=what):
-            return what
+    # Tensors first, and without helper calls: a restore asks this three times for each entry.
+    if not isinstance(entry, TensorEntry):
+        match entry:
+            case ValueEntry(kind=kind):
+                return "" if kind in VALUE_KINDS else f"the kind of value {kind[:40]!r}"
+            case ContainerEntry(kind=kind):
+                return "" if kind in CONTAINER_KINDS else f"the kind of container {kind[:40]!r}"
+            case UnknownEntry(what=what):
+                return what
     if entry.kind not in TENSOR_KINDS:
         return f"the kind of tensor {entry.kind[:40]!r}"
     is_numpy, dtype = entry.kind in NUMPY_KINDS, entry.dtype

@@ -30,7 +30,11 @@ def _module_of(device: torch.device) -> Any:
 
 def synchronize(contents: Iterable[object]) -> None:
     """Wait for the work that the calling thread has begun on the devices of these tensors."""
-    for device in devices_of(contents):
+    _synchronize(devices_of(contents))
+
+
+def _synchronize(devices: Iterable[torch.device]) -> None:
+    for device in devices:
         module = _module_of(device)
         if hasattr(module, "current_stream"):
             module.current_stream(device).synchronize()
@@ -43,9 +47,9 @@ def synchronize_workers(contents: Iterable[object]) -> None:
 
     casnap's threads use the default stream, as every new thread does.
     """
-    contents = list(contents)
-    synchronize(contents)
-    for device in devices_of(contents):
+    devices = devices_of(contents)
+    _synchronize(devices)
+    for device in devices:
         module = _module_of(device)
         if hasattr(module, "default_stream"):
             module.default_stream(device).synchronize()

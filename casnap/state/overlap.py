@@ -56,6 +56,8 @@ def conflicting_groups(
 
 def end_address(tensor: torch.Tensor) -> int:
     """Return the address just past the last element of a tensor that is not empty."""
+    if tensor.is_contiguous():
+        return tensor.data_ptr() + tensor.nbytes
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last_offset = sum((n - 1) * stride for n, stride in steps)
     return tensor.data_ptr() + (last_offset + 1) * tensor.itemsize

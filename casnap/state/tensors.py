@@ -128,8 +128,12 @@ def is_fillable(value: torch.Tensor) -> bool:
         and not value.is_conj()
         and not value.is_neg()
         and (value.numel() == 0 or _has_writable_memory(value))
-        and not any(n > 1 and s == 0 for n, s in zip(value.shape, value.stride(), strict=True))
+        and (value.is_contiguous() or not _is_expanded(value))
     )
+
+
+def _is_expanded(value: torch.Tensor) -> bool:
+    return any(n > 1 and s == 0 for n, s in zip(value.shape, value.stride(), strict=True))
 
 
 def is_wrapper(value: torch.Tensor) -> bool:

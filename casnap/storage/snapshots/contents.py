@@ -33,6 +33,7 @@ from casnap.format.entries import (
     TensorEntry,
     check_known,
     entry_tree,
+    unknown_in,
 )
 from casnap.format.grid import Grid, grid_of
 from casnap.format.names import key_of, rank_names
@@ -577,7 +578,8 @@ class Contents:
             DamagedError: Shape and length of the entry do not fit each other.
             UnsupportedFormatError: Only a later version of casnap can read the entry.
         """
-        check_known(self.label, [(path, entry)])
+        if unknown_in(entry):
+            check_known(self.label, [(path, entry)])
         nbytes, chunk_size = entry.payload.nbytes, self.store.config.chunk_size
         if not isinstance(entry, TensorEntry):
             return grid_of((nbytes,), 1, chunk_size)
