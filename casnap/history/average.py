@@ -47,9 +47,11 @@ from casnap.take.options import TakeOptions
 from casnap.take.ranks.agreement import agree
 
 _log = logging.getLogger("casnap")
-# About how many bytes of chunks a thread reads at a time, of all snapshots together. From a disk,
-# few: they are still in a cache when they are summed. From a server, more requests are under way.
-_STAGED_BYTES, _STAGED_FROM_SERVER = 4 << 20, 8 << 20
+# About how many bytes of chunks a thread reads from a disk at a time, of all snapshots together.
+# They are few, so that they are still in a cache when they are summed.
+_STAGED_BYTES = 4 << 20
+# As many from a server, by all threads together: enough for large requests, and many under way.
+_STAGED_FROM_SERVER = 48 << 20
 # The most threads. Each has what it has read, up to twice as much, and a slot for a pack.
 _MOST_THREADS = 6
 # Chunks begin at multiples of so many bytes, for torch.
@@ -266,8 +268,9 @@ class _Averaging:
         self._progress = ProgressCounter(options.progress, "averaging")
         self._exact = exact
         self._keeps_equal = keeps_equal
+        self._threads = crew.limited(min(cores(), _MOST_THREADS))
         is_server = session.store.backend.costs.waiting
-        self._staged_bytes = _STAGED_FROM_SERVER if is_server else _STAGED_BYTES
+        self._staged_bytes = _STAGED_FROM_SERVER // self._threads if is_server else _STAGED_BYTES
 
     def write(self, tensors: Sequence[TensorToAverage]) -> Manifest:
         """Write the mean of tensors; return the manifest of the last snapshot with these means."""
@@ -277,9 +280,7 @@ class _Averaging:
         most = max(1, self._staged_bytes // max(2, len(self._sources)))
         windows = SharedItems(batches(cells, lambda cell: cell.nbytes, most), self._crew)
         self._rely_on_last()
-        self._crew.run(
-            lambda: self._compute(windows), self._crew.limited(min(cores(), _MOST_THREADS))
-        )
+        self._crew.run(lambda: self._compute(windows), self._threads)
         changes: dict[OwnedTree, dict[str, Entry]] = {}
         means: dict[str, Means] = {}
         for tensor, own in zip(tensors, digests, strict=True):

@@ -19,6 +19,7 @@ from casnap.errors import DamagedError, SnapshotExistsError, SnapshotNotFoundErr
 from casnap.history.average import moving_weights
 from tests.support.damaged import damage_chunk
 from tests.support.ranks import Worlds
+from tests.support.remote import RemoteDouble
 from tests.support.warm import run_python
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
@@ -320,6 +321,19 @@ def test_many_snapshots(tmp_path: Path) -> None:
     store.average(names * 5, "mean", decay=0.0)
     assert float(store["mean"].read_object("model/w")[0]) == 400
     assert store["mean"].metadata.user["average_of"] == [names[0], "… 2,003 more", names[-1]]
+
+
+def test_a_bucket_is_asked_for_several_chunks_at_a_time(tmp_path: Path) -> None:
+    weights = [torch.randn(16 << 20, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    for step, weight in enumerate(weights):
+        Store(RemoteDouble(str(tmp_path))).take({"model": StateDict(w=weight)}, f"run/{step}")
+    backend = RemoteDouble(str(tmp_path))
+    store = Store(backend, create=False, threads=2)
+    backend.reset()
+    store.average([f"run/{step}" for step in range(4)], "mean")
+    # They have 256 chunks.
+    assert backend.requests["get"] < 130, backend.requests
+    assert torch.equal(store["mean"].read_object("model/w"), mean_by_torch(weights, None))
 
 
 def test_a_snapshot_that_is_not_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
