@@ -97,7 +97,8 @@ def report(
     if not as_json:
         _check_replaceable(output)
     place = open_store(store)
-    snapshots = snapshots_of(place, prefix)
+    found = snapshots_of(place, prefix)
+    snapshots = [each for each in found if not each.contents.row.unknown_features]
     contents = [snapshot.contents for snapshot in snapshots]
     repository = repository_of(place)
     with progress_bars(lambda: place.requests) as progress:
@@ -139,6 +140,8 @@ def report(
     _write(output, page(facts, time.time()))
     without = "" if can_draw() else f", without charts; to get them: {MISSING}"
     say(f"{output!s}: {amount(len(contents), 'snapshot')}{without}")
+    if later := len(found) - len(snapshots):
+        say(f"without {amount(later, 'snapshot')} that only a newer casnap can read")
     print_requests(place.requests)
 
 

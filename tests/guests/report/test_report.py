@@ -22,6 +22,7 @@ from casnap.report.charts import Point, _hue, chart
 from casnap.runtime.sizes import size
 from casnap.serving.follower import Follower
 from tests.support.cli_calls import CHUNK, document, failure, fill, invoke
+from tests.support.golden import unpack
 
 VOID = {"meta"}
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -394,6 +395,14 @@ def test_paths_of_very_many_parts(tmp_path: Path) -> None:
 def test_an_empty_store(tmp_path: Path) -> None:
     Store(tmp_path / "store").make()
     assert "There are no snapshots." in made(tmp_path / "store").texts
+
+
+def test_it_is_without_what_a_newer_version_wrote(tmp_path: Path) -> None:
+    unpack("later", tmp_path / "store")
+    output = tmp_path / "report.html"
+    said = invoke("report", tmp_path / "store", "-o", output).output
+    assert "without 1 snapshot that only a newer casnap can read" in said
+    assert "later feature" not in output.read_text(encoding="utf-8")
 
 
 def test_keys_that_look_like_ranks(tmp_path: Path) -> None:
