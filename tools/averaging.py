@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from collections.abc import Callable
-from resource import RUSAGE_SELF, getrusage
 from statistics import median
 
 import torch
@@ -21,10 +21,9 @@ REPETITIONS, BLOCK = 5, 1 << 15
 
 def cost(work: Callable[[], object]) -> float:
     """Return the processor time of some work, in seconds."""
-    before = getrusage(RUSAGE_SELF)
+    before = time.process_time()
     work()
-    after = getrusage(RUSAGE_SELF)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return time.process_time() - before
 
 
 def arithmetic(dtype: torch.dtype, snapshots: int, elements: int) -> None:

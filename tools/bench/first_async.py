@@ -6,7 +6,6 @@ memory that no process has touched before costs most.
 
 from __future__ import annotations
 
-import resource
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -27,9 +26,9 @@ def once(settings: Settings, contender: str, workload: str) -> list[float]:
     """Return the seconds that it blocks, by the clock and of processors, in this new process."""
     state, path = states.build(workload, settings.nbytes), settings.path("first", "step_1")
     peers.kept_stager().close()  # what it imports is not measured
-    clock, processors = time.perf_counter(), _processor_seconds()
+    clock, processors = time.perf_counter(), time.process_time()
     waiting = _begin(contender, state, path)
-    figures = [time.perf_counter() - clock, _processor_seconds() - processors]
+    figures = [time.perf_counter() - clock, time.process_time() - processors]
     if contender != CLONE:
         waiting()
     return figures
@@ -43,11 +42,6 @@ def _begin(contender: str, state: states.State, path: Path) -> Any:
     from casnap import Snapshot, StateDict
 
     return Snapshot.async_take(str(path), {"model": StateDict(**state)}).wait
-
-
-def _processor_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
