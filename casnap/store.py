@@ -1063,7 +1063,8 @@ class Store:
 
         A tensor is found under any path. A tensor that was cast to more bits is found too, if the
         cast lost nothing: the report names the dtype. The tensors of a file are streamed and
-        hashed. From the store, only the trees of its snapshots are read.
+        hashed; values of a state dict that are no tensors do not count. From the store, only the
+        trees of its snapshots are read.
 
         If no snapshot holds all tensors, this also looks for what was cast to fewer bits: it reads
         tensors of the same shape and the same path below the key, in the 16 newest snapshots, and
@@ -1083,7 +1084,8 @@ class Store:
             FileFormatError: The files are malformed, or in no known format.
             StateError: There is no tensor with elements; or a snapshot is of a store with chunks of
                 another size.
-            UnsupportedTypeError: The source is none of the things that ``source`` may be.
+            UnsupportedTypeError: The source is none of the things that ``source`` may be, or has a
+                tensor that no snapshot can hold, such as one on the meta device.
             DamagedError: A node or a chunk of a snapshot is missing or damaged.
         """
         from casnap.history.who import Asked, tensors_of, who
