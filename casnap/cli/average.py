@@ -63,10 +63,11 @@ def average(
 ) -> None:
     """Write the mean of snapshots as a new snapshot: of their weights, element by element.
 
-    NAME may be a pattern, such as 'run1/*', for all snapshots that match and are no averages, in
-    the order in which they were taken. A snapshot that is named twice counts once. Everything but
-    the weights, such as moments and buffers, comes from the last snapshot named. The new snapshot
-    is restored, pulled and exported as any other.
+    NAME may be a pattern, such as 'run1/*', for all snapshots that match, in the order in which
+    they were taken; but neither for averages nor for what `casnap rewind` has moved aside. A
+    snapshot that is named twice counts once. Everything but the weights, such as moments and
+    buffers, comes from the last snapshot named. The new snapshot is restored, pulled and exported
+    as any other.
     """
     place = open_store(store)
     chosen = _chosen(place, names, into)[-last if last else 0 :]
@@ -114,7 +115,8 @@ def _chosen(store: Store, names: tuple[str, ...], into: str) -> list[str]:
     Args:
         store: The store.
         names: Names and patterns.
-        into: The name of the new snapshot. Patterns match neither this name nor averages.
+        into: The name of the new snapshot. Patterns match neither this name nor averages, nor what
+            a rewind has moved aside.
 
     Raises:
         CommandError: A pattern matches no snapshot.
@@ -128,9 +130,13 @@ def _chosen(store: Store, names: tuple[str, ...], into: str) -> list[str]:
             for each, snapshot in known.items()
             if fnmatchcase(each, name)
             and each != into
+            and not snapshot.row.is_rewound
             and "average_of" not in snapshot.metadata.user
         ]
         if not found:
-            raise CommandError(f"no snapshot of {store.uri} matches {name!r}, but for averages")
+            raise CommandError(
+                f"no snapshot of {store.uri} matches {name!r}, but for averages and what a rewind "
+                "has moved aside"
+            )
         chosen += [each for each in found if each not in chosen]
     return chosen

@@ -396,6 +396,14 @@ def test_a_snapshot_of_another_view_or_store(store: Store, tmp_path: Path) -> No
         store.average([replaced], "mean")
 
 
+def test_a_pattern_matches_nothing_that_a_rewind_has_moved_aside(store: Store) -> None:
+    """A run went back since these were not well."""
+    store.rewind(NAMES[1])
+    assert run(["average", store.uri, "run/*", "--into", "means/run"]) == 0
+    assert store["means/run"].metadata.user["average_of"] == NAMES[:2]
+    assert run(["average", store.uri, "run/rewound*", "--into", "means/other"]) == 1
+
+
 def test_a_pattern_matches_no_average(store: Store) -> None:
     """Else the second mean would be of the first one, too."""
     for into in ("run/mean", "run/ema"):
