@@ -201,8 +201,8 @@ def average(
         plan = plan_average(sources, keeps_equal=keeps_equal)
         if unhealthy := [source.name for source in sources if source.row.unhealthy]:
             _log.warning(
-                "%s: NaN and infinite elements of %s make those of the mean so, too: "
-                "`casnap show NAME --health` lists the tensors",
+                "%s: there are NaN or infinite elements in %s; where these are weights, the mean "
+                "has them, too: `casnap show NAME --health` lists the tensors",
                 name,
                 ", ".join(unhealthy)[:400],
             )

@@ -344,7 +344,7 @@ def test_a_snapshot_that_is_not_well(tmp_path: Path, caplog: pytest.LogCaptureFi
     store.average(["run/0", "run/2"], "well")
     assert not caplog.records
     store.average(["run/0", "run/1", "run/2"], "mean")
-    assert "mean: NaN and infinite elements of run/1 make those of the mean so" in caplog.text
+    assert "mean: there are NaN or infinite elements in run/1; where these are" in caplog.text
 
 
 def test_sparse_tensors_are_of_the_last(tmp_path: Path) -> None:
