@@ -62,7 +62,7 @@ class WhoReport:
     Attributes:
         tensors: How many tensors there are. Those without elements do not count.
         holders: The snapshots that hold some of them. The one that holds most comes first; among
-            equals, the newest.
+            equals, the newest that has none of them under the name of another one, then the newest.
         elsewhere: For each tensor that the first holder lacks, the names of other holders, the
             newest first; empty if no snapshot has it.
         cast: For each tensor that is stored in another dtype with the same values, that dtype.
@@ -188,6 +188,13 @@ def who(snapshots: Mapping[str, Contents], asked: Asked, chunk_size: int) -> Who
         for name in names
     ]
     newest_first = sorted(names, key=order.__getitem__, reverse=True)
+    # Among equals, one that has the tensors under their own names comes first.
+    alike = [each for each in holders[:_MOST_NAMED] if each.found == holders[0].found]
+    for each in alike:
+        if not _renamed(snapshots[each.name], held[each.name]):
+            holders.remove(each)
+            holders.insert(0, each)
+            break
     first = holders[0] if holders else None
     elsewhere = {
         path: [name for name in newest_first if path in held[name]]

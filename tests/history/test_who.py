@@ -110,6 +110,17 @@ def test_two_tensors_that_were_exchanged(store: Store) -> None:
     assert store.who(wide).renamed.keys() == {"model/0.bias", "model/1.bias"}
 
 
+def test_among_equals_one_with_the_same_names_comes_first(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    q, k = torch.full((50, 50), 1.0), torch.full((50, 50), 2.0)
+    store.take({"model": StateDict({"q": q, "k": k})}, "run/1")
+    store.take({"model": StateDict({"q": k, "k": q})}, "run/2")
+    store.take({"model": StateDict({"q": k, "k": q, "v": q})}, "run/3")
+    report = store.who({"q": q, "k": k})
+    assert report.renamed == {}
+    assert report.whole == ["run/1", "run/3", "run/2"]
+
+
 def test_other_names_are_no_news(store: Store) -> None:
     """Only a name that means another tensor there is told, not a prefix, a key or a copy."""
     tensors = tensors_at(1)
