@@ -33,6 +33,8 @@ from casnap.take.plan import SentPart
 
 PIECE_BYTES = 8 << 20
 _BATCH = 256
+# A tensor below this is copied. So a thread that counts in a small one does not end the take.
+_COPIED_BYTES = 16 << 10
 
 
 class Piece(Struct, frozen=True):
@@ -107,7 +109,8 @@ def pieces_of(number: int, content: torch.Tensor | bytes, grid: Grid) -> Iterabl
         if grid.count > 1:
             return _runs(number, grid, view, content)
         # There may be many small tensors, so no more objects are made than needed.
-        return (Piece(number, 0, (nbytes,), view, content),)
+        small = nbytes <= _COPIED_BYTES
+        return (Piece(number, 0, (nbytes,), bytes(view) if small else view, content),)
     if content.is_contiguous():
         return _runs_on_device(number, grid, _bytes_of(content))
     held = HeldBox(Region.whole(grid.shape), as_copyable(content))

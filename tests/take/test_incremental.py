@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import torch
 
 from casnap import NewStore, Snapshot, StateDict, Store
@@ -127,3 +130,26 @@ def test_compressed_stores(tmp_path):
         for out in (torch.zeros(100, 1000), torch.zeros(1000, 100, dtype=torch.float64).t()):
             plain[name].restore({"s": StateDict(x=out)})
             assert torch.equal(out, x.to(out.dtype))
+
+
+def test_a_small_tensor_that_a_thread_writes_to_is_taken(tmp_path: Path) -> None:
+    """A count of samples, say. The take hashes and stores one copy of it."""
+    store, numbers = Store(tmp_path), [torch.arange(3000.0) for _ in range(300)]
+    state = {"s": StateDict({f"x{i}": number for i, number in enumerate(numbers)})}
+    store.take(state, "step_0")
+    is_over = threading.Event()
+
+    def count() -> None:
+        while not is_over.is_set():
+            for number in numbers:
+                number.add_(1)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        for step in range(1, 4):
+            store.take(state, f"step_{step}")
+    finally:
+        is_over.set()
+        thread.join()
+    assert store.check(data=True).ok
