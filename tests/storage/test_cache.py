@@ -8,8 +8,10 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
@@ -19,9 +21,10 @@ import lmdb
 import pytest
 
 from casnap import NewStore, Retention, StateDict, Store
+from casnap.format.digest import Digest
 from casnap.runtime.environment import boot_id
 from casnap.runtime.host_locks import locked
-from casnap.storage.lookup import lmdb_files
+from casnap.storage.lookup import index_cache, lmdb_files
 from casnap.storage.lookup.index_cache import LmdbCache
 from casnap.storage.lookup.lmdb_files import open_environment
 from tests.support.far import FarFolder
@@ -542,3 +545,21 @@ def test_one_process_of_a_host_learns_what_is_new(tmp_path: Path) -> None:
 
     assert [wait(pid) for pid in [start(look_anew) for _ in range(4)]] == [0] * 4
     assert len(list(tmp_path.glob("read-*"))) == 1
+
+
+def test_threads_keep_nodes_in_memory_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the trees of many snapshots of a bucket are read by many threads."""
+    monkeypatch.setattr(index_cache, "_NODES_BYTES", 2000)
+    interval = sys.getswitchinterval()
+    cache = index_cache.MemoryCache()
+
+    def keep(number: int) -> None:
+        for i in range(5000):
+            cache.keep_nodes([(Digest(b"%8d%8d" % (number, i)), b"x" * 50)])
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(keep, range(8)))
+    finally:
+        sys.setswitchinterval(interval)

@@ -164,6 +164,7 @@ class MemoryCache(IndexCache):
         self._places: dict[Digest, list[Place]] = {}
         self._nodes: dict[Digest, bytes] = {}
         self._nodes_bytes = 0
+        self._keeping = new_lock()
         self._notes: dict[bytes, bytes] = {}
 
     @override
@@ -192,12 +193,13 @@ class MemoryCache(IndexCache):
 
     @override
     def keep_nodes(self, nodes: Iterable[tuple[Digest, bytes]]) -> None:
-        for digest, node in nodes:
-            if digest not in self._nodes:
-                self._nodes[digest] = node
-                self._nodes_bytes += len(node)
-        while self._nodes_bytes > _NODES_BYTES:
-            self._nodes_bytes -= len(self._nodes.pop(next(iter(self._nodes)), b""))
+        with self._keeping:
+            for digest, node in nodes:
+                if digest not in self._nodes:
+                    self._nodes[digest] = node
+                    self._nodes_bytes += len(node)
+            while self._nodes_bytes > _NODES_BYTES:
+                self._nodes_bytes -= len(self._nodes.pop(next(iter(self._nodes))))
 
     @override
     def note(self, key: bytes) -> bytes | None:
