@@ -84,7 +84,7 @@ def role_of(path: str, entry: Entry) -> Role:
 
 
 _STRICT: dict[Role, frozenset[str]] = {
-    "loader": _LOADER | _DATA,
+    "loader": _LOADER,
     "scheduler": _SCHEDULER,
     "generators": frozenset({"rng"}),
 }
@@ -112,11 +112,13 @@ def stricter_role_of(path: str, entry: Entry) -> Role:
     if role != "weights":
         return role
     names = path.lower().split("/")[:-1]
-    words = {word for name in names if "." not in name for word in name.split("_")}
-    for found, strict in _STRICT.items():
-        if words & strict:
-            return found
-    return role
+    if names and names[0].isdigit():
+        del names[0]
+    # Only whole words of a key are of data: data2vec is a model.
+    if any(_DATA.intersection(re.split("[^a-z0-9]+", key)) for key in names[:1]):
+        return "loader"
+    words = _words(name for name in names if "." not in name)
+    return next((found for found, strict in _STRICT.items() if words & strict), role)
 
 
 def is_trained(path: str, entry: Entry) -> bool:

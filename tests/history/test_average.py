@@ -291,6 +291,8 @@ def test_fractions_of_a_loader_are_no_weights(tmp_path: Path) -> None:
                 "model": StateDict({"sampler.weight": some, "rng.bias": some}),
                 "generator": StateDict(weight=some),
                 "data2vec": StateDict(weight=some),
+                "net": StateDict(data={"w": some}),
+                "train-loader2": StateDict(buffer=some),
                 "dataloader_0": StateDict(buffers=[nested]),
                 "trainer": StateDict(sampler=nested, scheduler={"curve": some}),
                 "rng": StateDict(noise=some),
@@ -305,8 +307,9 @@ def test_fractions_of_a_loader_are_no_weights(tmp_path: Path) -> None:
         "trainer/scheduler/curve": "scheduler",
         "rng/noise": "generators",
         "dataset/mixture": "loader",
+        "train-loader2/buffer": "loader",
     }
-    assert report.averaged == 4
+    assert report.averaged == 5
     mean = store["mean"]
     assert float(mean.read_object("model/sampler.weight")[0, 0]) == 1
     assert float(mean.read_object("dataloader_0/buffers/0/shuffled")[0, 0]) == 2
