@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -129,7 +130,7 @@ def flatten(value: Any, path: str, *, allow_pickle: bool | None = None) -> Itera
         UnsupportedTypeError: A value cannot be stored; the message names its path.
     """
     arrays = _arrays()
-    try:
+    with _naming_recursion(path):
         for child_path, child, node in _walk(value, path, sparse=True):
             if node is not None:
                 yield _container_leaf(child_path, node)
@@ -143,10 +144,6 @@ def flatten(value: Any, path: str, *, allow_pickle: bool | None = None) -> Itera
                 yield _array_leaf(child_path, child, allow_pickle)
             else:
                 yield _value_leaf(child_path, child, allow_pickle)
-    except RecursionError:
-        raise UnsupportedTypeError(
-            f"{path}: keys or elements of sets are nested too deeply; flatten them"
-        ) from None
 
 
 def tensor_leaves(value: Any, path: str) -> Iterator[Leaf]:
@@ -160,9 +157,22 @@ def tensor_leaves(value: Any, path: str) -> Iterator[Leaf]:
         UnsupportedTypeError: A tensor cannot be stored; the message names its path.
     """
     arrays = _arrays()
-    for child_path, child, node in _walk(value, path, sparse=True):
-        if node is None and isinstance(child, arrays):
-            yield describe(child_path, child)
+    with _naming_recursion(path):
+        for child_path, child, node in _walk(value, path, sparse=True):
+            # An array of objects is a value.
+            is_array = node is None and isinstance(child, arrays)
+            if is_array and not getattr(child.dtype, "hasobject", False):
+                yield describe(child_path, child)
+
+
+@contextmanager
+def _naming_recursion(path: str) -> Iterator[None]:
+    try:
+        yield
+    except RecursionError:
+        raise UnsupportedTypeError(
+            f"{path}: keys or elements of sets are nested too deeply; flatten them"
+        ) from None
 
 
 def containers_of(value: Any, path: str) -> Iterator[Leaf]:

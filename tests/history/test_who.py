@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -183,12 +184,18 @@ def _take_by_ranks(folder: str) -> None:
 def test_only_tensors_count(store: Store) -> None:
     """A state may hold more: who() stores nothing."""
     tensors = tensors_at(2)
-    state = {"net": tensors, "loss": lambda x: x, "other": object(), "lr": 0.1}
+    objects = np.array([object()], dtype=object)
+    state = {"net": tensors, "loss": lambda x: x, "other": object(), "lr": 0.1, "all": objects}
     report = store.who(state)
     assert report.tensors == 9
     assert report.whole == ["run/step_2"]
     with pytest.raises(UnsupportedTypeError, match="model/net/far: a tensor on the meta device"):
         store.who({"net": {"far": torch.empty(3, device="meta")}})
+    key: tuple[object, ...] = ()
+    for _ in range(100_000):
+        key = (key,)
+    with pytest.raises(UnsupportedTypeError, match="nested too deeply"):
+        store.who({"net": {key: torch.ones(3)}})
 
 
 def test_a_snapshot_that_is_deleted_meanwhile(
