@@ -211,7 +211,7 @@ def load_together(
     """
     contents, paths = snapshot.contents, {value: casnap_path(value) for value in values}
     loading, to_clear = _match(snapshot, comm, targets, paths.values(), Fit())
-    fetch = partial(fetch_shared, comm, contents.store)
+    fetch, entries = partial(fetch_shared, comm, contents.store), list(loading.entries)
     with torch.no_grad(), without_torch_modes():
         known = loading.load_values(fetch, allow_pickle=allow_pickle)
         comm.all_gather(b"")  # returns once all ranks have compared: none writes before that
@@ -219,7 +219,7 @@ def load_together(
             memory.zero_()
         leaves = loading.load(fetch=fetch)
     comm.all_gather(b"")
-    log_remarks(contents, contents.entries(comm.rank), comm.rank, comm.size)
+    log_remarks(contents, entries, comm.rank, comm.size)
     return {value: inflate(path, leaves, known=known) for value, path in paths.items()}
 
 

@@ -134,6 +134,11 @@ class Loading:
         self._unknown: list[tuple[str, Entry]] = []
         self._landings = Landings(())
 
+    @property
+    def entries(self) -> Iterator[tuple[str, Entry]]:
+        """The path and entry of each value that is still to be loaded."""
+        return ((item.path, item.entry) for item in self._items)
+
     def add(
         self,
         path: str,
@@ -335,7 +340,6 @@ class Loading:
         return count
 
 
-# The commits of the snapshots that a warning has named.
 def _preparation(tensors: Iterable[torch.Tensor]) -> Callable[[Slot], object] | None:
     """Return a function that pins a buffer for the tensors' device; None if all are on the CPU."""
     device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)

@@ -15,7 +15,9 @@ from casnap.storage import Contents
 
 _log = logging.getLogger("casnap")
 
+# Moments; and learning rates, which the groups of parameters have.
 _OF_OPTIMIZERS: frozenset[Role] = frozenset({"moments", "scheduler"})
+# The commits of the snapshots that a warning has named.
 _warned: set[bytes] = set()
 
 

@@ -51,8 +51,6 @@ from casnap.state.tensors import Leaf
 from casnap.state.values import check_pickle_allowed
 from casnap.storage import Contents
 
-# Moments; and learning rates, which the groups of parameters have.
-
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreOptions:

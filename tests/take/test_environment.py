@@ -18,7 +18,7 @@ import casnap
 from casnap import Snapshot, StateDict, Store
 from casnap.cli import cli
 from casnap.errors import DamagedError
-from casnap.extending import name_trainer
+from casnap.extending import Region, Target, join, load_together, name_trainer
 from casnap.format.names import STORE_FOLDER
 from tests.support.forger import STATE, Forger
 from tests.support.ranks import Worlds
@@ -102,6 +102,21 @@ def test_a_resume_warns_of_what_changes_numbers(
         ("INFO", text),
         ("WARNING", f"{text}. So the training may compute other numbers than before"),
     ]
+
+
+def test_a_trainer_that_loads_weights_alone_is_not_warned(
+    store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "casnap")
+    app_state = training()
+    snapshot = store.take(app_state, "run/1")
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    weight = app_state["model"].weight.detach()
+    target = Target(("model", "weight"), (3, 3), [(Region.whole((3, 3)), weight)])
+    with join(None, None, "a load") as comm:
+        load_together(snapshot, comm, [target])
+        load_together(snapshot, comm, [target], [("optim",)])
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
 
 
 def test_a_trainer_that_is_imported_later_is_no_change(store: Store) -> None:
