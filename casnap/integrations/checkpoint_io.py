@@ -473,7 +473,8 @@ def pass_over_cut_off(callback: Any) -> None:
             place = Path(local_path(path))
             successor = place.with_stem(place.stem.removesuffix(_ASIDE))
             if successor != place and snapshot_at(successor) is not None:
-                successor.mkdir(exist_ok=True)
+                with suppress(OSError):  # it is a file again, or nobody may write here
+                    successor.mkdir(exist_ok=True)
                 replaced.add(path)
             elif is_folder(place) and snapshot_at(place) is None:
                 with suppress(OSError):  # it is not empty, or another rank was faster
