@@ -1179,7 +1179,8 @@ class Store:
                 to 1.
             exact: Sum in float64.
             metadata: Metadata of the new snapshot. It also gets ``average_of``, the names, and
-                ``average_weights``; of more than 400 snapshots, only the first and the last name.
+                ``average_weights``; of more than 400 snapshots, the first and the last name, and in
+                a text how many there are between.
             overwrite: Replace a snapshot of this name, unless it has a tag.
             progress: True shows bars. Or a function, called as ``progress(phase, done, total)``, in
                 bytes.

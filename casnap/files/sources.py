@@ -96,7 +96,7 @@ class MappedFile:
                 self.bytes = torch.frombuffer(
                     _mapping(stream.fileno(), nbytes, path), dtype=torch.uint8
                 )
-        self.view = view_at(self.bytes.data_ptr(), nbytes) if nbytes else memoryview(b"")
+        self.view = view_at(self.bytes.data_ptr(), nbytes)
 
     def elements(
         self, start: int, shape: Sequence[int], itemsize: int, strides: Sequence[int] | None = None
