@@ -67,6 +67,7 @@ class Preemption:
         self._name = name
         self._pg = pg
         self._group = _own_group(pg)
+        self._values: Any = None
         self._since: float | None = None
         self._stopped = self._closed = False
         # The last step; the last one that has ended since the loader gave a batch; and the one
@@ -211,12 +212,18 @@ class Preemption:
         self._agreed_at = time.monotonic()
         return bool(any_asked), longest
 
-    def _most(self, *values: float) -> list[float]:
-        """Return the maximum over all ranks, for each of the values. All ranks call this."""
+    def _most(self, first: float, second: float = 0.0, third: float = 0.0) -> list[float]:
+        """Return the maximum over all ranks, for each of three values. All ranks call this."""
         import torch
         import torch.distributed as dist
 
-        tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
+        if self._values is None:
+            # It stays: with torch 2.7, a thread of gloo that frees a tensor waits for the GIL, and
+            # `close` holds that while it waits for the thread.
+            with torch.inference_mode(mode=False):
+                self._values = torch.empty(3, dtype=torch.float64, device="cpu")
+        tensor = self._values
+        tensor.copy_(torch.tensor([first, second, third], dtype=torch.float64, device="cpu"))
         try:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as e:
