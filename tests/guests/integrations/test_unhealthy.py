@@ -166,5 +166,5 @@ def test_lightning_says_it(
     caplog.clear()
     caplog.set_level(logging.WARNING, "casnap")
     assert plugin.load_checkpoint(tmp_path / "a" / "1.ckpt")["state_dict"]["w"].isnan().all()
-    assert "1.ckpt has NaN or infinite elements: `casnap show" in caplog.text
+    assert "1.ckpt has NaN or infinite elements in 1 tensor: `casnap show" in caplog.text
     assert Snapshot(tmp_path / "a" / "1.ckpt").unhealthy == 1
