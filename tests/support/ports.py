@@ -6,8 +6,6 @@ import random
 import socket
 from contextlib import ExitStack, suppress
 
-_claims: list[ExitStack] = []
-
 
 def free_port(*also: int) -> int:
     """Return a free port that nobody else takes before it is used.
@@ -21,9 +19,9 @@ def free_port(*also: int) -> int:
     """
     while True:
         port = random.SystemRandom().randrange(10_000, 20_000)
-        with suppress(OSError), ExitStack() as probes, ExitStack() as claim:
-            claim.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0casnap-tests-port-{port}")
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as claim, ExitStack() as probes:
+            claim.bind(f"\0casnap-tests-port-{port}")
             for each in (port, *(port + distance for distance in also)):
                 probes.enter_context(socket.socket()).bind(("", each))
-            _claims.append(claim.pop_all())
+            claim.detach()  # it stays open as long as this process
             return port
