@@ -318,11 +318,11 @@ def test_fractions_of_a_loader_are_no_weights(tmp_path: Path) -> None:
 def test_many_snapshots(tmp_path: Path) -> None:
     """Their names would not fit into the metadata."""
     store = Store(tmp_path)
-    names = [f"run/a_name_of_some_length/step_{i:06}" for i in range(401)]
+    names = [f"run/a_name_of_some_length/step_{i:06}" for i in range(5)]
     for step, name in enumerate(names):
         store.take({"model": StateDict(w=torch.full((4,), float(step)))}, name)
-    store.average(names * 5, "mean", decay=0.0)
-    assert float(store["mean"].read_object("model/w")[0]) == 400
+    store.average(names * 401, "mean", decay=0.0)
+    assert float(store["mean"].read_object("model/w")[0]) == 4
     assert store["mean"].metadata.user["average_of"] == [names[0], "… 2,003 more", names[-1]]
 
 
