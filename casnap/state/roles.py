@@ -59,9 +59,7 @@ def role_of(path: str, entry: Entry) -> Role:
         path: The path, ``<key>/<path>``, or with the number of a rank before it.
         entry: Its entry.
     """
-    names = path.lower().split("/")
-    if names[0].isdigit() and len(names) > 1:
-        del names[0]
+    names = _names_in(path)
     # torchtitan's optimizers have such names: state.layers.0.weight.exp_avg
     ends = {end for name in names for end in (name.partition(".")[0], name.rpartition(".")[2])}
     words, last_words, key_words = _words(names), _words(names[-1:]), _words(names[:1])
@@ -111,9 +109,7 @@ def stricter_role_of(path: str, entry: Entry) -> Role:
     role = role_of(path, entry)
     if role != "weights":
         return role
-    names = path.lower().split("/")[:-1]
-    if names and names[0].isdigit():
-        del names[0]
+    names = _names_in(path)[:-1]
     # Only whole words of a key are of data: data2vec is a model.
     if any(_DATA.intersection(re.split("[^a-z0-9]+", key)) for key in names[:1]):
         return "loader"
@@ -144,6 +140,12 @@ def form_of(entry: Entry) -> int:
 def role_of_form(path: str, form: int) -> Role:
     """Return the role of an entry by its path and its form; see :func:`role_of`."""
     return role_of(path, _FORMS[form % len(_FORMS)])
+
+
+def _names_in(path: str) -> list[str]:
+    """Return the components of a path in lower case, without the number of a rank before them."""
+    names = path.lower().split("/")
+    return names[1:] if names[0].isdigit() and len(names) > 1 else names
 
 
 def _words(names: Iterable[str]) -> set[str]:
