@@ -26,7 +26,7 @@ from casnap.format.tree import LeafNode
 from casnap.history.rounded import MOST_SNAPSHOTS, RoundedSearch
 from casnap.runtime.sizes import size
 from casnap.runtime.torch_modes import without_torch_modes
-from casnap.state.flatten import flatten, tensor_leaves
+from casnap.state.flatten import tensor_leaves
 from casnap.state.roles import is_trained
 from casnap.state.tensors import TENSOR_DTYPES, Leaf
 from casnap.storage import Contents
@@ -342,7 +342,7 @@ def _narrowed(leaf: Leaf, chunk_size: int) -> Iterator[TensorContent]:
     for dtype in _NARROWER[entry.dtype]:
         narrow = tensor.to(TENSOR_DTYPES[dtype])
         if torch.equal(narrow.to(tensor.dtype), tensor):
-            source = DividedLeaves({MODEL: list(flatten({"x": narrow}, MODEL))})
+            source = DividedLeaves({MODEL: list(tensor_leaves({"x": narrow}, MODEL))})
             yield from filter(None, map(_identity, entries_of(source, chunk_size).values()))
 
 
