@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from casnap import errors as errors
 from casnap.errors import CasnapError as CasnapError
-from casnap.runtime.later import imported_later as _imported_later
+from casnap.runtime.lazy_imports import imported_later as _imported_later
 from casnap.snapshot import EntriesByPath as EntriesByPath
 from casnap.snapshot import Snapshot as Snapshot
 from casnap.snapshot import SnapshotMetadata as SnapshotMetadata

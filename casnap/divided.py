@@ -22,7 +22,7 @@ from casnap.restore.loading import Loading
 from casnap.restore.remarks import log_remarks
 from casnap.restore.shared_reads import fetch_shared
 from casnap.restore.targets import why_unfit
-from casnap.runtime.later import ModuleLater
+from casnap.runtime.lazy_imports import ModuleLater
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.flatten import inflate
 from casnap.state.sharded import Shards

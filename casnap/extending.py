@@ -1,5 +1,8 @@
 """The names that other programs build on: trainers, engines and reports outside of casnap.
 
+Most trainers need only ``Store.async_take``; the names about ranks and divided tensors are for
+frameworks that divide tensors in their own way.
+
 Such a program imports the names of ``casnap`` and ``casnap.errors``, and the names below. Semantic
 versioning holds for all of them. ``docs/guides/own-trainer.md`` uses them.
 
@@ -31,7 +34,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from casnap.runtime.later import imported_later
+from casnap.runtime.lazy_imports import imported_later
 
 if TYPE_CHECKING:
     from casnap.backends.local_files import exists as exists

@@ -16,7 +16,7 @@ from casnap.latest import find_witness
 from casnap.ranks.comm import Comm
 from casnap.ranks.joining import join
 from casnap.runtime.environment import crowded_folders, local_path
-from casnap.runtime.later import ModuleLater
+from casnap.runtime.lazy_imports import ModuleLater
 from casnap.runtime.nesting import is_within_call, refuse_nested_take
 from casnap.snapshot import Snapshot, begin_take, take_from, witness_from
 from casnap.storage import Location

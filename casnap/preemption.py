@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from casnap.errors import CasnapError, RankError
 from casnap.runtime.fork import add_signal, in_child, never_free, remove_signal
-from casnap.runtime.later import ModuleLater
+from casnap.runtime.lazy_imports import ModuleLater
 from casnap.runtime.units import Duration, seconds_of
 from casnap.state.stateful import AppState
 from casnap.take.pending import held_back, wait_for_last

@@ -31,7 +31,7 @@ from casnap.restore.indexing import Index
 from casnap.restore.renaming import Rename
 from casnap.restore.restore_report import NewRanks
 from casnap.runtime.environment import given_path, local_path
-from casnap.runtime.later import ModuleLater
+from casnap.runtime.lazy_imports import ModuleLater
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import ProgressOption, callback_of
 from casnap.runtime.threads import python_gc_paused

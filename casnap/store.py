@@ -21,7 +21,7 @@ from casnap.format.names import check_name, name_text
 from casnap.format.records import DEFAULT_CHUNK_SIZE
 from casnap.runtime.environment import given_path, local_path
 from casnap.runtime.fork import cached_property
-from casnap.runtime.later import ModuleLater
+from casnap.runtime.lazy_imports import ModuleLater
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import ProgressOption, callback_of
 from casnap.runtime.units import (

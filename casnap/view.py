@@ -1,7 +1,7 @@
 """The snapshots of a store that lie below a prefix. ``Store`` and ``Snapshot`` are built on it.
 
-This module imports ``storage`` and lower layers. Only when it opens a store that has a mirror, it
-also imports ``mirror`` and ``take``.
+This module imports ``storage`` and lower layers. When it opens a store that has a mirror, it
+also imports ``mirror`` and ``take``; once a take has committed, ``comparing``.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ _LOOKS_ITSELF = {
     "casnap.backends.remote.gcs_credentials",
     "casnap.storage.reading.chunk_cache",
     "casnap.storage.lookup.index_cache",
-    "casnap.runtime.work_tree",
+    "casnap.runtime.git_commit",
     "casnap.storage.lookup.lmdb_files",
 }
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from casnap.backends.base import Backend
 from casnap.backends.local.backend import LocalBackend
 from casnap.runtime.environment import local_path
-from casnap.runtime.later import imported_later
+from casnap.runtime.lazy_imports import imported_later
 
 if TYPE_CHECKING:
     from casnap.backends.memory import MemoryBackend as MemoryBackend

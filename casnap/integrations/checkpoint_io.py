@@ -302,9 +302,10 @@ class SnapshotIO(_Base):
             super().remove_checkpoint(path)
 
     def _witness(self, checkpoint: dict[str, Any]) -> WitnessError | None:
-        """Make a witness of what would be saved now, if one is due; return an error to be raised.
+        """Make a witness of what would be saved now, if one is due.
 
-        What callbacks and loops count is left out: times, paths, how often a run was resumed.
+        The keys ``callbacks`` and ``loops`` are left out: they hold times, paths, and how often a
+        run was resumed. An error is returned, so that all ranks can raise it.
         """
         if not self._witnesses.are_due:
             return None

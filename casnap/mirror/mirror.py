@@ -14,7 +14,8 @@ copies in it, and :meth:`Mirror._pause` holds it up during a take. To make copie
 ``_copy_all``: after ``destination()``, raise an error that :meth:`Mirror._run` ignores, as it
 ignores ``BusyError``. A plain return would count as a success, and end the pauses after failures.
 Leave ``wake`` as it is: :meth:`Mirror.start` waits for the first pass, and :meth:`Mirror.wait`
-returns only once all snapshots are copied.
+returns only once all snapshots are copied. To end a pass that runs, raise such an error in
+``_on_progress``.
 """
 
 from __future__ import annotations

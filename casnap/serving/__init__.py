@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from casnap.runtime.later import imported_later as _imported_later
+from casnap.runtime.lazy_imports import imported_later as _imported_later
 from casnap.serving.options import FollowerOptions as FollowerOptions
 from casnap.serving.options import FollowEvent as FollowEvent
 from casnap.serving.options import PullOptions as PullOptions

@@ -20,7 +20,7 @@ from casnap.files.safetensors_header import header_of, itemsize_of, read_header
 from casnap.format.delta import base_of, changed_by
 from casnap.format.digest import digest_of
 from casnap.runtime.fork import new_lock
-from casnap.runtime.later import ModuleLater
+from casnap.runtime.lazy_imports import ModuleLater
 from casnap.runtime.threads import cores, mapped
 from casnap.serving.folder import FILE_MODE
 from casnap.serving.version import (

@@ -253,8 +253,8 @@ class Reopened(NamedTuple):
     """A container that has been read from a store, though its elements have not.
 
     Attributes:
-        components: The path component of each element. Keys of a dict come as a list. Numbers are
-            made one by one, since a damaged store may claim any number of elements.
+        components: The path component of each element: a list for the keys of a dict, an iterator
+            for the indices of a sequence, since a damaged store may claim any number of elements.
         build: Makes the container from its elements.
     """
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from casnap.runtime.environment import numeric_variables
-from casnap.runtime.work_tree import commit_of_program
+from casnap.runtime.git_commit import commit_of_program
 from casnap.version import __version__
 
 _log = logging.getLogger("casnap")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ForwardRef, Protocol, TypeAlias, runtime_checkable
 
 from casnap.errors import MismatchError, UnsupportedTypeError, with_article
-from casnap.runtime.later import ModuleLater
+from casnap.runtime.lazy_imports import ModuleLater
 
 if TYPE_CHECKING:
     import numpy

@@ -379,7 +379,8 @@ class DividedLeaves:
     """Leaves that the caller has already divided among the ranks; all of them are global.
 
     Args:
-        leaves: Key → the leaves below it that this rank has. All ranks have the same keys.
+        leaves: Key → the leaves below it that this rank has. All ranks have the same keys; one rank
+            also has the leaves of the containers.
     """
 
     def __init__(self, leaves: Mapping[str, list[Leaf]]) -> None:

@@ -23,7 +23,7 @@ from casnap.errors import (
 )
 from casnap.format.records import Row
 from casnap.runtime.environment import OnUnhealthy, health_asked, obeys_health
-from casnap.runtime.later import ModuleLater
+from casnap.runtime.lazy_imports import ModuleLater
 from casnap.runtime.progress import Progress
 from casnap.runtime.units import Size, bytes_if_given, count_if_given, count_of
 

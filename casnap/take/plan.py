@@ -340,11 +340,12 @@ def _covered_runs(runs: list[tuple[int, int, int]]) -> list[CoveredRun]:
     """Cut runs of cells, which may overlap, wherever any run begins or ends.
 
     Args:
-        runs: Runs, sorted: the first cell, one past the last, and the index of the box.
+        runs: For each box, the runs of the cells that it holds a part of: the first cell, one past
+            the last, the index of the box. They are sorted.
 
     Returns:
-        The shorter runs: the first cell, one past the last, and the indices of the boxes whose
-        given runs contain it.
+        Shorter runs: the first cell, one past the last, and the indices of all boxes that hold a
+        part of these cells.
     """
     if all(a[1] <= b[0] for a, b in pairwise(runs)):
         return [(first_cell, stop, (i,)) for first_cell, stop, i in runs]

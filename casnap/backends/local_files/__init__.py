@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from casnap.runtime.later import imported_later
+from casnap.runtime.lazy_imports import imported_later
 
 if TYPE_CHECKING:
     from casnap.backends.local_files.durability import put_whole as put_whole

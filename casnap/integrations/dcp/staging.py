@@ -159,9 +159,10 @@ on_release(lambda: _kept_memory.value.give_up())
 class KeptStager:
     """The part of a writer that DCP uses as an ``AsyncStager``.
 
-    Once a save has written from its copies, its stager is kept for the next save. If a save fails
-    before it writes, or if another save is staged meanwhile, its stager is dropped. So no two saves
-    ever share memory.
+    It copies by a ``DefaultStager`` of torch, which owns the memory of the copies. Once a save has
+    written from them, the next save uses the same ``DefaultStager``. If a save fails before it
+    writes, or if another save is staged meanwhile, the ``DefaultStager`` is dropped. So no two
+    saves ever share memory.
     """
 
     _synchronize_after_execute = False

@@ -165,7 +165,7 @@ class Repository:
         return self.lookup.newest.look()
 
     def recent(self) -> Root:
-        """Return the newest root. On a remote store, it may have been the newest some seconds ago.
+        """Return the newest root; on a remote store perhaps one that was newest some seconds ago.
 
         Such a root is recent enough to begin a change, or to read from: if a read fails, newer
         roots are tried.
