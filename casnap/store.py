@@ -1170,6 +1170,9 @@ class Store:
         The weights need not sum to one, nor lie between 0 and 1: ``[1 - w, w]`` with ``w`` above 1
         goes beyond the second snapshot.
 
+        The mean is measured if a snapshot was, or if this store was opened with ``health=``: see
+        :attr:`Snapshot.unhealthy`. A warning names its tensors with NaN or infinite elements.
+
         Args:
             names: The snapshots, or their names.
             into: The name of the new snapshot.
@@ -1194,6 +1197,8 @@ class Store:
             SnapshotExistsError: The name is taken.
             StateError: No tensor of weights has one shape and dtype in all snapshots.
             DamagedError: A chunk is missing or damaged; nothing was committed.
+            UnhealthyError: A tensor of the mean has NaN or infinite elements, and the options of
+                this store ask for this error; nothing was committed.
         """
         from casnap.history.average import average, checked_weights, moving_weights, notes_of
         from casnap.storage import Contents
@@ -1217,6 +1222,7 @@ class Store:
             progress=callback_of(progress),
             threads=view.threads,
             hooks=view.hooks,
+            health=view.health,
         )
         name = view.local_name(into)
         full = check_name(view.full_of(name))

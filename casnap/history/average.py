@@ -29,8 +29,10 @@ import torch
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest, split_digests
 from casnap.format.entries import INLINE_BYTES, Entry, Manifest, OwnedTree, Payload, with_payload
-from casnap.format.records import THINNED, Row, Stats
+from casnap.format.health import TensorHealth
+from casnap.format.records import THINNED, UNHEALTHY, Row, Stats
 from casnap.history.averaging_plan import SUM_DTYPES, TensorToAverage, plan_average
+from casnap.history.mean_health import health_of_mean
 from casnap.history.means import Means
 from casnap.ranks.comm import SingleProcess
 from casnap.runtime.batches import batches
@@ -38,12 +40,14 @@ from casnap.runtime.buffers import copy, view_at
 from casnap.runtime.progress import ProgressCounter
 from casnap.runtime.threads import Crew, SharedItems, cores, run_shielded
 from casnap.runtime.torch_modes import without_torch_modes
+from casnap.state.measuring import measured_pieces
 from casnap.state.tensors import TENSOR_DTYPES
 from casnap.storage import Contents, ReadOptions, Repository, Session, Want, again
 from casnap.take.commit import TakeCommit
+from casnap.take.health import HealthNotes
 from casnap.take.manifest import payload_of
 from casnap.take.metadata import checked_metadata
-from casnap.take.options import TakeOptions
+from casnap.take.options import HealthOptions, TakeOptions
 from casnap.take.ranks.agreement import agree
 
 _log = logging.getLogger("casnap")
@@ -163,11 +167,14 @@ def average(
         sources: The snapshots. A tensor without a mean is taken from the last one.
         weights: The weight of each snapshot, as :func:`checked_weights` returns them.
         name: The full name of the new snapshot.
-        options: The metadata of the new snapshot, and whether it replaces one of the same name.
+        options: The metadata of the new snapshot, whether it replaces one of the same name, and how
+            to measure it. It is measured in any case if one of the snapshots was.
         exact: Whether to sum in float64.
 
     Raises:
         SnapshotExistsError: The name is taken.
+        UnhealthyError: A tensor of the mean has NaN or infinite elements, and the options ask for
+            this error. Nothing was committed.
         SnapshotNotFoundError: A snapshot was deleted meanwhile, and its chunks were collected.
         StateError: No tensor of weights has one shape and dtype in all snapshots; or the metadata
             hold something that JSON cannot, or take more than 64 KiB.
@@ -177,9 +184,13 @@ def average(
     started = time.monotonic()
     options = replace(options, metadata=checked_metadata(options.metadata or {}))
     keeps_equal = weights is None or abs(fsum(weights) - 1) < 1e-9
+    if options.health is None and any(source.row.unhealthy is not None for source in sources):
+        options = replace(options, health=HealthOptions())
     comm = SingleProcess()
+    warning = ""
 
     def write(crew: Crew) -> Row:
+        nonlocal warning
         with comm, without_torch_modes():
             codec = agree(store, name, [], options, comm).codec
             with Session(store, crew, codec) as session:
@@ -190,6 +201,9 @@ def average(
                 notes = dict(options.hooks.notes(name))
                 if manifest.thinned:
                     notes[THINNED] = True
+                if averaging.health is not None and options.health is not None:
+                    warning = averaging.health.judgement(name, options.health)
+                    notes[UNHEALTHY] = averaging.health.count
                 commit = TakeCommit(store, name, options, comm, started, notes)
                 last = sources[-1].row.stats
                 stats = Stats(logical_bytes=last.logical_bytes, entries=last.entries)
@@ -199,14 +213,11 @@ def average(
         for source in sources:
             reading.enter_context(source.reading())
         plan = plan_average(sources, keeps_equal=keeps_equal)
-        if unhealthy := [source.name for source in sources if source.row.unhealthy]:
-            _log.warning(
-                "%s: there are NaN or infinite elements in %s; where these are weights, the mean "
-                "has them, too: `casnap show NAME --health` lists the tensors",
-                name,
-                ", ".join(unhealthy)[:400],
-            )
         row = again(store, lambda: run_shielded(write, options.threads), f"{name}: the average")
+    if warning:
+        unhealthy = ", ".join(source.name for source in sources if source.row.unhealthy)
+        also = f". There are such elements in {unhealthy:.400}" if unhealthy else ""
+        _log.warning("%s%s", warning, also)
     return AverageReport(
         name,
         [source.name for source in sources],
@@ -219,6 +230,18 @@ def average(
     )
 
 
+class _Results(NamedTuple):
+    """The results for a tensor whose bytes lie in chunks.
+
+    Attributes:
+        digests: The digest of each of its chunks.
+        health: The number of each cell that was measured → its health.
+    """
+
+    digests: list[Digest]
+    health: dict[int, TensorHealth]
+
+
 class _CellToAverage(NamedTuple):
     """A cell of a tensor whose mean is to be computed.
 
@@ -227,14 +250,14 @@ class _CellToAverage(NamedTuple):
         number: The number of the cell.
         nbytes: Its bytes.
         digests: The digest of its chunk in each snapshot.
-        into: The list that gets the digest of the new chunk, at index ``number``.
+        into: The results for the tensor, which get those of this cell.
     """
 
     tensor: TensorToAverage
     number: int
     nbytes: int
     digests: tuple[Digest, ...]
-    into: list[Digest]
+    into: _Results
 
 
 class _Averaging:
@@ -248,6 +271,10 @@ class _Averaging:
         options: The options of the new snapshot.
         exact: Whether to sum in float64.
         keeps_equal: Whether an element that is equal in all snapshots stays as it is.
+
+    Attributes:
+        health: The notes about the health of the mean, once it is written; None if the options do
+            not ask for them.
     """
 
     def __init__(
@@ -265,6 +292,9 @@ class _Averaging:
         self._weights = weights
         self._session = session
         self._crew = crew
+        self._options = options
+        self._measures = options.health is not None
+        self.health: HealthNotes | None = None
         self._progress = ProgressCounter(options.progress, "averaging")
         self._exact = exact
         self._keeps_equal = keeps_equal
@@ -275,22 +305,28 @@ class _Averaging:
     def write(self, tensors: Sequence[TensorToAverage]) -> Manifest:
         """Write the mean of tensors; return the manifest of the last snapshot with these means."""
         self._progress.total = len(self._sources) * sum(t.entry.payload.nbytes for t in tensors)
-        digests = [list[Digest]() for _ in tensors]
-        cells = (c for t, into in zip(tensors, digests, strict=True) for c in self._cells(t, into))
+        results = [_Results([], {}) for _ in tensors]
+        cells = (c for t, into in zip(tensors, results, strict=True) for c in self._cells(t, into))
         most = max(1, self._staged_bytes // max(2, len(self._sources)))
         windows = SharedItems(batches(cells, lambda cell: cell.nbytes, most), self._crew)
         self._rely_on_last()
         self._crew.run(lambda: self._compute(windows), self._threads)
         changes: dict[OwnedTree, dict[str, Entry]] = {}
         means: dict[str, Means] = {}
-        for tensor, own in zip(tensors, digests, strict=True):
+        measured: dict[str, TensorHealth] = {}
+        for tensor, own in zip(tensors, results, strict=True):
             nbytes = tensor.entry.payload.nbytes
             if nbytes <= INLINE_BYTES:
-                payload = Payload(nbytes, self._small_mean(tensor, means))
+                raw = self._small_mean(tensor, means)
+                payload = Payload(nbytes, raw)
+                parts = measured_pieces([(tensor.entry.dtype, raw)] * self._measures)
             else:
-                payload = payload_of(nbytes, b"".join(own), self._session.put_node)
+                payload = payload_of(nbytes, b"".join(own.digests), self._session.put_node)
+                parts = [own.health[number] for number in sorted(own.health)]
+            if parts:
+                measured[tensor.path] = TensorHealth.of_parts(parts)
             changes.setdefault(tensor.tree, {})[tensor.inner] = with_payload(tensor.entry, payload)
-        return self._manifest(changes)
+        return self._manifest(changes, measured)
 
     def _rely_on_last(self) -> None:
         """Declare that the commit needs all nodes and chunks of the last snapshot.
@@ -329,8 +365,8 @@ class _Averaging:
         means.write(0, elements[0])
         return bytes(raws[0])
 
-    def _cells(self, tensor: TensorToAverage, into: list[Digest]) -> Iterator[_CellToAverage]:
-        """Yield the cells of a tensor whose means must be computed.
+    def _cells(self, tensor: TensorToAverage, into: _Results) -> Iterator[_CellToAverage]:
+        """Yield the cells of a tensor whose means must be computed; all if they are measured.
 
         Args:
             tensor: The tensor.
@@ -344,10 +380,10 @@ class _Averaging:
             split_digests(source.digests(entry.payload, grid, tensor.path))
             for source, entry in zip(self._sources, tensor.entries, strict=True)
         ]
-        into += lists[-1]
+        into.digests.extend(lists[-1])
         for number, digests in enumerate(zip(*lists, strict=True)):
             nbytes = grid.cell_bytes(number)
-            if self._keeps_equal and len({*digests}) == 1:
+            if self._keeps_equal and not self._measures and len({*digests}) == 1:
                 self._progress.add(nbytes * len(digests))
             else:
                 yield _CellToAverage(tensor, number, nbytes, digests, into)
@@ -377,7 +413,11 @@ class _Averaging:
                     self._take_turns(window, turn, places[0], made)
                 raws = [view_at(chunk.data_ptr(), chunk.nbytes) for chunk in places[0]]
                 for cell, digest in zip(window, writer.store(raws), strict=True):
-                    cell.into[cell.number] = digest
+                    cell.into.digests[cell.number] = digest
+                if self._measures:
+                    pieces = ((c.tensor.entry.dtype, r) for c, r in zip(window, raws, strict=True))
+                    for cell, found in zip(window, measured_pieces(pieces), strict=True):
+                        cell.into.health[cell.number] = found
         finally:
             writer.finish()
 
@@ -418,8 +458,17 @@ class _Averaging:
                 # Sums of all blocks are kept only if there is another turn.
                 total += len(turn) < len(self._sources)
 
-    def _manifest(self, changes: Mapping[OwnedTree, dict[str, Entry]]) -> Manifest:
-        """Return the manifest of the last snapshot, with some of its entries replaced."""
+    def _manifest(
+        self,
+        changes: Mapping[OwnedTree, dict[str, Entry]],
+        measured: Mapping[str, TensorHealth],
+    ) -> Manifest:
+        """Return the manifest of the last snapshot, with some of its entries replaced.
+
+        Args:
+            changes: The entries to replace in each tree, by their paths below its key.
+            measured: The health of the tensors that are means, by path.
+        """
         last = self._sources[-1]
         manifest = last.manifest
         shared = dict(manifest.shared)
@@ -428,10 +477,17 @@ class _Averaging:
             edited = last.tree(tree.digest).edit(entries, self._session.put_node)
             assert edited is not None
             (shared if tree.owner is None else ranks[str(tree.owner)])[tree.component] = edited
-        # The last take has its environment; the mean was computed here, and not measured.
-        return msgspec.structs.replace(
+        # The last take has its environment; the mean was computed here.
+        mean = msgspec.structs.replace(
             manifest, shared=shared, ranks=ranks, environment={}, health={}
         )
+        if self._options.health is None:
+            return mean
+        # Both have trees of the same keys, in the same order.
+        trees = [(old, new.digest) for old, new in zip(manifest.trees(), mean.trees(), strict=True)]
+        ignore = self._options.health.ignore
+        self.health = health_of_mean(self._sources, measured, trees, ignore)
+        return msgspec.structs.replace(mean, health=self.health.fitting_records)
 
 
 def _want(cell: _CellToAverage, number: int, chunk: torch.Tensor) -> Want:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 from casnap.errors import DamagedError
 from casnap.format.entries import TensorEntry
 from casnap.format.health import TensorHealth, has_health, unpack_health
 from casnap.runtime.torch_modes import without_torch_modes
-from casnap.state.measuring import measured_together
+from casnap.state.measuring import measured_pieces
 from casnap.storage import Contents
 
 
@@ -33,7 +32,7 @@ def read_health(contents: Contents) -> dict[str, TensorHealth]:
         return {}
     found: dict[str, TensorHealth] = {}
     # Entries that hold their bytes: what these have is computed here.
-    inline: defaultdict[str, dict[str, bytes]] = defaultdict(dict)
+    inline = dict[str, tuple[str, bytes]]()
     for owned in manifest.trees():
         label, tree = owned.label, contents.tree(owned.digest)
         noted = _noted(contents, label, len(tree), records.get(owned.digest, [b"", b""]))
@@ -43,9 +42,8 @@ def read_health(contents: Contents) -> dict[str, TensorHealth]:
             if number in noted:
                 found[label + path] = noted[number]
             elif not entry.payload.digests:
-                inline[entry.dtype][label + path] = entry.payload.inline
-    for dtype, raws in inline.items():
-        found |= zip(raws, measured_together(dtype, [*raws.values()]), strict=True)
+                inline[label + path] = entry.dtype, entry.payload.inline
+    found |= zip(inline, measured_pieces(inline.values()), strict=True)
     return dict(sorted(found.items()))
 
 

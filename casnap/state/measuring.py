@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from math import inf, isfinite, sqrt
@@ -19,6 +20,8 @@ from casnap.state.tensors import TENSOR_DTYPES
 _BLOCK = 32_000
 # Elements that are looked at at a time, so that little is copied.
 _PART = 1 << 20
+# Pieces of at most so many bytes are measured many at a time.
+_SMALL_BYTES = 16 << 10
 # Below this, squares of float64 may have lost bits, or have become 0.
 _TINY = 1e-280
 # What torch computes with; it casts other dtypes first.
@@ -72,6 +75,24 @@ def measured(elements: torch.Tensor) -> TensorHealth:
         low, high = torch.aminmax(block)
         largest = max(largest, -float(low), float(high))
     return _of_finite(squares, largest) or _measured_all(elements)
+
+
+def measured_pieces(pieces: Iterable[tuple[str, memoryview | bytes]]) -> list[TensorHealth]:
+    """Return the health of each of some pieces of tensors; small ones are measured together.
+
+    Args:
+        pieces: The dtype of each piece, as in an entry, and its bytes.
+    """
+    found = dict[int, TensorHealth]()
+    small: defaultdict[str, dict[int, memoryview | bytes]] = defaultdict(dict)
+    for number, (dtype, raw) in enumerate(pieces):
+        if len(raw) <= _SMALL_BYTES:
+            small[dtype][number] = raw
+        else:
+            found[number] = measured(elements_on_host(dtype, raw))
+    for dtype, parts in small.items():
+        found |= zip(parts, measured_together(dtype, [*parts.values()]), strict=True)
+    return [found[number] for number in range(len(found))]
 
 
 def measured_together(dtype: str, parts: Sequence[memoryview | bytes]) -> list[TensorHealth]:

@@ -16,22 +16,17 @@ from math import prod
 
 import msgspec
 
+from casnap.errors import UnhealthyError
 from casnap.format.digest import Digest
 from casnap.format.entries import Entry, KnownEntry, TensorEntry
 from casnap.format.health import MAX_HEALTH_BYTES, TensorHealth, has_health, pack_health
+from casnap.runtime.sizes import amount
 from casnap.runtime.torch_modes import without_torch_modes
-from casnap.state.measuring import (
-    elements_in,
-    elements_on_host,
-    measured,
-    measured_on_devices,
-    measured_together,
-)
+from casnap.state.measuring import elements_in, measured_on_devices, measured_pieces
 from casnap.take.capture import CapturedState
+from casnap.take.options import HealthOptions
 from casnap.take.staging import Piece
 
-# Pieces of at most so many bytes are measured many at a time.
-_SMALL_BYTES = 16 << 10
 # How many pieces a device measures before it is waited for; and the bytes of their memory that are
 # held for that, if they were made for the pieces.
 _WINDOW, _WINDOW_BYTES = 64, 16 << 20
@@ -125,17 +120,9 @@ class Measuring:
     @without_torch_modes()
     def _measure_here(self, new: Sequence[tuple[Piece, str, bytes]]) -> None:
         """Measure pieces in host memory, given as triples: piece, dtype, joined digests."""
-        small: defaultdict[str, list[tuple[Piece, str, bytes]]] = defaultdict(list)
-        for each in new:
-            piece, dtype, _ = each
-            if len(piece.view) <= _SMALL_BYTES:
-                small[dtype].append(each)
-            else:
-                self._keep(*each, measured(elements_on_host(dtype, piece.view)))
-        for dtype, several in small.items():
-            parts = [piece.view for piece, _, _ in several]
-            for each, found in zip(several, measured_together(dtype, parts), strict=True):
-                self._keep(*each, found)
+        health = measured_pieces((dtype, piece.view) for piece, dtype, _ in new)
+        for each, found in zip(new, health, strict=True):
+            self._keep(*each, found)
 
     def _is_measured(self, piece: Piece) -> bool:
         """Whether a device has measured the elements of a piece before they came to the host."""
@@ -183,22 +170,18 @@ class Measuring:
             The health of the tensors that are stored as chunks, by path below the key.
         """
         found = {p: measured_by_path[key + p] for p in entries if key + p in measured_by_path}
-        inline: defaultdict[str, dict[str, bytes]] = defaultdict(dict)
-        for path, entry in entries.items():
-            if isinstance(entry, TensorEntry) and entry.payload.inline and has_health(entry):
-                inline[entry.dtype][path] = entry.payload.inline
-        everything = dict(found)
+        inline = {
+            path: (entry.dtype, entry.payload.inline)
+            for path, entry in entries.items()
+            if isinstance(entry, TensorEntry) and entry.payload.inline and has_health(entry)
+        }
         with without_torch_modes():
-            for dtype, raws in inline.items():
-                everything |= zip(raws, measured_together(dtype, [*raws.values()]), strict=True)
+            everything = found | dict(zip(inline, measured_pieces(inline.values()), strict=True))
+        lead = "" if rank is None else f"{rank}/"
         for path, health in everything.items():
-            if _is_unhealthy(entries[path], health) and not self._is_ignored(key + path):
-                lead = "" if rank is None else f"{rank}/"
-                notes.add_unhealthy(f"{lead}{key}{path} ({_counts_in_words(health)})")
+            if is_unhealthy(entries[path], health) and not is_ignored(key + path, self._ignore):
+                notes.add_unhealthy(f"{lead}{key}{path}", health)
         return found
-
-    def _is_ignored(self, path: str) -> bool:
-        return any(fnmatchcase(path, glob) for glob in self._ignore)
 
 
 # --- what the numbers mean ------------------------------------------------------------------------
@@ -235,15 +218,16 @@ class HealthNotes(msgspec.Struct, array_like=True):
             numbers = enumerate(sorted(paths))
             self.records[tree] = pack_health({i: found[p] for i, p in numbers if p in found})
 
-    def add_unhealthy(self, text: str) -> None:
+    def add_unhealthy(self, path: str, health: TensorHealth) -> None:
         """Count an unhealthy tensor.
 
         Args:
-            text: The path of the tensor, and what is wrong.
+            path: The path of the tensor, after its rank if it belongs to one.
+            health: What was measured of it.
         """
         self.count += 1
         if len(self.texts) < _MOST_TEXTS:
-            self.texts.append(text)
+            self.texts.append(f"{path} ({_counts_in_words(health)})")
 
     @classmethod
     def joined(cls, notes: Iterable[HealthNotes]) -> HealthNotes:
@@ -263,6 +247,23 @@ class HealthNotes(msgspec.Struct, array_like=True):
         nbytes = sum(len(part) for record in self.records.values() for part in record)
         return self.records if nbytes <= MAX_HEALTH_BYTES else {}
 
+    def judgement(self, name: str, options: HealthOptions) -> str:
+        """Return the warning about the unhealthy tensors of a snapshot; empty if there are none.
+
+        Args:
+            name: The name of the snapshot, which is about to be committed.
+            options: How its store wants tensors to be measured.
+
+        Raises:
+            UnhealthyError: Some tensors are unhealthy, and the options ask for this error.
+        """
+        if not self.count:
+            return ""
+        text = f"{name}: {amount(self.count, 'tensor')} with NaN or infinite elements"
+        if options.on_unhealthy == "raise":
+            raise UnhealthyError(f"{text}, so nothing is stored: {self}")
+        return f"{text}: {self}"
+
     def __str__(self) -> str:
         more = f", and {self.count - len(self.texts)} more" if self.count > len(self.texts) else ""
         return f"{', '.join(self.texts)}{more}"
@@ -273,7 +274,17 @@ def _counts_in_words(health: TensorHealth) -> str:
     return ", ".join(f"{count:,} {what}" for count, what in counts if count)
 
 
-def _is_unhealthy(entry: Entry, health: TensorHealth) -> bool:
+def is_ignored(path: str, globs: Iterable[str]) -> bool:
+    """Whether a tensor may have NaN or infinite elements, as the globs of its options say.
+
+    Args:
+        path: The path of the tensor, with its key.
+        globs: The globs.
+    """
+    return any(fnmatchcase(path, glob) for glob in globs)
+
+
+def is_unhealthy(entry: Entry, health: TensorHealth) -> bool:
     """Whether a tensor has NaN or infinite elements, as after a training has diverged.
 
     A tensor of a single element may be infinite: trainers begin with such a "best loss so far".

@@ -18,14 +18,12 @@ from casnap.errors import (
     StateError,
     StorageFullError,
     UnavailableError,
-    UnhealthyError,
 )
 from casnap.format.digest import Digest
 from casnap.format.names import key_of
 from casnap.format.records import UNHEALTHY, PackId, Place, Root
 from casnap.ranks.comm import Comm
 from casnap.runtime.fork import in_child
-from casnap.runtime.sizes import amount
 from casnap.runtime.threads import Crew, python_gc_paused, run_shielded
 from casnap.state.run_environment import run_environment
 from casnap.storage import (
@@ -39,11 +37,11 @@ from casnap.take.capture import StateSource
 from casnap.take.commit import TakeCommit, TakeResult
 from casnap.take.device_asking import Asking, hashers_for
 from casnap.take.hashing import Batches, Hasher
-from casnap.take.health import HealthNotes, Measuring
+from casnap.take.health import Measuring
 from casnap.take.left_out import hints
 from casnap.take.manifest import build_manifest
 from casnap.take.metadata import checked_metadata
-from casnap.take.options import HealthOptions, TakeOptions, unclear_commits
+from casnap.take.options import TakeOptions, unclear_commits
 from casnap.take.pending import PendingTake
 from casnap.take.ranks.agreement import agree
 from casnap.take.ranks.division import divide
@@ -454,7 +452,7 @@ class _Steps:
             comm.enter_phase("committing")
             notes, warning = self._notes, ""
             if built is not None and options.health is not None:
-                warning = self._judge(built.health, options.health)
+                warning = built.health.judgement(self._name, options.health)
                 notes = dict(sorted({**notes, UNHEALTHY: built.health.count}.items()))
             commit = TakeCommit(self._repository, self._name, options, comm, self._started, notes)
             try:
@@ -473,16 +471,3 @@ class _Steps:
             if warning:
                 _log.warning("%s", warning)
             return result
-
-    def _judge(self, health: HealthNotes, options: HealthOptions) -> str:
-        """Return the warning about unhealthy tensors; empty if there are none.
-
-        Raises:
-            UnhealthyError: Some tensors are unhealthy, and the options ask for this error.
-        """
-        if not health.count:
-            return ""
-        text = f"{self._name}: {amount(health.count, 'tensor')} with NaN or infinite elements"
-        if options.on_unhealthy == "raise":
-            raise UnhealthyError(f"{text}, so nothing is stored: {health}")
-        return f"{text}: {health}"

@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import astuple
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from casnap import NewStore, StateDict, Store
+from casnap import HealthOptions, NewStore, StateDict, Store
 from casnap.cli import run
-from casnap.errors import DamagedError, SnapshotExistsError, SnapshotNotFoundError, StateError
+from casnap.errors import (
+    DamagedError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+    StateError,
+    UnhealthyError,
+)
 from casnap.history.average import moving_weights
 from tests.support.damaged import damage_chunk
 from tests.support.ranks import Worlds
@@ -339,15 +346,81 @@ def test_a_bucket_is_asked_for_several_chunks_at_a_time(tmp_path: Path) -> None:
     assert torch.equal(store["mean"].read_object("model/w"), mean_by_torch(weights, None))
 
 
-def test_a_snapshot_that_is_not_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = Store(tmp_path, health=True)
-    for step, value in enumerate((1.0, float("nan"), 2.0)):
-        store.take({"model": StateDict(w=torch.full((400,), value))}, f"run/{step}")
+def a_state(step: int, *, bad: bool = False) -> dict[str, Any]:
+    """Return weights of several chunks that a step changes in part, small ones, and moments."""
+    w = torch.arange(3 * CHUNK / 4)
+    w[7] = float(step)
+    some = {"w": w, "bias": torch.tensor([1.0, float(step)]), "half": w.half().clamp(max=6e4)}
+    if bad:
+        some["w"][7] = some["half"][9] = torch.nan
+    mask = torch.full((99,), -torch.inf)
+    mask[0] = step
+    moments = torch.tensor([1.0, torch.inf] * 50 if bad else [1.0, 2.0] * 50)
+    return {
+        "model": StateDict(**some, mask=mask, frozen=torch.ones(200)),
+        "optim": StateDict(exp_avg=moments),
+    }
+
+
+IGNORE = HealthOptions(ignore=["model/mask"])
+
+
+def as_a_take_notes_it(store: Store, name: str) -> tuple[int | None, dict[str, Any]]:
+    """Return what a take measures of the state of a snapshot."""
+    keys = ("model", "optim")
+    whole = {key: StateDict(**store[name].get_state_dict_for_key(key)) for key in keys}
+    taken = store.take(whole, f"again/{name}")
+    return taken.unhealthy, taken.health()
+
+
+def test_a_mean_has_the_health_that_a_take_would_note(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(tmp_path, health=IGNORE, create=NewStore(chunk_size=CHUNK))
+    for step in range(3):
+        store.take(a_state(step, bad=step == 1), f"run/{step}")
     caplog.clear()
-    store.average(["run/0", "run/2"], "well")
+    store.average(["run/0", "run/2"], "means/well")
     assert not caplog.records
-    store.average(["run/0", "run/1", "run/2"], "mean")
-    assert "mean: there are NaN or infinite elements in run/1; where these are" in caplog.text
+    store.average(["run/0", "run/1", "run/2"], "means/bad")
+    store.average(["run/2", "run/1"], "means/of_bad_moments")
+    for name, bad in (("means/well", 0), ("means/bad", 2), ("means/of_bad_moments", 3)):
+        again = as_a_take_notes_it(store, name)
+        assert store[name].unhealthy == again[0] == bad
+        health = store[name].health()
+        assert health.keys() == again[1].keys()
+        for path, each in again[1].items():
+            # A take sums the norms of other parts of a tensor.
+            expected = astuple(each)[:2], pytest.approx(each.norm, rel=1e-12), each.largest
+            found = health[path]
+            assert (astuple(found)[:2], found.norm, found.largest) == expected, path
+    assert "bad: 2 tensors with NaN or infinite elements: model/half (1 NaN), " in caplog.text
+    assert "model/w (1 NaN). There are such elements in run/1" in caplog.text
+    last = store.latest("means", healthy=True)
+    assert last is not None
+    assert last.name == "means/well"
+
+
+def test_a_store_that_is_opened_without_options(tmp_path: Path) -> None:
+    store = Store(tmp_path, health=IGNORE, create=NewStore(chunk_size=CHUNK))
+    for step in range(2):
+        store.take(a_state(step), f"run/{step}")
+    Store(tmp_path).average(["run/0", "run/1"], "means/1")
+    # The takes were told to ignore the mask, so it is no news that it is infinite.
+    assert (store["means/1"].unhealthy, store["run/1"].unhealthy) == (0, 0)
+    assert store["means/1"].health()["model/mask"].infinite == 98
+
+
+def test_a_mean_of_what_nobody_measured(tmp_path: Path) -> None:
+    """It is measured if its store asks for it; else it counts as healthy, as its snapshots do."""
+    Store(tmp_path).take(a_state(0), "run/0")
+    Store(tmp_path).take(a_state(1, bad=True), "run/1")
+    assert Store(tmp_path).average(["run/1", "run/0"], "means/1").averaged == 4
+    assert Store(tmp_path)["means/1"].unhealthy is None
+    strict = Store(tmp_path, health=HealthOptions(on_unhealthy="raise"))
+    with pytest.raises(UnhealthyError, match=r"means/2: 3 tensors .* model/mask \(98 infinite\)"):
+        strict.average(["run/1", "run/0"], "means/2")
+    assert "means/2" not in strict
 
 
 def test_sparse_tensors_are_of_the_last(tmp_path: Path) -> None:

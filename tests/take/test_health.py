@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -152,16 +152,15 @@ def test_what_has_not_changed_is_not_measured_again(
     state = a_model()
     first = store.take(state, "run/1")
     looked_at: list[int] = []
-    monkeypatch.setattr(health, "measured", lambda x: looked_at.append(len(x)) or TensorHealth())
     # Small entries hold their bytes, and are looked at each time.
-    together = health.measured_together
-    monkeypatch.setattr(
-        health,
-        "measured_together",
-        lambda dtype, parts: (
-            looked_at.extend(n for n in map(len, parts) if n > 64) or together(dtype, parts)
-        ),
-    )
+    pieces = health.measured_pieces
+
+    def looking(some: Iterable[tuple[str, bytes]]) -> list[TensorHealth]:
+        listed = [*some]
+        looked_at.extend(len(raw) for _, raw in listed if len(raw) > 64)
+        return pieces(listed)
+
+    monkeypatch.setattr(health, "measured_pieces", looking)
     second = store.take(state, "run/2")
     third = store.async_take(state, "run/3").wait()
     assert not looked_at
@@ -278,13 +277,11 @@ def test_a_thinned_snapshot_has_those_of_its_keys(store: Store) -> None:
     assert len(thinned.contents.manifest.health) == 1, "the key best holds its bytes"
 
 
-def test_collections_and_a_mean(store: Store) -> None:
+def test_collections(store: Store) -> None:
     noted = store.take(a_model(), "run/1").health()
     store.take(a_model(), "run/2", metadata={"a": 1})
     store.gc(grace=0, recode_after=0)
     assert store["run/1"].health() == noted
-    store.average(["run/1", "run/2"], "mean")
-    assert (store["mean"].health(), store["mean"].unhealthy) == ({}, None), "it was not measured"
 
 
 RECORDS: dict[str, Any] = {
