@@ -1094,8 +1094,10 @@ class Store:
         if isinstance(source, Snapshot):
             contents = source.contents
             with contents.reading():
-                entries = {each.name: each.entry for each in contents.listed()}
-            asked = Asked(entries, contents.store.config.chunk_size)
+                listed = list(contents.listed())
+            entries = {each.name: each.entry for each in listed}
+            of_ranks = {each.name for each in listed if each.owner is not None}
+            asked = Asked(entries, contents.store.config.chunk_size, of_ranks=of_ranks)
         else:
             asked = tensors_of(source, key, self.chunk_size)
         return who(snapshots, asked, self.chunk_size)

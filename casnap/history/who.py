@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -115,11 +115,13 @@ class Asked:
         entries: The entries, by path, as the store would have them.
         chunk_size: The most bytes of a chunk.
         leaves: The leaves, by path, if the bytes of the tensors are available.
+        of_ranks: The paths that begin with a rank. In others, digits at the start are a key.
     """
 
     entries: Mapping[str, Entry]
     chunk_size: int
     leaves: Mapping[str, Leaf] = field(default_factory=dict)
+    of_ranks: Collection[str] = ()
 
 
 def tensors_of(source: object, key: str | None, chunk_size: int) -> Asked:
@@ -191,7 +193,7 @@ def who(snapshots: Mapping[str, Contents], asked: Asked, chunk_size: int) -> Who
     # Among equals, one that has the tensors under their own names comes first.
     alike = [each for each in holders[:_MOST_NAMED] if each.found == holders[0].found]
     for each in alike:
-        if not _renamed(snapshots[each.name], held[each.name]):
+        if not _renamed(snapshots[each.name], held[each.name], asked.of_ranks):
             holders.remove(each)
             holders.insert(0, each)
             break
@@ -210,7 +212,7 @@ def who(snapshots: Mapping[str, Contents], asked: Asked, chunk_size: int) -> Who
         for path, identity in (held[first.name].items() if first else ())
         if (path, identity) in rounded
     }
-    renamed = _renamed(snapshots[first.name], held[first.name]) if first else {}
+    renamed = _renamed(snapshots[first.name], held[first.name], asked.of_ranks) if first else {}
     return WhoReport(len(forms), holders, elsewhere, cast, of_more_bits, renamed)
 
 
@@ -220,7 +222,9 @@ def _more(found: Sized, things: str) -> list[str]:
     return [f"… and {more:,} more {things}"] if more > 0 else []
 
 
-def _renamed(contents: Contents, held: Mapping[str, TensorContent]) -> dict[str, str]:
+def _renamed(
+    contents: Contents, held: Mapping[str, TensorContent], of_ranks: Collection[str]
+) -> dict[str, str]:
     """Return the tensors that a snapshot has under other names, while theirs mean others.
 
     A name is a path below a key: what an average of the weights has under the same name counts.
@@ -228,6 +232,7 @@ def _renamed(contents: Contents, held: Mapping[str, TensorContent]) -> dict[str,
     Args:
         contents: The snapshot.
         held: The path of each tensor that it holds → what it has of it.
+        of_ranks: The paths that begin with a rank.
 
     Returns:
         Path → a path of the tensor in the snapshot.
@@ -243,8 +248,7 @@ def _renamed(contents: Contents, held: Mapping[str, TensorContent]) -> dict[str,
     names = {inner for found in paths.values() for inner in found}
     renamed = {}
     for path, identity in held.items():
-        rank = path.partition("/")[0]
-        name = path[path.find("/", len(rank) + 1 if rank.isdigit() else 0) :]
+        name = path[path.find("/", path.find("/") + 1 if path in of_ranks else 0) :]
         if name in names and name not in paths[identity]:
             renamed[path] = next(iter(paths[identity].values()))
     return renamed

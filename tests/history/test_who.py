@@ -111,6 +111,16 @@ def test_two_tensors_that_were_exchanged(store: Store) -> None:
     assert store.who(wide).renamed.keys() == {"model/0.bias", "model/1.bias"}
 
 
+@pytest.mark.parametrize("key", ["0", "7", "model"])
+def test_a_key_of_digits_is_no_rank(store: Store, key: str) -> None:
+    tensors = tensors_at(0)
+    tensors["0.bias"], tensors["1.bias"] = tensors["1.bias"], tensors["0.bias"]
+    report = store.who(tensors, key=key)
+    assert report.renamed == {f"{key}/0.bias": "model/1.bias", f"{key}/1.bias": "model/0.bias"}
+    swapped = store.take({key: StateDict(**tensors)}, "swapped/1")
+    assert store.who(swapped, prefix="run").renamed == report.renamed
+
+
 def test_among_equals_one_with_the_same_names_comes_first(tmp_path: Path) -> None:
     store = Store(tmp_path)
     q, k = torch.full((50, 50), 1.0), torch.full((50, 50), 2.0)
