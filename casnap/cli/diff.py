@@ -40,6 +40,9 @@ def diff(a: str, b: str, limit: int | None, elements: bool, stats: bool, as_json
     With --stats, there is one line for each group of tensors whose paths differ only in numbers:
     how many of the tensors differ, the share of all elements that differ, the largest and the mean
     difference, and the cosine between the two versions of the tensors that differ.
+
+    The exit status is 0, whether the snapshots differ or not: a script looks whether `changes` of
+    --json is empty.
     """
     if elements and stats:
         raise click.UsageError("--elements and --stats are two reports: ask for one")

@@ -10,9 +10,10 @@ from casnap.backends.local_files import is_taken
 from casnap.cli.arguments import check_folder, open_store, reading_options, store_fields
 from casnap.cli.check import print_equal_weights
 from casnap.cli.output import emit, safe, say
-from casnap.errors import InvalidNameError
+from casnap.errors import InvalidNameError, NotAStoreError
 from casnap.snapshot import Snapshot
 from casnap.store import Store
+from casnap.view import repository_of
 
 EXAMPLES = """\
 \b
@@ -26,7 +27,11 @@ Examples:
 
 @click.command(epilog=EXAMPLES)
 @click.argument("what", metavar="[FILE_OR_DIR_OR_NAME]", required=False)
-@click.option("--store", metavar="STORE", help="The store [at or above the current folder].")
+@click.option(
+    "--store",
+    metavar="STORE",
+    help="The store [at or above the current folder; if none is there, at or above the file].",
+)
 @click.option("--prefix", metavar="FOLDER", help="Only snapshots below this folder.")
 @click.option("--key", metavar="KEY", help="The key of the state in a file [model].")
 @reading_options
@@ -43,8 +48,10 @@ def who(
 
     If there are a snapshot and a file of one name, the snapshot is meant: write ./NAME for the
     file.
+
+    The exit status is 1 if no snapshot holds all of the tensors.
     """
-    place = open_store(store)
+    place = _store_for(what) if store is None else open_store(store)
     if prefix:
         check_folder(place, prefix)
     if what is None:
@@ -71,9 +78,33 @@ def who(
             "renamed": [{"entry": path, "there": there} for path, there in report.renamed.items()],
         }
         emit({**store_fields(place), **facts}, place)
-        return
-    for line in str(report).splitlines():
-        say(safe(line))
+    else:
+        for line in str(report).splitlines():
+            say(safe(line))
+    if not report.whole:
+        raise click.exceptions.Exit(1)
+
+
+def _store_for(what: str | None) -> Store:
+    """Return the store at or above the current folder; if there is none, that above a file.
+
+    It is limited to the folder, as the stores of other commands are. But if no snapshot is below
+    the folder, as where exported files lie, all snapshots of the store are looked at.
+
+    Args:
+        what: The argument of the command.
+
+    Raises:
+        StoreError: There is no store, or it cannot be used.
+    """
+    try:
+        place = open_store(None)
+    except NotAStoreError:
+        if what is None or not is_taken(Path(what)):
+            raise
+        place = open_store(str(Path(what).absolute().parent))
+        say(f"{what} lies in {repository_of(place).backend.uri}", err=True)
+    return place if place.snapshots() else place.whole()
 
 
 def _source(place: Store, what: str) -> str | Snapshot:

@@ -77,7 +77,10 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         "average": [
             document("average", store, "run1/step_0", "run1/step_1", "--into", "mean/step_0"),
         ],
-        "who": [document("who", half, "--store", store), document("who", "--store", store)],
+        "who": [
+            document("who", half, "--store", store, status=1),
+            document("who", "--store", store),
+        ],
         "du": [document("du", store)],
         "report": [document("report", store, "--keep-last", 1)],
         "cp": [document("cp", store / "run1", tmp / "copy"), followed(store, tmp / "followed")],

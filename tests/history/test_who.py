@@ -257,6 +257,48 @@ def test_the_command(
     assert run(["who", "nothing", "--store", store.uri]) == 1
 
 
+def test_the_exit_status_says_whether_a_snapshot_holds_all(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So `casnap who FILE && rm FILE` deletes nothing that the store does not have."""
+    some = {**tensors_at(2), "new": torch.rand(99)}
+    for name, tensors, holders in ("some", some, 4), ("none", {"new": some["new"]}, 0):
+        save_file(tensors, tmp_path / name)
+        assert run(["who", str(tmp_path / name), "--store", store.uri]) == 1
+        assert f"{len(tensors)} tensors" in capsys.readouterr().out
+        assert run(["who", str(tmp_path / name), "--store", store.uri, "--json"]) == 1
+        assert len(json.loads(capsys.readouterr().out)["holders"]) == holders
+
+
+def test_the_store_that_a_file_lies_in(
+    store: Store,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the current folder is in no store, the store at or above the file is meant."""
+    exports = tmp_path / "store/run/exports"
+    exports.mkdir()
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    file = exports / "m.safetensors"
+    for each in (file, elsewhere / "m.safetensors"):
+        save_file(tensors_at(2), each)
+    monkeypatch.chdir(elsewhere)
+    assert run(["who", str(file)]) == 0
+    said = capsys.readouterr()
+    assert "9 of 9 tensors: run/step_2" in said.out
+    assert said.err == f"{file} lies in {store.uri}\n"
+    assert run(["who", "m.safetensors"]) == 1
+    assert f"{elsewhere} is not a casnap store" in capsys.readouterr().err
+    # No snapshot lies below the folder of exports.
+    monkeypatch.chdir(exports)
+    assert run(["who", "m.safetensors"]) == 0
+    assert "9 of 9 tensors: run/step_2" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path / "store/run")
+    assert run(["who", "step_1"]) == 0
+    assert "9 of 9 tensors: step_1" in capsys.readouterr().out
+
+
 def test_a_snapshot_of_another_store(store: Store, tmp_path: Path) -> None:
     """Digests of chunks of another size say nothing."""
     same = Store(tmp_path / "same", create=NewStore(chunk_size=1 << 16))

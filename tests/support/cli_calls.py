@@ -50,9 +50,9 @@ def invoke(*arguments: object, status: int = 0) -> Result:
     return result
 
 
-def document(*arguments: object) -> Any:
+def document(*arguments: object, status: int = 0) -> Any:
     """Return the JSON document of a command, without the version that begins it."""
-    result = invoke(*arguments, "--json")
+    result = invoke(*arguments, "--json", status=status)
     assert result.stdout.isascii()
     found = json.loads(result.stdout)
     assert next(iter(found)) == "version"
