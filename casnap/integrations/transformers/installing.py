@@ -26,7 +26,8 @@ def install(
     gets the last whole one, as ``resume_from_checkpoint=True`` does.
 
     Args:
-        tell: Called on rank 0 when a Trainer begins to train, with a line that says where it saves.
+        tell: Called on rank 0 when a Trainer begins to train, with a line that says where it saves;
+            and with one that says from which checkpoint it resumes, if it does.
         weights: ``casnap_weights`` of :class:`CasnapTrainerMixin`, unless a class with that mixin
             sets it; by default it stays as it is.
         witness_steps: ``casnap_witness_steps``, in the same way.

@@ -193,12 +193,18 @@ class CasnapTrainerMixin(_Base):
         if resume_from_checkpoint is True:
             last = start_of_rank_0.last
             resume_from_checkpoint = None if last == _NEVER_SAVED else last or True
-        at_steps = _AtSteps(self._witness)
+        at_steps = _AtSteps(partial(self._tell_begin, resume_from_checkpoint), self._witness)
         self.add_callback(at_steps)
         try:
             return super().train(resume_from_checkpoint, *args, **kw)
         finally:
             self.remove_callback(at_steps)
+
+    def _tell_begin(self, checkpoint: str | bool | None, step: int) -> None:
+        """Say from which checkpoint the run goes on, if it does: ``"auto"`` does not show that."""
+        if checkpoint and own_rank() == 0:
+            tell = self._tell or _log.info
+            tell(f"{type(self).__qualname__} resumes from {checkpoint}, at step {step}")
 
     def _check_supported(self) -> None:
         if "://" in self.args.output_dir:
@@ -453,13 +459,20 @@ class CasnapTrainerMixin(_Base):
 
 
 class _AtSteps(TrainerCallback):
-    """Calls a function after each step of the optimizer."""
+    """Calls a function before the first step of the optimizer, and another one after each.
 
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call = call
+    The first one gets the number of steps that were made before.
+    """
+
+    def __init__(self, begin: Callable[[int], object], call: Callable[[], object]) -> None:
+        self._begin, self._call = begin, call
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Call the first one: the checkpoint is loaded, except for random states."""
+        self._begin(state.global_step)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Call it."""
+        """Call the other one."""
         self._call()
 
 

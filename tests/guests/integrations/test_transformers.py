@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 import shutil
 import signal
@@ -178,6 +179,19 @@ def test_resumes_from_a_name_or_the_last_whole_one(
     kept = {s.name for s in Store(out).snapshots()}
     assert "checkpoint-8" in kept
     assert kept == {path.name for path in out.glob("checkpoint-*")} - {"checkpoint-7"}
+
+
+def test_a_resume_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out = tmp_path / "out"
+
+    def go() -> None:
+        caplog.set_level(logging.INFO, "casnap")
+        trainer_of(out, max_steps=2).train(resume_from_checkpoint="auto")
+        assert "resumes" not in caplog.text
+        trainer_of(out, max_steps=4).train(resume_from_checkpoint="auto")
+        assert f"resumes from {out / 'checkpoint-2'}, at step 2" in caplog.text
+
+    assert in_child(go) == 0
 
 
 def test_auto_begins_a_run_only_where_none_has_saved(tmp_path: Path) -> None:
@@ -642,7 +656,10 @@ def test_with_install_the_newest_checkpoint_that_a_tool_names_may_be_cut_off(
         lines: list[str] = []
         install(lines.append)
         run(out, tmp_path / "end", resume=str(out / "checkpoint-7"), plain=True)
-        assert lines == [f"the checkpoints of Trainer in {out} are snapshots"]
+        assert lines == [
+            f"the checkpoints of Trainer in {out} are snapshots",
+            f"Trainer resumes from {out / 'checkpoint-6'}, at step 6",
+        ]
 
     assert in_child(go) == 0
     assert_same(load(tmp_path / "end"), load(uninterrupted / "end"))
