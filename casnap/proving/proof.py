@@ -488,7 +488,7 @@ def _compared(
     for name in both:
         names = [f"{run.name}/{name}" for run in (first, second)]
         diff = store.diff(*names)
-        records = records_in(diff, *(store[each] for each in names))
+        records = records_in(diff, store, *names)
         kept[name] = Diff([])
         for change in diff.changes:
             path, why = change.path, records.get(change.path, "")
