@@ -45,11 +45,13 @@ class JoinedTake:
         storage_options: How to reach a remote store.
         root: A folder of this machine that the user has named for checkpoints. It becomes the store
             for a path deeper in it, if there is no store above that path yet.
+        create: Whether to make the store if there is none. A witness follows a snapshot, so its
+            store is there, unless a file system has been unmounted.
         advice: Advice for the error if the caller is inside another call of casnap.
 
     Attributes:
         comm: The ranks.
-        view: The store, for casnap's own trainers; it was made if there was none.
+        view: The store, for casnap's own trainers.
         full_name: The full name of the snapshot in the store.
 
     Raises:
@@ -66,6 +68,7 @@ class JoinedTake:
         store: object = None,
         storage_options: Mapping[str, Any] | None = None,
         root: str | os.PathLike[str] | None = None,
+        create: bool = True,
         advice: str = "",
     ) -> None:
         refuse_nested_take(advice)
@@ -76,7 +79,9 @@ class JoinedTake:
             with self.comm.reporting_errors():
                 store = _store_in(root, path)
         self.view: View
-        self.view, self._name = find_view_together(path, storage_options, store, self.comm)
+        self.view, self._name = find_view_together(
+            path, storage_options, store, self.comm, create=create
+        )
         self.full_name: str = self.view.full_of(self._name)
 
     @staticmethod

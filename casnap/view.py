@@ -643,6 +643,8 @@ def find_view_together(
     storage_options: Mapping[str, Any] | None,
     store: object,
     comm: Comm,
+    *,
+    create: bool = True,
 ) -> tuple[View, str]:
     """Let rank 0 find the store for a new snapshot, or make it; return it on all ranks.
 
@@ -651,13 +653,14 @@ def find_view_together(
         storage_options: How this rank reaches a remote store.
         store: A :class:`casnap.Store`, or the path or URI of one; None: the store of ``path``.
         comm: The ranks; all call this.
+        create: Whether to make the store if there is none.
 
     Returns:
         The view of the whole store, and the name of the snapshot in it.
     """
     with comm.reporting_errors():
         if comm.rank == 0:
-            view, name = find_view(path, storage_options, store, create=True)
+            view, name = find_view(path, storage_options, store, create=create)
             repository = view.repository
             answer = _SnapshotPlace(os.fspath(path), repository.backend.uri, view.full_of(name))
             if repository.backend.costs.one_asks and comm.size > 1:

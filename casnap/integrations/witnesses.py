@@ -96,7 +96,11 @@ class Witnesses:
         snapshot, self._snapshot = self._snapshot, ""
         try:
             joined = JoinedTake(
-                snapshot, self._options, comm=self._comm, storage_options=self._storage_options
+                snapshot,
+                self._options,
+                comm=self._comm,
+                storage_options=self._storage_options,
+                create=False,
             )
             report = joined.witness(source, self._made, on_mismatch=self._on_mismatch)
         except (WitnessError, RankError):

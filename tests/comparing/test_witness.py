@@ -147,6 +147,20 @@ def test_a_training_goes_on_if_the_server_is_away(caplog: pytest.LogCaptureFixtu
     assert not witnesses.are_due
 
 
+def test_a_trainer_makes_no_store_for_it(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the disk of its store was unmounted, the folder below stays as it is."""
+    snapshot = store.take(small(1), "run/step_1")
+    witnesses = Witnesses(2, "raise")
+    witnesses.follow(snapshot.path)
+    Path(store.uri).rename(tmp_path / "aside")
+    witnesses.take(lambda: LiveState(small(2)))
+    assert f"no witness of step 1 after {snapshot.path}: " in caplog.text
+    assert "is not a casnap store" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["aside"]
+
+
 def test_nothing_takes_it_for_a_snapshot(store: Store) -> None:
     for step in range(1, 5):
         store.take(small(step), f"run/step_{step}", retention=Retention(keep_last=2))

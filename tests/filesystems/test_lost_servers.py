@@ -20,6 +20,8 @@ import pytest
 
 from casnap import NewStore, Store
 from casnap.errors import PLACE_ERRORS, UnavailableError
+from casnap.extending import LiveState
+from casnap.integrations.witnesses import Witnesses
 from tests.support.cli_calls import COMMAND
 from tests.support.faults import CHUNK, app_state, assert_holds, take
 from tests.support.mounts import bindfs
@@ -129,6 +131,41 @@ def test_a_mount_that_is_gone(work: Path) -> None:
     assert list((work / "a").iterdir()) == []
     with bindfs(work / "below", work / "a"):
         all_go_on(store)
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_mount_that_is_gone_at_a_witness(
+    work: Path, caplog: pytest.LogCaptureFixture, is_killed: bool
+) -> None:
+    """A trainer warns, and trains on; nothing is written into the folder below."""
+    (work / "below").mkdir()
+
+    def witness(step: int) -> None:
+        witnesses.take(lambda: LiveState(app_state(step)))
+
+    with bindfs(work / "below", work / "a"):
+        store = made(work / "a")
+        witnesses = Witnesses(2, "raise")
+        witnesses.follow(store.path_of("step_1"))
+        witness(2)
+        if is_killed:
+            os.kill(_client_of(work / "a"), signal.SIGKILL)
+            with pytest.raises(UnavailableError, match=str(work / "a")):
+                store.witness(app_state(3), "step_3")
+            witness(3)
+    if not is_killed:
+        witness(3)
+    assert f"no witness of step 2 after {store.path_of('step_1')}: " in caplog.text
+    assert not witnesses.are_due
+    assert list((work / "a").iterdir()) == []
+    with bindfs(work / "below", work / "a"):
+        all_go_on(store)
+        caplog.clear()
+        witnesses.follow(store.path_of("step_1"))
+        witness(2)
+        witness(3)
+        assert "step_1" not in caplog.text
+        assert "witness/step_1+2" in store
 
 
 def test_a_brick_that_is_killed(work: Path) -> None:
