@@ -430,7 +430,7 @@ class View:
         folder = self.folder(prefix)
         if self.look() is None:
             return []
-        rows = self.read(lambda table: list(table.items_in(folder)))
+        rows = self.read(lambda table: table.rows_in(folder))
         if not rows:
             self._check_absent(f"below {folder!r}")
         return [(self.local_of(name), row) for name, row in Table.in_commit_order(rows)]

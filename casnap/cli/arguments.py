@@ -263,7 +263,8 @@ def check_folder(store: Store, folder: str) -> None:
         CommandError: There are none below the folder, or it is a snapshot itself.
     """
     found = snapshots_of(store, folder)
-    if found and not store.snapshots(folder):
+    outer = "/".join(filter(None, (store.prefix, folder.strip("/"))))
+    if [snapshot.contents.name for snapshot in found] == [outer]:
         raise CommandError(f"{found[0].path} is a snapshot, not a folder of snapshots")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import islice
 from operator import ge, itemgetter
@@ -92,6 +93,11 @@ class _Claim(NamedTuple):
     size: int
     end: str | None
     depth: int
+
+
+def _is_past(key: str, prefix: str) -> bool:
+    """Whether a key comes after all keys with a prefix."""
+    return key > prefix and not key.startswith(prefix)
 
 
 def _entries(node: LeafNode[Any] | Branch) -> Sequence[tuple[Any, ...]]:
@@ -390,6 +396,28 @@ class Tree(Generic[V]):
                 yield from self._leaves(node.children, start)
             else:
                 yield node.items
+
+    def read_ahead(self, prefix: str, cache: Callable[[list[Digest]], object]) -> None:
+        """Have the nodes cached that hold keys with a prefix, those of each level together.
+
+        Args:
+            prefix: The prefix.
+            cache: Reads and caches nodes. What is missing or damaged is left to the later reads.
+        """
+        children = self.children
+        while children:
+            start = max(bisect_right(children, prefix, key=_key_in) - 1, 0)
+            stop = bisect_left(children, True, start + 1, key=lambda c: _is_past(c[0], prefix))
+            children = children[start:stop]
+            with suppress(DamagedError):
+                cache([Digest(digest) for _, digest, _ in children])
+            below = list[Child]()
+            for _, digest, _ in children:
+                node = self.node(Digest(digest))
+                if not isinstance(node, Branch):
+                    return
+                below += node.children
+            children = below
 
     def items_below(self, prefix: str) -> Iterator[tuple[str, V]]:
         """Yield the items whose keys begin with ``prefix``."""

@@ -12,6 +12,9 @@ from casnap.maintenance.tree_survey import TreeSurvey, leaf_name
 from casnap.runtime.progress import Progress
 from casnap.storage import Contents
 
+# How many nodes of the table, and manifests, are read ahead together.
+_TOGETHER = 256
+
 
 class SnapshotSurvey:
     """The snapshots of a root, and which damages hurt each of them.
@@ -69,7 +72,7 @@ class SnapshotSurvey:
                 self._snapshot(only, row)
                 self.count += 1
             return
-        self._rows(table, table.children, len(table))
+        self._rows(table)
         self.rejected = table.rejected
         for name in sorted(table.rejected):
             self._findings.add(
@@ -79,26 +82,34 @@ class SnapshotSurvey:
                 "is passed over; `casnap repair` removes it (--yes in a script)",
             )
 
-    def _rows(self, table: Tree[Row], children: list[Child], total: int) -> None:
-        """Survey all snapshots below some nodes of the table.
+    def _rows(self, table: Tree[Row]) -> None:
+        """Survey all snapshots of the table.
+
+        The nodes of a level are read together, then the manifests of many snapshots.
 
         Args:
             table: The table.
-            children: The nodes.
-            total: How many snapshots the table has, for the progress.
         """
-        self._trees.nodes.read_ahead(digest for _, digest, _ in children)
-        for key, digest, count in children:
-            node, damages = self._trees.try_read(partial(table.node, Digest(digest)), "the table")
-            self._hurt(damages, leaf_name(key, count), "")
-            if isinstance(node, Branch):
-                self._rows(table, node.children, total)
-            rows = node.items if isinstance(node, LeafNode) else ()
-            self._trees.nodes.read_ahead(row.manifest.digest for _, row in rows)
-            for name, row in rows:
-                self._progress("looking at snapshots", self.count, total)
-                self._snapshot(name, row)
-                self.count += 1
+        children, rows = table.children, list[tuple[str, Row]]()
+        while children:
+            below = list[Child]()
+            for number, (key, digest, count) in enumerate(children):
+                if not number % _TOGETHER:
+                    window = children[number : number + _TOGETHER]
+                    self._trees.nodes.read_ahead(digest for _, digest, _ in window)
+                read = partial(table.node, Digest(digest))
+                node, damages = self._trees.try_read(read, "the table")
+                self._hurt(damages, leaf_name(key, count), "")
+                below += node.children if isinstance(node, Branch) else ()
+                rows += node.items if isinstance(node, LeafNode) else ()
+            children = below
+        for number, (name, row) in enumerate(rows):
+            if not number % _TOGETHER:
+                manifests = (row.manifest for _, row in rows[number : number + _TOGETHER])
+                self._trees.nodes.read_ahead(manifest.digest for manifest in manifests)
+            self._progress("looking at snapshots", self.count, len(table))
+            self._snapshot(name, row)
+            self.count += 1
 
     def _copies(self) -> None:
         """Survey the parts of unfinished copies. The root keeps these as it keeps snapshots."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -16,8 +17,8 @@ from casnap.storage.inspecting import Failure, GivenPlaces, Reason
 # On a remote store, nodes of a pack that lie within this many bytes are read together.
 _TOGETHER = 4 << 20
 _KEPT_BYTES = 32 << 20
-# The most packs that are read at the same time.
-_PACKS_AT_ONCE = 8
+# How many bytes of nodes are read at the same time, and a little more.
+_READ_BYTES = 16 << 20
 
 
 class UncachedStore(Repository):
@@ -88,18 +89,19 @@ class UncachedStore(Repository):
         """
         if not self.backend.costs.waiting:
             return
-        pending = [Digest(digest) for digest in dict.fromkeys(digests) if digest not in self._kept]
-        for at in range(0, len(pending), _PACKS_AT_ONCE):
-            if self._kept_bytes > _KEPT_BYTES:
-                if at:
-                    return
-                self._kept, self._kept_bytes = {}, 0
+        pending = deque(Digest(d) for d in dict.fromkeys(digests) if d not in self._kept)
+        if pending and self._kept_bytes > _KEPT_BYTES:
+            self._kept, self._kept_bytes = {}, 0
+        while pending and self._kept_bytes <= _KEPT_BYTES:
             around: dict[PackId, dict[Digest, list[Place]]] = {}
-            for digest in pending[at : at + _PACKS_AT_ONCE]:
+            nbytes = 0
+            while pending and nbytes < _READ_BYTES:
+                digest = pending.popleft()
                 places = self._packs.whole_places(digest)
                 if digest not in self._kept and places and places[0].pack not in around:
-                    around[places[0].pack] = self._around(digest, places)
-            for _, content in mapped(self._read_whole, around.values(), _PACKS_AT_ONCE):
+                    around[places[0].pack] = found = self._around(digest, places)
+                    nbytes += sum(place.raw_size for copies in found.values() for place in copies)
+            for _, content in mapped(self._read_whole, around.values(), self.backend.in_flight):
                 self._kept |= content
                 self._kept_bytes += sum(map(len, content.values()))
 

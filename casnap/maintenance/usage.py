@@ -190,7 +190,7 @@ def shared_bytes(
 
 
 def _snapshots(store: Repository, root: Root) -> tuple[IndexView, list[Contents]]:
-    rows = store.table(root).items_in()
+    rows = store.table(root).rows_in()
     return store.view_at(root), [Contents(store, name, row) for name, row in rows]
 
 

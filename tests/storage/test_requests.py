@@ -8,10 +8,15 @@ import pytest
 import torch
 
 from casnap import Snapshot, StateDict, Store
+from casnap.cli.arguments import check_folder
+from casnap.cli.output import CommandError
 from casnap.errors import DamagedError, NotAStoreError, SnapshotNotFoundError
+from casnap.format.digest import Digest
 from casnap.format.records import Root, pack_key
+from casnap.storage import Contents
 from casnap.storage.commit_log.roots import newest_root
 from casnap.storage.reading.repository import Repository
+from casnap.view import View, repository_of
 from tests.support.remote import RemoteDouble
 from tests.support.written import put_next_root
 
@@ -289,18 +294,63 @@ def test_a_look_ahead_counts_for_one_use_alone(name: str, monkeypatch: pytest.Mo
 
 
 def test_many_snapshots_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request for each take, but not one after the other."""
+    """One request for each take, not one after the other. A check looks at roots and footers."""
     store = Store(RemoteDouble(str(tmp_path)))
-    for step in range(40):
+    for step in range(80):
         tensors = {f"w{i}": torch.full((40,), step + i / 100) for i in range(20)}
         store.take({"model": StateDict(tensors)}, f"run/{step}")
-    for number, work in enumerate((Store.usage, Store.equal_weights)):
-        (tmp_path / f"{number}").mkdir()
-        fresh_host(tmp_path / f"{number}", monkeypatch)
+    bounds = (
+        (Store.snapshots, 15, 7),
+        (Store.usage, 90, 12),
+        (Store.equal_weights, 90, 9),
+        (Store.check, 380, 27),
+    )
+    for work, count, trips in bounds:
+        (tmp_path / work.__name__).mkdir()
+        fresh_host(tmp_path / work.__name__, monkeypatch)
         backend = RemoteDouble(str(tmp_path))
         store = Store(backend, create=False)
-        backend.latency = 0.01
+        # Long enough for a busy machine to begin all that belong to one trip.
+        backend.latency = 0.05
         backend.reset()
+        backend.trips = 0
         work(store)
-        assert backend.count < 60, backend.log
-        assert backend.trips < 25, work
+        assert backend.count < count, backend.log
+        assert backend.trips < trips, work
+
+
+def test_a_folder_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of ``who`` and ``check`` is looked for by one reading of the table."""
+    store = Store(tmp_path)
+    for name in ("run/b/1", "run/b/b/2", "run/b/b/b"):
+        store.take(state_of(1), name)
+    listed: list[str | None] = []
+    rows = View.rows
+    monkeypatch.setattr(View, "rows", lambda v, prefix: listed.append(prefix) or rows(v, prefix))
+    check_folder(store, "run/b/")
+    check_folder(Store(tmp_path / "run/b"), "b")
+    assert listed == ["run/b/", "b"]
+    with pytest.raises(CommandError, match="run/b/1 is a snapshot, not a folder"):
+        check_folder(Store(tmp_path / "run"), "b/1")
+
+
+def test_a_node_that_is_gone_holds_up_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What can be read is read ahead, with the trees below it."""
+    store = Store(tmp_path / "store")
+    for step in range(4):
+        store.take(state_of(1, seed=step), f"run/{step}")
+    fresh_host(tmp_path, monkeypatch)
+    store = Store(tmp_path / "store")
+    found = [snapshot.contents for snapshot in store.snapshots()]
+    Store(tmp_path / "store").delete("run/1")
+    Store(tmp_path / "store").gc(grace=0)
+    (tmp_path / "third").mkdir()
+    fresh_host(tmp_path / "third", monkeypatch)
+    repository = repository_of(Store(tmp_path / "store"))
+    Contents.read_ahead([Contents(repository, each.name, each.row) for each in found])
+    cached = [repository.cached_node(Digest(each.row.manifest.digest)) for each in found]
+    assert [node is not None for node in cached] == [True, False, True, True]
+    tops = [each.manifest.shared["model"] for each in found if each.name != "run/1"]
+    assert None not in [repository.cached_node(Digest(top)) for top in tops]

@@ -278,3 +278,26 @@ def test_the_bytes_of_nodes() -> None:
     ]
     nodes = Nodes()
     assert nodes.built({"a": 1}).hex()[:16] == digest_of(encode(["l", [["a", 1]]])).hex()[:16]
+
+
+@pytest.mark.parametrize("folder", ["", "a", "run", "run/1", "zz"])
+def test_of_a_folder_only_its_part_of_the_table_is_read_ahead(folder: str) -> None:
+    nodes = Nodes()
+    names = [f"{run}/{step}/{i}" for run in ("a", "run", "z") for step in range(9) for i in "xyz"]
+    top = build(dict.fromkeys(names, 1), nodes.put, fanout=2)
+    ahead: list[Digest] = []
+    read = set[Digest]()
+    prefix = f"{folder}/" if folder else ""
+    Tree[int](top, nodes.__getitem__, int, 2).read_ahead(prefix, ahead.extend)
+
+    def load(digest: Digest) -> bytes:
+        read.add(digest)
+        return nodes[digest]
+
+    assert [*dict(Tree[int](top, load, int, 2).items_in(folder))] == [
+        name for name in names if name.startswith(prefix)
+    ]
+    # The reading goes on until a key shows that the folder has ended.
+    assert len(ahead) == len({*ahead})
+    assert read - {top} >= {*ahead} - {top}
+    assert len(read - {*ahead, top}) <= 1 + MAX_LEVELS

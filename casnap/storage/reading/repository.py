@@ -18,7 +18,6 @@ from casnap.errors import (
 )
 from casnap.format.codec import Codec
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
-from casnap.format.names import is_row_name
 from casnap.format.records import (
     NodeRef,
     PackId,
@@ -28,9 +27,7 @@ from casnap.format.records import (
     SealedSegment,
     SegmentRef,
     StoreConfig,
-    decode_row,
 )
-from casnap.format.tree import TABLE_FANOUT
 from casnap.runtime.buffers import fill_from
 from casnap.runtime.threads import cores, mapped
 from casnap.storage.commit_log.config import read_config
@@ -374,8 +371,10 @@ class Repository:
                 nodes there are read whole, many at a time.
 
         Raises:
-            DamagedError: Some nodes are missing, or damaged wherever they lie.
+            DamagedError: Some nodes are missing, or damaged wherever they lie. All others are
+                cached.
         """
+        error: DamagedError | None = None
         if self.backend.costs.waiting:
             of_packs = {ref.hint.pack: ref for ref in hints if ref.hint is not None}.values()
             for _ in mapped(self._look_at, of_packs, self.backend.in_flight):
@@ -389,8 +388,13 @@ class Repository:
                 group[uncached.pop()] = b""
                 place = places.pop()
                 nbytes += place.raw_size if place is not None else 0
-            self.fetch([Want(d, -1, partial(_keep_copy, group, d), "") for d in group])
-            self.index.cache.keep_nodes(list(group.items()))
+            try:
+                self.fetch([Want(d, -1, partial(_keep_copy, group, d), "") for d in group])
+            except DamagedError as e:
+                error = e
+            self.index.cache.keep_nodes([each for each in group.items() if each[1]])
+        if error is not None:
+            raise error
 
     def _look_at(self, ref: NodeRef) -> None:
         self.lookup.node(Digest(ref.digest), ref.hint)
@@ -413,7 +417,17 @@ class Repository:
         top = None if root.table is None else Digest(root.table.digest)
         if root.table is not None and top is not None:
             self.node(top, root.table.hint)
-        return Table(top, self.node, Row, TABLE_FANOUT, is_row_name, decode_row)
+        return Table(top, self.node, self._cache_rows)
+
+    def _cache_rows(self, digests: list[Digest]) -> None:
+        """Cache nodes of the table.
+
+        In a bucket, their packs are read whole: these have the manifests of the rows, too.
+        """
+        uncached = [digest for digest in digests if self.cached_node(digest) is None]
+        packs = self.find(uncached) if uncached and self.backend.costs.waiting else []
+        hints = (NodeRef(d, place) for d, place in zip(uncached, packs, strict=False))
+        self.cache_nodes(uncached, hints)
 
     # --- chunks ---
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from casnap.errors import SnapshotExistsError
 from casnap.format.digest import Digest
-from casnap.format.records import WITNESS, Row
-from casnap.format.tree import Put, Tree
+from casnap.format.names import is_row_name
+from casnap.format.records import WITNESS, Row, decode_row
+from casnap.format.tree import TABLE_FANOUT, Load, Put, Tree
 from casnap.runtime.typing import override
 
 _WITNESSES = "witness"
@@ -18,7 +19,23 @@ class Table(Tree[Row]):
 
     It also holds witnesses: not snapshots, but tables of the digests of a state. ``items`` leaves
     the witnesses out; ``get`` finds them.
+
+    Args:
+        top: The digest of the top node; None if there is no snapshot.
+        load: Returns the verified bytes of a node.
+        cache: Reads and caches many nodes together.
     """
+
+    def __init__(
+        self, top: Digest | None, load: Load, cache: Callable[[list[Digest]], object]
+    ) -> None:
+        super().__init__(top, load, Row, TABLE_FANOUT, is_row_name, decode_row)
+        self._cache = cache
+
+    def rows_in(self, folder: str = "") -> list[tuple[str, Row]]:
+        """Return what ``items_in`` yields. Nodes that are not cached are read together."""
+        self.read_ahead(f"{folder}/" if folder else "", self._cache)
+        return list(self.items_in(folder))
 
     @override
     def items(self, start: str = "") -> Iterator[tuple[str, Row]]:

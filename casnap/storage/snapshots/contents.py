@@ -166,7 +166,12 @@ class Contents:
         store, tops = snapshots[0].store, [each.top for each in snapshots]
         with suppress(DamagedError):
             store.cache_nodes([*map(digest_in, tops)], (each.row.manifest for each in snapshots))
-            below = {each for top in tops for each in references(store.node, top)}
+        below = set[bytes]()
+        for top in tops:
+            if store.cached_node(digest_in(top)) is not None:
+                with suppress(DamagedError):
+                    below.update(references(store.node, top))
+        with suppress(DamagedError):
             store.cache_nodes([*map(digest_in, below)])
 
     @property
