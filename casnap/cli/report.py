@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from casnap.comparing.diff import diff
 from casnap.errors import DamagedError, MirrorError, SnapshotNotFoundError
 from casnap.format.entries import ContainerEntry
 from casnap.format.health import TensorHealth
-from casnap.format.names import folder_of
 from casnap.maintenance.usage import DiskUsage, Usage, disk_usage, usage
 from casnap.report.charts import MISSING, can_draw
 from casnap.report.facts import (
@@ -51,7 +50,7 @@ from casnap.report.page import HEAD, page
 from casnap.runtime.environment import local_path
 from casnap.runtime.sizes import amount, size
 from casnap.snapshot import Snapshot
-from casnap.storage import Contents, GcOptions, Repository, Retention, collect
+from casnap.storage import GcOptions, Repository, Retention, collect
 from casnap.store import Store
 from casnap.view import repository_of, view_of
 
@@ -103,7 +102,6 @@ def report(
     repository = repository_of(place)
     with progress_bars(lambda: place.requests) as progress:
         usages = {use.name: use for use in usage(contents, repository, progress)}
-        recent = _recent(snapshots, last + 1)
 
         # A dry run of a collection counts the bytes that are needed, and changes nothing.
         def live_bytes(deleted: frozenset[str] = frozenset()) -> int:
@@ -121,36 +119,26 @@ def report(
         facts = gather(
             repository.backend.uri,
             repository.config.chunk_size,
-            [
-                (snapshot.contents, _facts_of(snapshot, use, is_recent=snapshot in recent))
-                for snapshot in snapshots
-                # One that was deleted meanwhile has no usage.
-                if (use := usages.get(snapshot.contents.name))
-            ],
+            # One that was deleted meanwhile has no usage.
+            [(s.contents.name, s) for s in snapshots if s.contents.name in usages],
             space,
+            lambda s, is_recent: _facts_of(s, usages[s.contents.name], is_recent=is_recent),
             _sizes_in,
-            diff,
+            lambda before, after: diff(before.contents, after.contents),
             last,
             progress,
         )
-    facts = replace(facts, plan=plan, owed=_owed(place), services=_services(place))
+    unread = len(found) - len(snapshots)
+    facts = replace(facts, unread=unread, plan=plan, owed=_owed(place), services=_services(place))
     if as_json:
         emit({**store_fields(place), **_document(repository, facts, disk)}, place)
         return
     _write(output, page(facts, time.time()))
     without = "" if can_draw() else f", without charts; to get them: {MISSING}"
     say(f"{output!s}: {amount(len(contents), 'snapshot')}{without}")
-    if later := len(found) - len(snapshots):
-        say(f"without {amount(later, 'snapshot')} that only a newer casnap can read")
+    if unread:
+        say(f"without {amount(unread, 'snapshot')} that only a newer casnap can read")
     print_requests(place.requests)
-
-
-def _recent(snapshots: Sequence[Snapshot], most: int) -> set[Snapshot]:
-    """Return the last snapshots of each run."""
-    by_folder: dict[str, list[Snapshot]] = {}
-    for snapshot in snapshots:
-        by_folder.setdefault(folder_of(snapshot.name), []).append(snapshot)
-    return {snapshot for run in by_folder.values() for snapshot in run[-most:]}
 
 
 def _facts_of(snapshot: Snapshot, use: Usage, *, is_recent: bool) -> SnapshotFacts:
@@ -241,8 +229,9 @@ def _services(place: Store) -> tuple[Service, ...]:
     )
 
 
-def _sizes_in(contents: Contents) -> Iterator[tuple[str, int]]:
+def _sizes_in(snapshot: Snapshot) -> Iterator[tuple[str, int]]:
     """Yield the path and the bytes of each tensor and value of a snapshot."""
+    contents = snapshot.contents
     for tree in contents.manifest.trees():
         for path, entry in contents.tree(tree.digest).items():
             if not isinstance(entry, ContainerEntry):
@@ -253,6 +242,7 @@ def _document(repository: Repository, facts: Facts, disk: DiskUsage) -> dict[str
     return {
         "chunk_size_bytes": facts.chunk_size,
         "snapshot_count": facts.snapshots,
+        "unread_count": facts.unread,
         "logical_bytes": facts.logical_bytes,
         **disk_fields(repository, disk),
         "live_bytes": facts.space.live_bytes,

@@ -154,6 +154,7 @@ class Facts:
         space: The space that the store takes up.
         runs: The runs that are shown, the run with the newest snapshot first.
         more_runs: How many runs are not shown.
+        unread: How many further snapshots were chosen that only a newer casnap can read.
         plan: The snapshots that go next; None if no rules were given.
         owed: The snapshots that the mirror lacks; None if the store has no mirror.
         services: The followers of the store.
@@ -166,6 +167,7 @@ class Facts:
     space: Space
     runs: list[RunFacts]
     more_runs: int
+    unread: int = 0
     plan: Plan | None = None
     owed: Owed | None = None
     services: tuple[Service, ...] = ()
@@ -174,8 +176,9 @@ class Facts:
 def gather(
     uri: str,
     chunk_size: int,
-    snapshots: Sequence[tuple[T, SnapshotFacts]],
+    snapshots: Sequence[tuple[str, T]],
     space: Space,
+    facts_of: Callable[[T, bool], SnapshotFacts],
     sizes_in: Callable[[T], Iterable[tuple[str, int]]],
     compare: Callable[[T, T], Diff],
     most: int,
@@ -186,33 +189,38 @@ def gather(
     Args:
         uri: The store.
         chunk_size: The size of its chunks, in bytes.
-        snapshots: The snapshots, in the order of their commits: for each, a *handle*, which is any
-            object by which the caller knows the snapshot, and its facts.
+        snapshots: The snapshots, in the order of their commits: for each, its name, and a *handle*,
+            which is any object by which the caller knows the snapshot.
         space: The space that the whole store takes up.
+        facts_of: Given a handle, returns the facts of the snapshot; with norms if it is told that
+            the snapshot is one of the last ones of a run that is shown.
         sizes_in: Given a handle, returns the paths of all tensors and values, with their bytes.
         compare: Given two handles, returns the differences between the snapshots.
         most: How many snapshots of each run to compare with the one before.
         progress: Called as ``progress(phase, done, total)``.
     """
-    by_folder: dict[str, list[tuple[T, SnapshotFacts]]] = {}
-    for snapshot, facts in snapshots:
-        folder = facts.name.rpartition("/")[0]
+    by_folder: dict[str, list[T]] = {}
+    for name, handle in snapshots:
+        folder = name.rpartition("/")[0]
         # Put last again, so that folders end up in the order of their newest snapshots.
         by_folder[folder] = by_folder.pop(folder, [])
-        by_folder[folder].append((snapshot, facts))
+        by_folder[folder].append(handle)
     newest = list(reversed(by_folder))
-    runs = [
-        _run(folder, by_folder[folder], sizes_in, compare, most, progress)
-        for folder in newest[:_MOST_RUNS]
+    runs, more = newest[:_MOST_RUNS], newest[_MOST_RUNS:]
+    shown = [
+        _run(folder, by_folder[folder], facts_of, sizes_in, compare, most, progress)
+        for folder in runs
     ]
+    others = [facts_of(handle, False) for folder in more for handle in by_folder[folder]]
+    described = [*others, *(facts for run in shown for facts in run.snapshots)]
     return Facts(
         uri=uri,
         chunk_size=chunk_size,
         snapshots=len(snapshots),
-        logical_bytes=sum(facts.logical_bytes for _, facts in snapshots),
+        logical_bytes=sum(facts.logical_bytes for facts in described),
         space=space,
-        runs=runs,
-        more_runs=len(newest) - len(runs),
+        runs=shown,
+        more_runs=len(more),
     )
 
 
@@ -251,20 +259,23 @@ def _numbers_in(metadata: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def _run(
     folder: str,
-    snapshots: list[tuple[T, SnapshotFacts]],
+    snapshots: list[T],
+    facts_of: Callable[[T, bool], SnapshotFacts],
     sizes_in: Callable[[T], Iterable[tuple[str, int]]],
     compare: Callable[[T, T], Diff],
     most: int,
     progress: Progress | None,
 ) -> RunFacts:
     compared = snapshots[-most - 1 :]
+    first = len(snapshots) - len(compared)
+    facts = [facts_of(handle, number >= first) for number, handle in enumerate(snapshots)]
 
     def diffs() -> Iterator[Diff]:
-        for number, ((before, _), (after, _)) in enumerate(pairwise(compared)):
+        for number, (before, after) in enumerate(pairwise(compared)):
             if progress is not None:
                 progress("comparing snapshots", number, len(compared) - 1)
             yield compare(before, after)
 
-    sizes = sizes_of(sizes_in(compared[-1][0]))
-    changes = changes_of([facts.name for _, facts in compared[1:]], diffs(), sizes)
-    return RunFacts(folder, [facts for _, facts in snapshots], changes, sizes)
+    sizes = sizes_of(sizes_in(compared[-1]))
+    changes = changes_of([each.name for each in facts[first + 1 :]], diffs(), sizes)
+    return RunFacts(folder, facts, changes, sizes)

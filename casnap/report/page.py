@@ -127,7 +127,9 @@ def _introduction(facts: Facts, now: float) -> str:
 
 def _summary(facts: Facts) -> str:
     runs = len(facts.runs) + facts.more_runs
-    return f"{amount(facts.snapshots, 'snapshot')} of {amount(runs, 'run')}"
+    unread = amount(facts.unread, "snapshot")
+    more = f", without {unread} that only a newer casnap can read" if facts.unread else ""
+    return f"{amount(facts.snapshots, 'snapshot')} of {amount(runs, 'run')}{more}"
 
 
 # --- is it well? --------------------------------------------------------------------------------
@@ -415,7 +417,7 @@ def _planned(plan: Plan) -> str:
     if not plan.deleted:
         return f"{plan.rules} keep all."
     return (
-        f"{plan.rules} let {amount(len(plan.deleted), 'snapshot')} go, which frees "
+        f"With {plan.rules}, {amount(len(plan.deleted), 'snapshot')} go, which frees "
         f"{size(plan.freed_bytes)}: {_listed(plan.deleted)}."
     )
 

@@ -192,13 +192,13 @@ def test_equal_modules_are_one_line(tmp_path: Path) -> None:
 
 def test_rules_say_what_goes_next(folder: Path) -> None:
     page = made(folder, "--keep-last", 1)
-    [line] = [text for text in page.texts if text.startswith("keep_last=1")]
+    [line] = [text for text in page.texts if text.startswith("With keep_last=1")]
     plan = document("report", folder, "--keep-last", 1)["plan"]
     assert plan["deleted"] == ["run1/step_0", "run1/step_1"]
     # Each has one chunk of its own.
     assert CHUNK < plan["freed_bytes"] < 4 * CHUNK
     assert line == (
-        f"keep_last=1 let 2 snapshots go, which frees {size(plan['freed_bytes'])}: run1/step_0, "
+        f"With keep_last=1, 2 snapshots go, which frees {size(plan['freed_bytes'])}: run1/step_0, "
         "run1/step_1."
     )
     assert len(Store(folder).snapshots()) == 4
@@ -402,7 +402,25 @@ def test_it_is_without_what_a_newer_version_wrote(tmp_path: Path) -> None:
     output = tmp_path / "report.html"
     said = invoke("report", tmp_path / "store", "-o", output).output
     assert "without 1 snapshot that only a newer casnap can read" in said
-    assert "later feature" not in output.read_text(encoding="utf-8")
+    page = output.read_text(encoding="utf-8")
+    assert "later feature" not in page
+    assert "run, without 1 snapshot that only a newer casnap can read. Made" in page
+    told = document("report", tmp_path / "store")
+    assert told["unread_count"] == 1
+    assert len(Store(tmp_path / "store").snapshots()) == told["snapshot_count"] + 1
+
+
+def test_norms_are_of_the_snapshots_that_are_compared(tmp_path: Path) -> None:
+    """Each reading of health costs time, and only the last snapshots of a run are drawn."""
+    store = Store(tmp_path / "store", health=True)
+    for step in range(4):
+        for run in ("a", "b"):
+            store.take({"model": StateDict(w=torch.full((CHUNK,), step + 1.0))}, f"{run}/{step}")
+    runs = document("report", tmp_path / "store", "--last", 1)["runs"]
+    assert [run["folder"] for run in runs] == ["b", "a"]
+    for run in runs:
+        assert [bool(each["norms"]) for each in run["snapshots"]] == [False, False, True, True]
+        assert run["changes"]["names"] == [f"{run['folder']}/3"]
 
 
 def test_keys_that_look_like_ranks(tmp_path: Path) -> None:
