@@ -36,6 +36,7 @@ from casnap.extending import (
     log_remarks,
     map_leaves,
     own_rank,
+    paths_in,
 )
 from casnap.integrations.folders.rotation import forget
 from casnap.integrations.trainers import (
@@ -176,6 +177,7 @@ class SnapshotIO(_Base):
         place, aside = Path(local_path(path)), _aside(path)
         was_there = aside is not None and _is_replaceable(place)
         if aside is not None and was_there:
+            aside = _over(aside, snapshot_at(place, follows=False))
             place.replace(aside)
         elif aside is not None and place.stem.startswith(tuple(self._names_of_last)):
             # Lightning looks for its last checkpoint by folder. The snapshot's own one comes after
@@ -193,8 +195,8 @@ class SnapshotIO(_Base):
             except BaseException:
                 put_back()
                 raise
-            if aside is not None:
-                aside.unlink(missing_ok=True)
+            for replaced in _replaced(path):
+                replaced.unlink(missing_ok=True)
             return snapshot
 
         try:
@@ -236,20 +238,21 @@ class SnapshotIO(_Base):
         """
         self.wait()
         self._witnesses.follow(None)
-        aside, snapshot = _aside(path), snapshot_at(path, self._storage_options)
-        if is_file(local_path(path)):
-            if snapshot is not None:
-                raise StateError(
-                    f"{os.fspath(path)} is a file, and the store {snapshot.store.uri} has a "
-                    f"snapshot of that name as well, with {snapshot.metadata.user}; move the file "
-                    "away to load the snapshot, or load the file under another name"
-                )
-            return self._load_file(path, map_location, weights_only)
-        if snapshot is None and aside is not None and exists(aside):
-            # The save that should have replaced this checkpoint was cut off.
-            return self.load_checkpoint(aside, map_location, weights_only)
+        snapshot, here = snapshot_at(path, self._storage_options), Path(local_path(path))
+        # A save that should have replaced the file may have been cut off.
+        cut_off = (f for f in _replaced(path) if not _is_successor(snapshot, f))
+        file = here if is_file(here) else next(cut_off, None)
+        if file is not None and snapshot is not None:
+            raise StateError(
+                f"{file} is a file, and the store {snapshot.store.uri} has a snapshot "
+                f"{snapshot.name!r} as well, with {snapshot.metadata.user}; move the file away to "
+                "load the snapshot, or load the file under another name"
+            )
+        if file is not None:
+            load = self._load_file if is_file(file) else self.load_checkpoint
+            return load(file, map_location, weights_only)
         if snapshot is None:
-            if aside is None and url_to_fs(os.fspath(path))[0].isfile(path):
+            if _aside(path) is None and url_to_fs(os.fspath(path))[0].isfile(path):
                 return self._load_file(path, map_location, weights_only)
             raise not_found_error(path, "a file")
         check_alone(path)
@@ -331,6 +334,34 @@ def _aside(path: StrPath) -> Path | None:
         return None
     place = Path(path_here)
     return place.with_name(f"{place.stem}{_ASIDE}{place.suffix}")
+
+
+def _over(aside: Path, snapshot: Snapshot | None) -> Path:
+    """Return where a file is kept if the store has an older snapshot of its name.
+
+    The commit id of that snapshot, in the name, tells it from the one that replaces the file.
+    """
+    return aside if snapshot is None else aside.with_stem(f"{aside.stem}-{snapshot.commit_id}")
+
+
+def _replaced(path: StrPath) -> list[Path]:
+    """Return the files that saves of a checkpoint have put aside, and not deleted yet."""
+    aside = _aside(path)
+    if aside is None:
+        return []
+    place = Path(local_path(path))
+    return [p for p in paths_in(aside.parent) if _successor(p) == place and exists(p)]
+
+
+def _successor(place: Path) -> Path | None:
+    """Return the path of the snapshot that replaces a file, if a save has put this file aside."""
+    stem, is_aside, _ = place.stem.rpartition(_ASIDE)
+    return place.with_stem(stem) if is_aside else None
+
+
+def _is_successor(snapshot: Snapshot | None, aside: Path) -> bool:
+    """Whether the snapshot at a path is the one that has replaced a file."""
+    return snapshot is not None and not aside.stem.endswith(f"-{snapshot.commit_id}")
 
 
 def _is_replaceable(place: Path) -> bool:
@@ -458,7 +489,8 @@ def pass_over_cut_off(callback: Any) -> None:
 
     That is the folder of a first save, which the plugin makes before the save, and which is empty
     until the snapshot is committed. Or it is the file that a save has replaced, if the snapshot is
-    committed, but its folder is not made yet, or the file not deleted.
+    committed, but its folder is not made yet, or the file not deleted. Or it is an older snapshot,
+    if the file was saved over it.
 
     Args:
         callback: The class, ``ModelCheckpoint``.
@@ -469,11 +501,15 @@ def pass_over_cut_off(callback: Any) -> None:
 
     @functools.wraps(find)
     def find_whole(self: Any, trainer: Any) -> set[str]:
-        replaced = set()
+        replaced = set[str]()
         for path in find(self, trainer):
             place = Path(local_path(path))
-            successor = place.with_stem(place.stem.removesuffix(_ASIDE))
-            if successor != place and snapshot_at(successor) is not None:
+            successor = _successor(place)
+            if successor is not None and (snapshot := snapshot_at(successor)) is not None:
+                if not _is_successor(snapshot, place):
+                    # The file is newer, so pass over the folder of the snapshot.
+                    replaced.update({os.path.normpath(successor)} if is_folder(successor) else ())
+                    continue
                 with suppress(OSError):  # it is a file again, or nobody may write here
                     successor.mkdir(exist_ok=True)
                 replaced.add(path)

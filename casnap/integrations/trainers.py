@@ -190,14 +190,23 @@ def step_in(state: object) -> dict[str, int]:
 # --- finding checkpoints ----------------------------------------------------------------------
 
 
-def snapshot_at(path: StrPath, storage_options: Mapping[str, Any] | None = None) -> Snapshot | None:
-    """Return the snapshot at a path; None if there is none. Symbolic links are followed."""
+def snapshot_at(
+    path: StrPath, storage_options: Mapping[str, Any] | None = None, *, follows: bool = True
+) -> Snapshot | None:
+    """Return the snapshot at a path; None if there is none.
+
+    Args:
+        path: The path. Symbolic links in it are followed.
+        storage_options: How to reach a remote store.
+        follows: Whether a link at the path itself is followed too.
+    """
     path = os.fspath(path)
+    if "://" not in path:
+        place = Path(local_path(path))
+        resolved = Path(os.path.realpath(place if follows else place.parent))
+        path = str(resolved if follows else resolved / place.name)
     try:
-        return Snapshot(
-            path if "://" in path else os.path.realpath(local_path(path)),
-            storage_options=storage_options,
-        )
+        return Snapshot(path, storage_options=storage_options)
     except (NotAStoreError, SnapshotNotFoundError):
         return None
 

@@ -595,6 +595,41 @@ def test_a_run_that_is_killed_around_the_commit_of_its_first_last_checkpoint(
     assert not list(folder.glob("*replaced*"))
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+@pytest.mark.parametrize("call", ["put_if_absent", "mark"])
+def test_a_file_over_a_snapshot_outlives_a_save_that_is_cut_off(
+    tmp_path: Path, call: str, *, is_link: bool
+) -> None:
+    """The file is newer than the snapshot, which only the commit of the next save replaces."""
+    from casnap.integrations.lightning import CasnapCheckpointIO
+
+    kind, folder, began = configured(), tmp_path / "ckpts", list[int]()
+    last = folder / "last.ckpt"
+    fit(folder, kind(3))
+    shutil.rmtree(last)
+    fit(folder, kind(3), 2, own=True)
+    checkpoint = torch.load(last, weights_only=False)
+    checkpoint["metadata"] = call
+    if is_link:
+        last.rename(folder / "kept.ckpt")
+        last.symlink_to("kept.ckpt")
+
+    def killed() -> None:
+        with backend_faults(0, names=[call]):
+            CasnapCheckpointIO(allow_pickle=True).save_checkpoint(checkpoint, last)
+
+    assert in_child(killed) == -signal.SIGKILL
+    if call == "put_if_absent":
+        with pytest.raises(StateError, match=r"has a snapshot 'last\.ckpt' as well"):
+            CasnapCheckpointIO().load_checkpoint(last)
+    model = kind(3)
+    model.on_train_start = lambda: began.append(model.current_epoch)
+    assert fit(folder, model, 4, allow_pickle=True) == str(last)
+    assert began == [2]
+    assert CasnapCheckpointIO(allow_pickle=True).load_checkpoint(last)["epoch"] == 3
+    assert not list(folder.glob("*replaced*"))
+
+
 @pytest.mark.parametrize("io", ["plain", "async", "wrapped"])
 def test_names_with_slashes_share_the_store_of_the_callback(tmp_path: Path, io: str) -> None:
     """As those of metrics, which loggers group by slashes; also of weights alone."""
@@ -693,7 +728,7 @@ def test_a_file_of_the_users_is_not_replaced(tmp_path: Path) -> None:
     io.save_checkpoint({"epoch": 2}, last)
     shutil.rmtree(last)
     torch.save({"epoch": 1}, last)
-    with pytest.raises(StateError, match="has a snapshot of that name as well"):
+    with pytest.raises(StateError, match=r"has a snapshot 'last\.ckpt' as well"):
         io.load_checkpoint(last)
 
 
