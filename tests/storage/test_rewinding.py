@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.errors import SnapshotError, SnapshotNotFoundError
+from casnap.errors import SnapshotError, SnapshotExistsError, SnapshotNotFoundError
 from casnap.serving import PullOptions
 from tests.support.cli_calls import document, invoke
 from tests.support.copies import mirrored, names
@@ -177,6 +177,14 @@ def test_names_that_are_not_there_or_taken(tmp_path: Path) -> None:
     store.tag("step_2", "kept")
     store.rewind(moved)
     assert sum(n.endswith("step_2") for n in names(store)) == 2
+    # A name that cannot be given back: what is there is no later snapshot of the run.
+    store = fill(Store(tmp_path / "other"), 1, 2)
+    store.rewind("step_1")
+    [moved] = [n for n in names(store) if "/" in n]
+    store.take(app_state(3), "step_2/best")
+    with pytest.raises(SnapshotExistsError, match=rf"restore \S+/{moved}, .* under new names"):
+        store.rewind(moved)
+    assert moved in names(store)
 
 
 # --- retention ----------------------------------------------------------------------------------

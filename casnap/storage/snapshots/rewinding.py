@@ -13,7 +13,7 @@ from typing import Any
 
 from casnap.backends import Backend
 from casnap.backends.uris import joined
-from casnap.errors import SnapshotError
+from casnap.errors import SnapshotError, SnapshotExistsError
 from casnap.format.names import check_name
 from casnap.format.records import REWOUND, Root, Row
 from casnap.storage.opening.location import Location
@@ -77,7 +77,7 @@ def rewind(
         moved = {n: _in(aside, n) for n in ordered[ordered.index(name) + 1 :]}
         renamed = {**moved, name: _in(run, name)} if row.is_rewound else moved
         if row.is_rewound and renamed[name] not in moved:
-            table.check_free(renamed[name], overwrite=False, uri=backend.uri)
+            _check_free(table, backend, name, renamed[name])
         notes = notes_of_renamed(store.newest())
         before = {n: rows[n] for n in renamed}
         after = {check_name(new): _turned(rows[old], notes) for old, new in renamed.items()}
@@ -93,6 +93,29 @@ def rewind(
             mark(store, new_name, row)
     assert rewound is not None
     return rewound
+
+
+def _check_free(table: Table, backend: Backend, name: str, new_name: str) -> None:
+    """Check that the snapshot to go back to can get its name in the run back.
+
+    Args:
+        table: The table of snapshots.
+        backend: The backend of the store.
+        name: The full name of the snapshot.
+        new_name: The full name that it is to get.
+
+    Raises:
+        SnapshotExistsError: The name is taken.
+    """
+    try:
+        table.check_free(new_name, overwrite=False, uri=backend.uri)
+    except SnapshotExistsError as e:
+        path, taken = joined(backend.uri, name), joined(backend.uri, new_name)
+        raise SnapshotExistsError(
+            f"{path} was {new_name!r} before it was moved aside, and that name is taken. Delete "
+            f"what is at {taken}; or do not rewind: restore {path}, and take the next snapshots "
+            "under new names"
+        ) from e
 
 
 def _thinned_error(backend: Backend, name: str, whole: Sequence[str]) -> SnapshotError:
