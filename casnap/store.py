@@ -741,10 +741,8 @@ class Store:
             SnapshotNotFoundError: No snapshot of this store or view has the tag.
             SnapshotError: Several snapshots have the tag, which was never published.
         """
-        from casnap.storage import Tags
-
         view = self._view
-        name, row = Tags(view.repository).find(tag, view.folder(None))
+        name, row = view.tagged(tag)
         return Snapshot.of(view, view.local_of(name), row, store=self)
 
     def tag_moves(self, tag: str, limit: int | None = None) -> list[casnap.TagMove]:

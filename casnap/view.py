@@ -378,9 +378,21 @@ class View:
         Args:
             look: The function.
         """
+        return self.read_with_root(lambda _, table: look(table))
+
+    def read_with_root(self, look: Callable[[Root, Table], V]) -> V:
+        """Call a function with a root and its table, as :meth:`read` does with the table alone.
+
+        Args:
+            look: The function.
+        """
         roots: list[Root] = []
+
+        def look_at(table: Table) -> V:
+            return look(roots[-1], table)
+
         try:
-            return self.readable.read_table(look, roots.append)
+            return self.readable.read_table(look_at, roots.append)
         except DamagedError:
             # Without a root that could be read, older ones are not looked for.
             older = self.repository.as_of_whole_root() if roots else None
@@ -388,7 +400,7 @@ class View:
                 raise
         self._older = older
         _tell_of_older(self.repository, older)
-        return older.read_table(look)
+        return older.read_table(look_at, roots.append)
 
     def find(self, given: str) -> tuple[str, Row]:
         """Return the full name and the row of a snapshot, by the name that a user gives.
@@ -418,6 +430,25 @@ class View:
             return self.read(lambda table: Location(self.repository.backend, full).row_in(table))
         except SnapshotNotFoundError:
             self._check_absent(repr(full))
+            raise
+
+    def tagged(self, tag: str) -> tuple[str, Row]:
+        """Return the full name and the row of the one snapshot of this view that has a tag.
+
+        Raises:
+            InvalidNameError: The tag is not a str.
+            SnapshotNotFoundError: No snapshot of this view has the tag.
+            SnapshotError: Several snapshots have the tag, and it is not published.
+            DamagedError: The store can be read only as of an older root, and a newer root may have
+                such a snapshot.
+        """
+        from casnap.storage import Tags
+
+        store, folder = self.repository, self.folder(None)
+        try:
+            return self.read_with_root(partial(Tags(store).find_in, tag=tag, folder=folder))
+        except SnapshotNotFoundError:
+            self._check_absent(f"tagged {tag!r}")
             raise
 
     def rows(self, prefix: str | None) -> list[tuple[str, Row]]:

@@ -274,6 +274,33 @@ def test_what_an_older_root_does_not_have_is_not_called_absent(tmp_path: Path) -
     assert latest.name == "old/step_1"
 
 
+@pytest.mark.parametrize("published", [False, True])
+@pytest.mark.parametrize("lost", ["table", "segment"])
+def test_a_tag_is_looked_for_as_of_the_whole_root(
+    tmp_path: Path, lost: str, *, published: bool
+) -> None:
+    store = Store(tmp_path / "store")
+    for step in (1, 2):
+        take(store, step)
+    if published:
+        store.publish("stable", "step_1")
+    else:
+        store.tag("step_1", "stable")
+    take(store, 3)
+    store.tag("step_3", "later")
+    path = Path(shutil.copytree(tmp_path / "store", tmp_path / "copy"))
+    if lost == "table":
+        lose_table(path)
+    else:
+        segments = (path / "casnap-store/index").iterdir()
+        max(segments, key=lambda segment: segment.name).unlink()
+    assert Store(path, create=False).tagged("stable").name == "step_1"
+    copy = Store(path, create=False)
+    assert_holds(copy, copy.tagged("stable").name)
+    with pytest.raises(DamagedError, match=r"no snapshot tagged 'absent'"):
+        copy.tagged("absent")
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_dcp_reads_as_of_the_whole_root_too(tmp_path: Path) -> None:
     for step in (1, 2):

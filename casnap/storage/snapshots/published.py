@@ -129,10 +129,12 @@ class Tags:
             return tag
         raise InvalidNameError(f"the tag {tag!r:.80} {problem}; choose another, like 'best'")
 
-    def find(self, tag: str, folder: str) -> tuple[str, Row]:
-        """Return the name and row of the one snapshot that has a tag.
+    def find_in(self, root: Root, table: Table, tag: str, folder: str) -> tuple[str, Row]:
+        """Return the name and row of the one snapshot that has a tag, according to a root.
 
         Args:
+            root: The root.
+            table: The table of this root.
             tag: The tag. If it is not published, all snapshots are searched for it.
             folder: The folder that the snapshot must lie in; "" for the whole store.
 
@@ -141,10 +143,7 @@ class Tags:
             SnapshotNotFoundError: No snapshot in the folder has the tag.
             SnapshotError: Several snapshots have the tag, and it is not published.
         """
-        return self._store.read_at_newest(lambda root: self._find_in(root, tag, folder))
-
-    def _find_in(self, root: Root, tag: str, folder: str) -> tuple[str, Row]:
-        table, uri = self._store.table(root), self._store.backend.uri
+        uri = self._store.backend.uri
         published = Tags.row_in(root, table, tag)
         if published is not None:
             if folder and not published[0].startswith(f"{folder}/"):
