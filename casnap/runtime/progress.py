@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from casnap.runtime.environment import is_other_rank
-from casnap.runtime.nesting import calling
 
 Progress = Callable[[str, int, int], None]
 """Called from time to time, from any thread, with the phase, the amount done, and the total."""
@@ -47,8 +46,7 @@ class ProgressCounter:
         with self._lock:
             self.done += amount
             if self._progress is not None:
-                with calling("progress="):
-                    self._progress(self._phase, min(self.done, self.total), self.total)
+                self._progress(self._phase, min(self.done, self.total), self.total)
 
 
 # --- bars -------------------------------------------------------------------------------------

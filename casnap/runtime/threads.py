@@ -108,20 +108,15 @@ class Worker(threading.Thread):
         """
         return self._fate.acquire(blocking=False)
 
-    def wait(self, each_second: Callable[[], None] = lambda: None) -> None:
+    def wait(self) -> None:
         """Wait for the end of the thread.
 
         After an interrupt the call can be repeated. A signal handler may call it too.
-
-        Args:
-            each_second: Called about each second. An error that it raises ends the wait.
         """
         while not self.ended:
             # Not an Event: a signal handler could find its lock held by its own thread.
             if self._running.acquire(timeout=1):
                 self._running.release()
-            else:
-                each_second()
         # The thread says that its work is done a little before it ends. An interrupted join does no
         # harm now.
         if self.is_alive():

@@ -22,7 +22,6 @@ from casnap.format.grid import Grid, grid_of
 from casnap.format.names import component_of
 from casnap.format.region import Region
 from casnap.runtime.buffers import view_at
-from casnap.runtime.nesting import calling
 from casnap.runtime.threads import python_gc_paused
 from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.devices import devices_of, synchronize
@@ -371,8 +370,7 @@ def _state_of(key: str, value: Stateful) -> dict[str, Any]:
             is not mistaken for an error of the store that the take writes to.
     """
     try:
-        with calling(f"state_dict() of {key!r}"):
-            return value.state_dict()
+        return value.state_dict()
     except OF_STORAGE as e:
         raise StateError(f"state_dict() of {key!r} raised {type(e).__name__}: {e}") from e
 

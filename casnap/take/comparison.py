@@ -96,7 +96,6 @@ def digests_of(
         RankError: Another rank failed, died or hangs.
     """
     config = store.config
-    background.wait_for_turn()
     with background.turn:
         background.wait_for_room(config.store_id, name, options, is_alone=comm.size == 1)
         agreed = agree(store, name, source.keys(), options, comm, is_new=False)

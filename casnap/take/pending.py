@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 
 from casnap.errors import CasnapError, StateError, retold
 from casnap.runtime.fork import in_child, new_lock
-from casnap.runtime.nesting import Patience
 from casnap.runtime.threads import Worker
 from casnap.take.options import Attempt, TakeOptions, what_failed
 
@@ -44,22 +43,6 @@ _takes: dict[PendingTake, None] = {}
 # How many takes were started so far.
 _count = 0
 in_child(_takes.clear)
-
-
-def wait_for_turn() -> None:
-    """Wait until no other take of this process begins. The caller then locks :data:`turn`.
-
-    Raises:
-        CasnapError: The take that begins just now seems to wait for this one.
-    """
-    patience = Patience()
-    while turn.locked():
-        for _ in range(round(1 / _LOOK)):
-            if not turn.locked():
-                break
-            time.sleep(_LOOK)
-        else:
-            patience.look()
 
 
 def _pending() -> list[PendingTake]:
@@ -82,19 +65,19 @@ def wait_for_room(store_id: str, name: str, options: TakeOptions, *, is_alone: b
         is_alone: Whether this process takes alone, without other ranks.
 
     Raises:
-        CasnapError: An earlier take failed, or seems to wait for this one.
+        CasnapError: An earlier take failed.
     """
     before = options.max_pending - 1
-    _wait_for_others(before, Patience().look)
+    _wait_for_others(before)
     if not options.attempt.goes_on:
         last_count = _count if is_alone else _count - before
         advice = f"the take of {name!r} has not begun: call again for it"
         _raise_unseen(store_id, last_count, advice)
 
 
-def _wait_for_others(most: int, each_second: Callable[[], None] = lambda: None) -> None:
+def _wait_for_others(most: int) -> None:
     while len(pending := _pending()) > most:
-        pending[0].wait_for_end(each_second)
+        pending[0].wait_for_end()
 
 
 def wait_for_last(timeout: float | None = None) -> bool:
@@ -231,14 +214,10 @@ class PendingTake:
         """Whether the take has ended, successfully or not."""
         return self.error is not None if self._thread is None else self._thread.ended
 
-    def wait_for_end(self, each_second: Callable[[], None] = lambda: None) -> None:
-        """Wait until the take has ended, successfully or not.
-
-        Args:
-            each_second: As for :meth:`Worker.wait`.
-        """
+    def wait_for_end(self) -> None:
+        """Wait until the take has ended, successfully or not."""
         if self._thread is not None:
-            self._thread.wait(each_second)
+            self._thread.wait()
 
     @property
     def what_failed(self) -> str:
@@ -267,13 +246,7 @@ class PendingTake:
         return result
 
     def wait_for_result(self) -> TakeResult:
-        """Wait until the take has ended; return its result, or raise its own error.
-
-        Raises:
-            CasnapError: The take before this one seems to wait for this call.
-        """
-        if (before := self._before) is not None:
-            before.wait_for_end(Patience().look)
+        """Wait until the take has ended; return its result, or raise its own error."""
         self.wait_for_end()
         if self.error is not None:
             self.note_seen()

@@ -69,7 +69,6 @@ def take(
         RankError: Another rank failed, died or hangs.
     """
     steps = _Steps(repository, name, options, comm)
-    background.wait_for_turn()
     with background.turn:
         background.wait_for_room(repository.config.store_id, name, options, is_alone=comm.size == 1)
         steps.begin(source)
@@ -97,7 +96,6 @@ def async_take(
     steps = _Steps(repository, name, options, comm)
     pending: PendingTake | None = None
     try:
-        background.wait_for_turn()
         with background.turn:
             store_id = repository.config.store_id
             background.wait_for_room(store_id, name, options, is_alone=comm.size == 1)

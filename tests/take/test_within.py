@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 
 from casnap import NewStore, Snapshot, StateDict, Store, release_memory
 from casnap.errors import CasnapError
-from casnap.runtime import buffers, nesting
+from casnap.runtime import buffers
 from casnap.runtime.threads import cores
 from casnap.take import staging
 from tests.support.faults import CHUNK, app_state, assert_store, backend_faults, in_child, take
@@ -205,68 +204,3 @@ def test_while_a_pending_take_is_waited_for(tmp_path: Path) -> None:
         assert_store(store.uri, {1, 100})
 
     assert in_child(child) == 0
-
-
-def take_later(store: Store, step: int) -> None:
-    name = f"step_{step}"
-    store.async_take(app_state(step), name, metadata={"step": step}, max_pending=2).wait()
-
-
-@pytest.mark.parametrize(
-    ("verb", "function", "inner"),
-    [
-        ("take", "state_dict", take),
-        ("take", "progress", take),
-        ("async_take", "progress", take),
-        ("async_take", "progress", take_later),
-    ],
-)
-def test_from_a_thread_for_which_a_take_waits(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    verb: str,
-    function: str,
-    inner: Callable[[Store, int], object],
-) -> None:
-    """The stack of that thread does not show it, so its take gives up after a time."""
-    monkeypatch.setattr(nesting, "PATIENCE", 0)
-    store = Store(tmp_path / "store", create=NewStore(chunk_size=CHUNK))
-    refused: list[str] = []
-
-    def in_a_thread() -> None:
-        with pytest.raises(CasnapError, match="must not wait for a take of another thread") as e:
-            inner(store, 100)
-        refused.append(str(e.value))
-
-    def wait_for_a_take() -> None:
-        if not refused:
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(in_a_thread).result()
-
-    class Waiting(StateDict):
-        def state_dict(self) -> dict[str, Any]:
-            wait_for_a_take()
-            return super().state_dict()
-
-    is_state = function == "state_dict"
-    state = {"state": Waiting(app_state(1)["state"]) if is_state else app_state(1)["state"]}
-    progress = None if is_state else lambda *_: wait_for_a_take()
-    taken = getattr(store, verb)(state, "step_1", metadata={"step": 1}, progress=progress)
-    (taken.wait() if verb == "async_take" else taken)
-    assert f"one call of {function}" in refused[0]
-    take(store, 2)
-    assert_store(store.uri, {1, 2} if inner is take else {1, 2, 100})
-
-
-def test_many_short_calls_hold_up_no_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A take may wait for a longer one as long as no single call of progress= is long."""
-    monkeypatch.setattr(nesting, "PATIENCE", 3)
-    patience = nesting.Patience()
-    for _ in range(10):
-        with nesting.calling("progress="):
-            patience.look()
-    with nesting.calling("progress="):
-        for _ in range(3):
-            patience.look()
-        with pytest.raises(CasnapError, match="one call of progress="):
-            patience.look()
