@@ -21,7 +21,8 @@ import lmdb
 import pytest
 
 from casnap import NewStore, Retention, StateDict, Store
-from casnap.format.digest import Digest
+from casnap.format.digest import Digest, digest_of
+from casnap.format.records import ID_SIZE, PackId, Place, SegmentId
 from casnap.runtime.environment import boot_id
 from casnap.runtime.host_locks import locked
 from casnap.storage.lookup import index_cache, lmdb_files
@@ -100,6 +101,19 @@ def test_what_becomes_of_a_cache(
 ) -> None:
     harm((data_of(cache_dir).parent / name).resolve())
     use(store, 3)
+
+
+def test_places_of_many_digests_are_in_their_order(tmp_path: Path) -> None:
+    """One call of LMDB looks for many, and its answer leaves out those that it lacks."""
+    cache = LmdbCache(tmp_path / "cache")
+    pack, gone = PackId(b"p" * ID_SIZE), PackId(b"g" * ID_SIZE)
+    digests = [digest_of(i.to_bytes(4, "big")) for i in range(3000)]
+    known = {d: Place(pack, 1000 * i, 900, 900, 0) for i, d in enumerate(digests) if i % 3}
+    records = [*known.items(), (digests[1], Place(gone, 0, 900, 900, 0))]
+    cache.learn(SegmentId(b"s" * ID_SIZE), [pack, gone], records)
+    wanted = random.Random(0).sample(digests, 3000) + digests[:3]
+    assert cache.place(iter(wanted), {pack}) == [known.get(digest) for digest in wanted]
+    assert cache.place([], {pack}) == []
 
 
 def test_a_cache_deleted_while_it_is_open(store: Path, cache_dir: Path) -> None:

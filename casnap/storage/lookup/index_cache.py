@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from itertools import islice
 from pathlib import Path
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
@@ -74,6 +75,8 @@ _PATIENCE, _LITTLE = 30.0, 1.0
 # Seconds to wait for a process that reads the same segments, before this process reads them too.
 _LEARNING = 60.0
 _NODES_BYTES = 64 << 20
+# The digests that one call looks for.
+_AT_ONCE = 1024
 
 
 def _if_possible(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R | None]:
@@ -299,10 +302,10 @@ class LmdbCache(IndexCache):
         # Few packs hold all of the chunks that a take or restore asks for.
         is_live = functools.cache(live.__contains__)
         with self._env.begin(db=self._places) as txn, txn.cursor() as cursor:
-            for digest in digests:
+            for digest, value in _first_values(cursor, digests):
                 place = None
-                if cursor.set_key(digest):
-                    place = _decode_place(digest, cursor.value())
+                if value is not None:
+                    place = _decode_place(digest, value)
                     if place is None or place.codec not in WHOLE_CODECS or not is_live(place.pack):
                         place = preferred(p for p in _all_places(txn, digest) if is_live(p.pack))
                 places.append(place)
@@ -415,6 +418,17 @@ def _decode_place(digest: Digest, value: bytes) -> Place | None:
         pack, offset, stored_size, raw_size, codec = _BARE_PLACE.unpack_from(value)
         return DeltaPlace(pack, offset, stored_size, raw_size, codec, value[_BARE_PLACE.size : -4])
     return None
+
+
+def _first_values(
+    cursor: lmdb.Cursor, digests: Iterable[Digest]
+) -> Iterator[tuple[Digest, bytes | None]]:
+    """Yield each digest with its first value; None for a digest that has none."""
+    pending = iter(digests)
+    # One call looks for many: each call costs more time than a lookup.
+    while wanted := list(islice(pending, _AT_ONCE)):
+        values = dict(cursor.getmulti(wanted))
+        yield from zip(wanted, map(values.get, wanted), strict=True)
 
 
 def _all_places(txn: lmdb.Transaction, digest: Digest) -> list[Place]:
