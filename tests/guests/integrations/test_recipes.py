@@ -158,6 +158,7 @@ def check_recipe(command: str, tmp_path: Path, inputs: Path) -> None:
     assert start(command, killed, inputs).wait() == 0, (killed / "log").read_text()
     log = (killed / "log").read_text()
     assert len(re.findall(r"casnap run: the checkpoints of \S+ in \S+ are snapshots", log)) == 2
+    assert re.findall(r"casnap run: \S+ resumes from \S*out/checkpoint-\d+, at step \d+", log)
     ends = [[*Store(folder / "out", create=False).snapshots()] for folder in (whole, killed)]
     for snapshots in ends:
         assert [s.name for s in snapshots] == ["checkpoint-10", "checkpoint-12"]
