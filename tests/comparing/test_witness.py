@@ -22,8 +22,9 @@ from casnap.errors import (
     WitnessError,
 )
 from casnap.extending import JoinedTake, LiveState, TakeOptions
+from casnap.format.digest import Digest, digest_of
 from casnap.integrations.witnesses import Witnesses
-from casnap.storage import Changes
+from casnap.storage import Changes, Table
 from tests.support.cli_calls import invoke
 from tests.support.copies import mirrored
 from tests.support.damaged import damage_everywhere
@@ -180,6 +181,31 @@ def test_nothing_takes_it_for_a_snapshot(store: Store) -> None:
     folder = Path(store.uri, "run")
     assert sorted(path.name for path in folder.iterdir()) == ["step_3", "step_4"], "no marker"
     assert store.rewind("run/step_3").name == "run/step_3"
+
+
+def test_a_take_does_not_read_the_rows_of_all_witnesses(store: Store) -> None:
+    """The name of a new snapshot is checked, and thousands of witnesses may follow it."""
+    store.take(small(1), "run/step_1")
+    store.witness(small(2), "run/step_2")
+    repository = store._view.repository
+    table = repository.table(repository.newest())
+    row, nodes, read = table.get("run/witness/step_2"), dict[Digest, bytes](), list[Digest]()
+
+    def put(node: bytes) -> Digest:
+        nodes[digest_of(node)] = node
+        return digest_of(node)
+
+    def load(digest: Digest) -> bytes:
+        read.append(digest)
+        return nodes[digest]
+
+    rows = {"run/step_1": table.get("run/step_1")}
+    rows |= {f"run/witness/step_{step}": row for step in range(300)}
+    top = Table(None, load, list).edit(rows, put)
+    many = Table(top, load, list)
+    many.check_free("run/step_2", overwrite=False, uri="")
+    assert len(read) < 20 < len(nodes)
+    assert list(many.items_below("run/")) == [("run/step_1", rows["run/step_1"])]
 
 
 def test_it_holds_no_chunk_of_the_state(store: Store) -> None:

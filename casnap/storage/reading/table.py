@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import takewhile
 
 from casnap.errors import SnapshotExistsError
 from casnap.format.digest import Digest
@@ -12,6 +13,10 @@ from casnap.format.tree import TABLE_FANOUT, Load, Put, Tree
 from casnap.runtime.typing import override
 
 _WITNESSES = "witness"
+
+
+def _snapshots_among(items: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
+    return (item for item in items if not item[1].is_witness)
 
 
 class Table(Tree[Row]):
@@ -40,15 +45,22 @@ class Table(Tree[Row]):
     @override
     def items(self, start: str = "") -> Iterator[tuple[str, Row]]:
         """Yield the snapshots in the order of their names, from a name on."""
-        return (item for item in super().items(start) if not item[1].is_witness)
+        return _snapshots_among(super().items(start))
+
+    @override
+    def items_below(self, prefix: str) -> Iterator[tuple[str, Row]]:
+        """Yield the snapshots whose names begin with ``prefix``.
+
+        A witness of another name ends the search, too: there may be thousands in a row.
+        """
+        return _snapshots_among(self._all_below(prefix))
 
     def with_witnesses(self, folder: str = "") -> Iterator[tuple[str, Row]]:
         """Yield the snapshots and the witnesses in a folder, in the order of their names."""
-        prefix = f"{folder}/" if folder else ""
-        for name, row in super().items(prefix):
-            if not name.startswith(prefix):
-                return
-            yield name, row
+        return self._all_below(f"{folder}/" if folder else "")
+
+    def _all_below(self, prefix: str) -> Iterator[tuple[str, Row]]:
+        return takewhile(lambda item: item[0].startswith(prefix), super().items(prefix))
 
     @staticmethod
     def witness_name(name: str) -> str:
