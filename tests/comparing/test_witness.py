@@ -208,6 +208,15 @@ def test_a_take_does_not_read_the_rows_of_all_witnesses(store: Store) -> None:
     assert list(many.items_below("run/")) == [("run/step_1", rows["run/step_1"])]
 
 
+def test_no_snapshot_takes_the_place_of_the_folder_of_witnesses(store: Store) -> None:
+    """Else the run could get no witness any more."""
+    store.take(small(1), "run/step_1")
+    store.witness(small(2), "run/step_2")
+    with pytest.raises(SnapshotExistsError, match="is the folder of the witness 'run/witness/st"):
+        store.take(small(3), "run/witness")
+    assert store.witness(small(3), "run/step_3").stored
+
+
 def test_it_holds_no_chunk_of_the_state(store: Store) -> None:
     state = {"s": StateDict({f"{i}": torch.randn(1 << 15) for i in range(64)})}
     before = _bytes_in(store)

@@ -169,8 +169,9 @@ class Table(Tree[Row]):
                 raise SnapshotExistsError(
                     f"{uri}: {outer!r} is a snapshot, so nothing can be taken below it as {name!r}"
                 )
-        inner = next(self.items_below(f"{name}/"), None)
+        inner = next(self.with_witnesses(name), None)
         if inner is not None:
+            what = "witness" if inner[1].is_witness else "snapshot"
             raise SnapshotExistsError(
-                f"{uri}: {name!r} is the folder of the snapshot {inner[0]!r}; choose another name"
+                f"{uri}: {name!r} is the folder of the {what} {inner[0]!r}; choose another name"
             )
