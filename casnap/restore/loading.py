@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from msgspec import Struct
 
-from casnap.errors import DamagedError, StateError
+from casnap.errors import DamagedError, MismatchError, StateError
 from casnap.format.digest import split_digests
 from casnap.format.entries import (
     INLINE_BYTES,
@@ -55,6 +55,10 @@ from casnap.storage import (
     Want,
 )
 
+_INTEGERS = {
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+    torch.int8, torch.int16, torch.int32, torch.int64,
+}  # fmt: skip
 Sink = Callable[[memoryview], None]
 Fetch = Callable[[Iterable[Want], ReadOptions], None]
 """Reads chunks, as :meth:`casnap.storage.reading.repository.Repository.fetch` does."""
@@ -69,11 +73,14 @@ class _TensorToFill(Struct, frozen=True):
         box: The elements of the entry to read.
         tensor: The tensor.
         held: A tensor that may have these elements already, perhaps ``tensor`` itself; or None.
+        narrower: A tensor of integers with fewer bits, which gets the elements of ``tensor`` in the
+            end if they fit; mostly None.
     """
 
     box: Region | Selection
     tensor: torch.Tensor
     held: torch.Tensor | None
+    narrower: torch.Tensor | None = None
 
 
 class _EntryToLoad(Struct, frozen=True):
@@ -221,6 +228,7 @@ class Loading:
         Raises:
             DamagedError: Some chunks are missing or damaged. All others were read.
             DeviceError: A device does not hold what was copied to it, or computes wrong digests.
+            MismatchError: A tensor to fill cannot hold an integer of its entry.
             UnsupportedFormatError: A newer version wrote some entries. Nothing was read.
         """
         check_known(self._contents.label, self._unknown)
@@ -239,11 +247,31 @@ class Loading:
         synchronize_workers(self._tensors_to_fill())
         leaves: dict[str, Leaf] = {}
         for item in self._items:
+            self._narrow(item)
             if item.content is not None:
                 content = item.content
                 filled = bytes(content) if isinstance(content, bytearray) else content
                 leaves[item.path] = Leaf(item.path, item.entry, filled)
         return leaves
+
+    def _narrow(self, item: _EntryToLoad) -> None:
+        """Fill tensors of fewer bits than an entry's integers have, once it is known that they fit.
+
+        Raises:
+            MismatchError: An integer does not fit. Torch would store another one, without a word.
+        """
+        for read, narrower in ((t.tensor, t.narrower) for t in item.targets):
+            if narrower is None:
+                continue
+            cast = read.to(narrower.dtype)
+            # As bytes: torch may not compare unsigned integers.
+            again, given = (t.reshape(-1).view(torch.uint8) for t in (cast.to(read.dtype), read))
+            if not torch.equal(again, given):
+                raise MismatchError(
+                    f"{self._contents.label}: {item.path}: integers of {read.dtype} in the "
+                    f"snapshot do not fit {narrower.dtype}, as it is here; give it more bits"
+                )
+            fill(narrower, cast)
 
     def _tensors_to_fill(self) -> Iterator[torch.Tensor]:
         return (target.tensor for item in self._items for target in item.targets)
@@ -370,11 +398,23 @@ def _target(
             have them in the stored form, for example because its dtype differs.
     """
     target = as_copyable(tensor.detach())
+    if _may_not_fit(entry, target):
+        read = torch.empty(box.sizes, dtype=carrier_dtype(entry), device=target.device)
+        return _TensorToFill(box, read, None, target)
     if held is None or is_wrapper(held) or not is_its_storage(held) or is_numpy(entry):
         return _TensorToFill(box, target, None)
     holder = target if held is tensor else as_copyable(held.detach())
     is_alike = holder.dtype == carrier_dtype(entry) and tuple(holder.shape) == box.sizes
     return _TensorToFill(box, target, holder if is_alike else None)
+
+
+def _may_not_fit(entry: TensorEntry, target: torch.Tensor) -> bool:
+    """Whether an entry may have integers that a tensor to fill cannot hold."""
+    stored, wanted = carrier_dtype(entry), target.dtype
+    if stored == wanted or not {stored, wanted} <= _INTEGERS:
+        return False
+    given, room = torch.iinfo(stored), torch.iinfo(wanted)
+    return given.min < room.min or given.max > room.max
 
 
 def with_item_axis(entry: TensorEntry, carrier: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from casnap import NewStore, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.backends.base import Target
-from casnap.errors import DamagedError
+from casnap.errors import DamagedError, MismatchError
 from casnap.runtime.buffers import address_of
 from tests.support.bitwise import assert_same
 from tests.support.remote import RemoteDouble
@@ -200,3 +200,27 @@ def test_small_chunks_are_read_beside_large_ones(tmp_path):
     assert backend.most_at_once == 2
     for name, tensor in state.items():
         assert_same(target[name], tensor)
+
+
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_integers_that_do_not_fit_are_refused(store: Store, size: int) -> None:
+    """They were cut to the bits of the tensor that is filled: other numbers, without a word."""
+    large = torch.full((size,), 2**40 + 1)
+    small = torch.full((size,), 7)
+    store.take({"large": StateDict(n=large), "small": StateDict(n=small)}, "a")
+    for dtype in (torch.int32, torch.uint8, torch.uint32):
+        live = StateDict(n=torch.zeros(size, dtype=dtype))
+        with pytest.raises(MismatchError, match=rf"large/n: integers of torch.int64 .* {dtype}"):
+            store["a"].restore({"large": live})
+        with pytest.raises(MismatchError, match="do not fit"):
+            store["a"].read_object("large/n", obj_out=live["n"])
+        given = live["n"]
+        store["a"].restore({"small": live})
+        assert live["n"] is given
+        assert given.tolist() == small.tolist()
+    module = torch.nn.Module()
+    module.register_buffer("n", torch.zeros(size, dtype=torch.int16))
+    with pytest.raises(MismatchError, match="do not fit"):
+        store["a"].load_into(module, "large")
+    store["a"].load_into(module, "small")
+    assert module.n.tolist() == small.tolist()
