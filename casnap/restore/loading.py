@@ -264,9 +264,7 @@ class Loading:
             if narrower is None:
                 continue
             cast = read.to(narrower.dtype)
-            # As bytes: torch may not compare unsigned integers.
-            again, given = (t.reshape(-1).view(torch.uint8) for t in (cast.to(read.dtype), read))
-            if not torch.equal(again, given):
+            if not _are_equal(cast, read):
                 raise MismatchError(
                     f"{self._contents.label}: {item.path}: integers of {read.dtype} in the "
                     f"snapshot do not fit {narrower.dtype}, as it is here; give it more bits"
@@ -415,6 +413,18 @@ def _may_not_fit(entry: TensorEntry, target: torch.Tensor) -> bool:
         return False
     given, room = torch.iinfo(stored), torch.iinfo(wanted)
     return given.min < room.min or given.max > room.max
+
+
+def _are_equal(cast: torch.Tensor, read: torch.Tensor) -> bool:
+    """Whether integers are the same numbers after a cast."""
+    # As bytes: torch may not compare unsigned integers.
+    again, given = (t.reshape(-1).view(torch.uint8) for t in (cast.to(read.dtype), read))
+    if not torch.equal(again, given):
+        return False
+    # A cast there and back hides that a number has changed its sign.
+    if cast.dtype.is_signed == read.dtype.is_signed:
+        return True
+    return not bool(((cast if cast.dtype.is_signed else read) < 0).any())
 
 
 def with_item_axis(entry: TensorEntry, carrier: torch.Tensor) -> torch.Tensor:

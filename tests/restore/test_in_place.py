@@ -224,3 +224,20 @@ def test_integers_that_do_not_fit_are_refused(store: Store, size: int) -> None:
         store["a"].load_into(module, "large")
     store["a"].load_into(module, "small")
     assert module.n.tolist() == small.tolist()
+
+
+def test_integers_that_would_change_their_sign_are_refused(store: Store) -> None:
+    """A cast there and back gives -1 again: it hides that uint8 has no such number."""
+    state = {
+        "bytes": torch.tensor([5, -1], dtype=torch.int8),
+        "longs": torch.tensor([2**63 + 5], dtype=torch.uint64),
+        "good": torch.tensor([2**63 - 5, 0], dtype=torch.uint64),
+    }
+    store.take({"state": StateDict(state)}, "a")
+    for name, dtype in (("bytes", torch.uint8), ("bytes", torch.uint64), ("longs", torch.int64)):
+        with pytest.raises(MismatchError, match="do not fit"):
+            store["a"].read_object(
+                f"state/{name}", obj_out=torch.zeros_like(state[name], dtype=dtype)
+            )
+    good = store["a"].read_object("state/good", obj_out=torch.ones(2, dtype=torch.int64))
+    assert good.tolist() == [2**63 - 5, 0]
