@@ -25,14 +25,7 @@ from contextlib import suppress
 from functools import partial
 from weakref import WeakValueDictionary
 
-from casnap.backends.local_files import is_file, paths_in, status
-from casnap.errors import (
-    PLACE_ERRORS,
-    CasnapError,
-    DamagedError,
-    StorageFullError,
-    shell_word,
-)
+from casnap.errors import CasnapError, StorageFullError, shell_word
 from casnap.format.records import Root, Row
 from casnap.runtime.environment import collects_by_itself
 from casnap.runtime.fork import in_child, new_lock
@@ -63,8 +56,6 @@ _A_SNAPSHOT = 64 << 20
 _ITSELF = 10
 # A pack is copied if no more than about half of it is needed: one of two equal tensors.
 _REPACK = 0.51
-# So many bytes in the folders of snapshots are not worth a word.
-_FEW_BYTES = 1 << 20
 # The seconds to rest after a failure.
 _FAILURE_REST = 60.0
 # For how many seconds a process that ends waits for its collection; not at a remote place.
@@ -216,8 +207,9 @@ class AutomaticCollector:
         free = None if is_quota else store.backend.free_bytes()
         lacking = f"up to {size(count_bytes())} are needed"
         lacking += "" if free is None else f", {size(free)} are free"
-        text = f"{error}. {lacking}; {_what_frees(uri, report)}{_files_beside(store)}"
-        raise StorageFullError(text) from error.__cause__ or error
+        raise StorageFullError(f"{error}. {lacking}; {_what_frees(uri, report)}") from (
+            error.__cause__ or error
+        )
 
     def _may_not_fit(self, store: Repository, count_bytes: Callable[[], int]) -> bool:
         free = store.backend.free_bytes()
@@ -363,28 +355,6 @@ def _what_frees(uri: str, report: GcReport | None) -> str:
         f"{uri} has no garbage left to free: its {report.snapshots:,} snapshots take up "
         f"{size(report.live_bytes)}{waiting}. Let some of them go, with `casnap rm` or `casnap "
         f"prune`; then `casnap gc {shell_word(uri)} --grace 0` frees their bytes"
-    )
-
-
-def _files_beside(store: Repository) -> str:
-    """Return a sentence on what else lies in the folders of the snapshots; "" if that is little.
-
-    A collection never frees it. It may be weights, which can be written again.
-    """
-    if store.backend.folder is None:
-        return ""
-    count, largest = 0, (0, "")
-    with suppress(DamagedError, *PLACE_ERRORS):
-        for name, _ in store.read_table(lambda table: table.rows_in()):
-            folder = store.backend.folder / name
-            infos = [status(path) for path in paths_in(folder) if is_file(path)]
-            nbytes = sum(info.st_size for info in infos if info is not None)
-            count, largest = count + nbytes, max(largest, (nbytes, str(folder)))
-    if count < _FEW_BYTES:
-        return ""
-    return (
-        f". Files beside the snapshots, most of them in {largest[1]}, take up {size(count)}; those "
-        "that can be made again, such as weights by `casnap pull`, can go first"
     )
 
 
