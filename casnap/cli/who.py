@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from casnap.backends.local_files import is_taken
+from casnap.backends.local_files import is_folder, is_taken
 from casnap.cli.arguments import check_folder, open_store, reading_options, store_fields
 from casnap.cli.check import print_equal_weights
 from casnap.cli.output import emit, safe, say
@@ -86,7 +86,7 @@ def who(
 
 
 def _store_for(what: str | None) -> Store:
-    """Return the store at or above the current folder; if there is none, that above a file.
+    """Return the store at or above the current folder; if there is none, at or above a file.
 
     It is limited to the folder, as the stores of other commands are. But if no snapshot is below
     the folder, as where exported files lie, all snapshots of the store are looked at.
@@ -102,7 +102,8 @@ def _store_for(what: str | None) -> Store:
     except NotAStoreError:
         if what is None or not is_taken(Path(what)):
             raise
-        place = open_store(str(Path(what).absolute().parent))
+        here = Path(what).absolute()
+        place = open_store(str(here if is_folder(here) else here.parent))
         say(f"{what} lies in {repository_of(place).backend.uri}", err=True)
     return place if place.snapshots() else place.whole()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -290,6 +291,13 @@ def test_the_store_that_a_file_lies_in(
     assert said.err == f"{file} lies in {store.uri}\n"
     assert run(["who", "m.safetensors"]) == 1
     assert f"{elsewhere} is not a casnap store" in capsys.readouterr().err
+    # A folder of weights may have its store inside, as the output of a trainer has. The error
+    # names it.
+    output = tmp_path / "output"
+    shutil.copytree(tmp_path / "store", output / "casnap-store")
+    save_file(tensors_at(2), output / "model.safetensors")
+    assert run(["who", str(output)]) == 1
+    assert f"Name one, like {output}/casnap-store" in capsys.readouterr().err
     # No snapshot lies below the folder of exports.
     monkeypatch.chdir(exports)
     assert run(["who", "m.safetensors"]) == 0
