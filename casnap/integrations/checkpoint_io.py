@@ -56,7 +56,8 @@ _FOR_THE_MOMENT = (".lr_find_", ".scale_batch_size_")
 # The method of a ModelCheckpoint that lists what ckpt_path="last" may mean.
 _FIND_LAST = "_find_last_checkpoints"
 # The end of the stem of a replaced file, which is kept until the new snapshot is durable.
-_ASIDE = ".replaced-by-casnap"
+# It has no dot: in a name without a suffix, that would begin one.
+_ASIDE = "-replaced-by-casnap"
 
 
 if TYPE_CHECKING:

@@ -536,15 +536,19 @@ def test_hyperparameters_without_a_safe_encoding_are_pickled(
         kind.load_from_checkpoint(path)
 
 
+@pytest.mark.parametrize("suffix", [".ckpt", ""])
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_run_that_changes_over_goes_on_from_its_last_checkpoint(
-    tmp_path: Path, *, async_save: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, *, async_save: bool
 ) -> None:
     """A save replaces Lightning's own file of its name; else that would be loaded."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
     from casnap.integrations.lightning import CasnapCheckpointIO
 
+    monkeypatch.setattr(ModelCheckpoint, "FILE_EXTENSION", suffix)
     kind, folder = configured(), tmp_path / "ckpts"
-    last = folder / "last.ckpt"
+    last = folder / f"last{suffix}"
     fit(folder, kind(3), own=True)
     assert last.is_file()
     assert in_child(lambda: _kill_while_saving(folder, kind(3))) == -signal.SIGKILL
@@ -595,16 +599,19 @@ def test_a_run_that_is_killed_around_the_commit_of_its_first_last_checkpoint(
     assert not list(folder.glob("*replaced*"))
 
 
-@pytest.mark.parametrize("is_link", [False, True])
+@pytest.mark.parametrize(("suffix", "is_link"), [(".ckpt", False), (".ckpt", True), ("", False)])
 @pytest.mark.parametrize("call", ["put_if_absent", "mark"])
 def test_a_file_over_a_snapshot_outlives_a_save_that_is_cut_off(
-    tmp_path: Path, call: str, *, is_link: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, suffix: str, *, is_link: bool
 ) -> None:
     """The file is newer than the snapshot, which only the commit of the next save replaces."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
     from casnap.integrations.lightning import CasnapCheckpointIO
 
+    monkeypatch.setattr(ModelCheckpoint, "FILE_EXTENSION", suffix)
     kind, folder, began = configured(), tmp_path / "ckpts", list[int]()
-    last = folder / "last.ckpt"
+    last = folder / f"last{suffix}"
     fit(folder, kind(3))
     shutil.rmtree(last)
     fit(folder, kind(3), 2, own=True)
@@ -620,7 +627,7 @@ def test_a_file_over_a_snapshot_outlives_a_save_that_is_cut_off(
 
     assert in_child(killed) == -signal.SIGKILL
     if call == "put_if_absent":
-        with pytest.raises(StateError, match=r"has a snapshot 'last\.ckpt' as well"):
+        with pytest.raises(StateError, match=rf"has a snapshot 'last{suffix}' as well"):
             CasnapCheckpointIO().load_checkpoint(last)
     model = kind(3)
     model.on_train_start = lambda: began.append(model.current_epoch)
