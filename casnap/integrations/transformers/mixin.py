@@ -201,8 +201,11 @@ class CasnapTrainerMixin(_Base):
             self.remove_callback(at_steps)
 
     def _tell_begin(self, checkpoint: str | bool | None, step: int) -> None:
-        """Say from which checkpoint the run goes on, if it does: ``"auto"`` does not show that."""
-        if checkpoint and own_rank() == 0:
+        """Say from which checkpoint the run goes on, if it does: ``"auto"`` does not show that.
+
+        ``True`` names none: nothing was found that this class could name.
+        """
+        if checkpoint and checkpoint is not True and own_rank() == 0:
             tell = self._tell or _log.info
             tell(f"{type(self).__qualname__} resumes from {checkpoint}, at step {step}")
 
