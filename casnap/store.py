@@ -1161,8 +1161,8 @@ class Store:
         The mean is taken of the weights: floating-point tensors, except moments and buffers, that
         have one shape and dtype in all snapshots. All else comes from the last snapshot in
         ``names``, and takes up no more room in the store; nor do tensors that are equal in all
-        snapshots. The chunks of each snapshot are read once, and verified; memory stays below 400
-        MiB for any size. With ``torch.distributed``, one rank alone calls this.
+        snapshots. The chunks that differ are read once of each snapshot, and verified; memory stays
+        below 400 MiB for any size. With ``torch.distributed``, one rank alone calls this.
 
         Elements are summed in float32 (those of float64 in float64) in the order of ``names``:
         ``(x0 + x1 + …) / n``, or ``x0 * w0 + x1 * w1 + …``, and cast to the dtype of the tensor. If
@@ -1171,7 +1171,8 @@ class Store:
         goes beyond the second snapshot.
 
         The mean is measured if a snapshot was, or if this store was opened with ``health=``: see
-        :attr:`Snapshot.unhealthy`. A warning names its tensors with NaN or infinite elements.
+        :attr:`Snapshot.unhealthy`. A warning names its tensors with NaN or infinite elements. A
+        tensor that is no mean has the numbers of an equal one in any snapshot, or is read once.
 
         Args:
             names: The snapshots, or their names.

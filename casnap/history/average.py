@@ -1,7 +1,8 @@
 """The mean of snapshots, element by element, as a new snapshot.
 
 Snapshots of one store are cut into the same chunks. So the mean is computed chunk by chunk, in
-memory that is bounded, and a chunk that all snapshots share is neither read nor written.
+memory that is bounded, and a chunk that all snapshots share is not written. It is read only to be
+measured: once, and if the mean is measured at all.
 
 The mean of an element is summed in the order in which the snapshots are named: ``(x0 + x1 + …) /
 n``, or with weights ``x0 * w0 + x1 * w1 + …``, each step rounded to the dtype of the sum. Then it
@@ -32,7 +33,7 @@ from casnap.format.entries import INLINE_BYTES, Entry, Manifest, OwnedTree, Payl
 from casnap.format.health import TensorHealth
 from casnap.format.records import THINNED, UNHEALTHY, Row, Stats
 from casnap.history.averaging_plan import SUM_DTYPES, TensorToAverage, plan_average
-from casnap.history.mean_health import health_of_mean
+from casnap.history.mean_health import health_of_mean, ignored_by_takes, known_health
 from casnap.history.means import Means
 from casnap.ranks.comm import SingleProcess
 from casnap.runtime.batches import batches
@@ -79,7 +80,7 @@ class AverageReport:
         of: The names of the snapshots that were averaged.
         weights: The weight of each.
         averaged: How many tensors are means.
-        equal: How many tensors are equal in all snapshots, and were not read.
+        equal: How many tensors are equal in all snapshots, so that nothing was computed.
         kept: The path of each tensor that was taken from the last snapshot → why it is no mean.
         new_bytes: The stored bytes that were new to the store.
         seconds: How long it took.
@@ -184,8 +185,6 @@ def average(
     started = time.monotonic()
     options = replace(options, metadata=checked_metadata(options.metadata or {}))
     keeps_equal = weights is None or abs(fsum(weights) - 1) < 1e-9
-    if options.health is None and any(source.row.unhealthy is not None for source in sources):
-        options = replace(options, health=HealthOptions())
     comm = SingleProcess()
     warning = ""
 
@@ -212,6 +211,8 @@ def average(
     with ExitStack() as reading:
         for source in sources:
             reading.enter_context(source.reading())
+        if options.health is None and any(source.row.unhealthy is not None for source in sources):
+            options = replace(options, health=HealthOptions(ignore=ignored_by_takes(sources)))
         plan = plan_average(sources, keeps_equal=keeps_equal)
         row = again(store, lambda: run_shielded(write, options.threads), f"{name}: the average")
     if warning:
@@ -250,6 +251,7 @@ class _CellToAverage(NamedTuple):
         number: The number of the cell.
         nbytes: Its bytes.
         digests: The digest of its chunk in each snapshot.
+        stays: Whether it stays as it is: it is read once, and only measured.
         into: The results for the tensor, which get those of this cell.
     """
 
@@ -257,6 +259,7 @@ class _CellToAverage(NamedTuple):
     number: int
     nbytes: int
     digests: tuple[Digest, ...]
+    stays: bool
     into: _Results
 
 
@@ -304,29 +307,39 @@ class _Averaging:
 
     def write(self, tensors: Sequence[TensorToAverage]) -> Manifest:
         """Write the mean of tensors; return the manifest of the last snapshot with these means."""
-        self._progress.total = len(self._sources) * sum(t.entry.payload.nbytes for t in tensors)
-        results = [_Results([], {}) for _ in tensors]
-        cells = (c for t, into in zip(tensors, results, strict=True) for c in self._cells(t, into))
+        found, unknown = dict[str, TensorHealth](), list[TensorToAverage]()
+        if self._measures:
+            found, unknown = known_health(self._sources, {tensor.path for tensor in tensors})
+        everything = [*tensors, *unknown]
+        self._progress.total = len(self._sources) * sum(t.entry.payload.nbytes for t in everything)
+        results = [_Results([], {}) for _ in everything]
+        cells = (
+            cell
+            for i, (tensor, into) in enumerate(zip(everything, results, strict=True))
+            for cell in self._cells(tensor, into, stays=i >= len(tensors))
+        )
         most = max(1, self._staged_bytes // max(2, len(self._sources)))
         windows = SharedItems(batches(cells, lambda cell: cell.nbytes, most), self._crew)
         self._rely_on_last()
         self._crew.run(lambda: self._compute(windows), self._threads)
         changes: dict[OwnedTree, dict[str, Entry]] = {}
         means: dict[str, Means] = {}
-        measured: dict[str, TensorHealth] = {}
-        for tensor, own in zip(tensors, results, strict=True):
+        small = {t.path: (t.entry.dtype, t.entry.payload.inline) for t in unknown if _is_small(t)}
+        for tensor, own in zip(tensors, results, strict=False):
             nbytes = tensor.entry.payload.nbytes
-            if nbytes <= INLINE_BYTES:
-                raw = self._small_mean(tensor, means)
-                payload = Payload(nbytes, raw)
-                parts = measured_pieces([(tensor.entry.dtype, raw)] * self._measures)
+            if _is_small(tensor):
+                payload = Payload(nbytes, self._small_mean(tensor, means))
+                small[tensor.path] = tensor.entry.dtype, payload.inline
             else:
                 payload = payload_of(nbytes, b"".join(own.digests), self._session.put_node)
-                parts = [own.health[number] for number in sorted(own.health)]
-            if parts:
-                measured[tensor.path] = TensorHealth.of_parts(parts)
             changes.setdefault(tensor.tree, {})[tensor.inner] = with_payload(tensor.entry, payload)
-        return self._manifest(changes, measured)
+        if self._measures:
+            found |= zip(small, measured_pieces(small.values()), strict=True)
+            for tensor, own in zip(everything, results, strict=True):
+                if own.health:
+                    parts = [own.health[number] for number in sorted(own.health)]
+                    found[tensor.path] = TensorHealth.of_parts(parts)
+        return self._manifest(changes, found)
 
     def _rely_on_last(self) -> None:
         """Declare that the commit needs all nodes and chunks of the last snapshot.
@@ -365,28 +378,33 @@ class _Averaging:
         means.write(0, elements[0])
         return bytes(raws[0])
 
-    def _cells(self, tensor: TensorToAverage, into: _Results) -> Iterator[_CellToAverage]:
-        """Yield the cells of a tensor whose means must be computed; all if they are measured.
+    def _cells(
+        self, tensor: TensorToAverage, into: _Results, *, stays: bool
+    ) -> Iterator[_CellToAverage]:
+        """Yield the cells of a tensor that must be read, to be averaged or only measured.
 
         Args:
             tensor: The tensor.
             into: Gets the digests of its chunks in the last snapshot. The caller replaces the
-                digest of each yielded cell by that of its mean.
+                digest of a yielded cell by that of its mean.
+            stays: Whether all of the tensor stays as it is in the last snapshot.
         """
-        if tensor.entry.payload.nbytes <= INLINE_BYTES:
+        if _is_small(tensor):
             return
         grid = self._sources[-1].cells(tensor.path, tensor.entry)
+        sources = self._sources[-len(tensor.entries) :]
         lists = [
             split_digests(source.digests(entry.payload, grid, tensor.path))
-            for source, entry in zip(self._sources, tensor.entries, strict=True)
+            for source, entry in zip(sources, tensor.entries, strict=True)
         ]
         into.digests.extend(lists[-1])
         for number, digests in enumerate(zip(*lists, strict=True)):
             nbytes = grid.cell_bytes(number)
-            if self._keeps_equal and not self._measures and len({*digests}) == 1:
+            cell_stays = stays or (self._keeps_equal and len({*digests}) == 1)
+            if cell_stays and not self._measures:
                 self._progress.add(nbytes * len(digests))
             else:
-                yield _CellToAverage(tensor, number, nbytes, digests, into)
+                yield _CellToAverage(tensor, number, nbytes, digests, cell_stays, into)
 
     def _compute(self, windows: Iterable[Sequence[_CellToAverage]]) -> None:
         """Read the chunks of some cells at a time, and write their means. Each thread calls this.
@@ -412,7 +430,9 @@ class _Averaging:
                     turn = dict(zip(range(at, count), places[1:], strict=False))
                     self._take_turns(window, turn, places[0], made)
                 raws = [view_at(chunk.data_ptr(), chunk.nbytes) for chunk in places[0]]
-                for cell, digest in zip(window, writer.store(raws), strict=True):
+                means = [(c, r) for c, r in zip(window, raws, strict=True) if not c.stays]
+                stored = writer.store([raw for _, raw in means])
+                for (cell, _), digest in zip(means, stored, strict=True):
                     cell.into.digests[cell.number] = digest
                 if self._measures:
                     pieces = ((c.tensor.entry.dtype, r) for c, r in zip(window, raws, strict=True))
@@ -443,12 +463,15 @@ class _Averaging:
             _want(cell, number, chunk)
             for number, place in turn.items()
             for cell, chunk in zip(window, place, strict=True)
+            if number == 0 or not cell.stays
         ]
         # This thread waits with a slot in its hands, so it must not wait for others.
         self._session.store.fetch(wants, ReadOptions(readers=0))
-        self._progress.add(sum(want.nbytes for want in wants))
+        self._progress.add(len(turn) * sum(cell.nbytes for cell in window))
         total = 0
         for i, cell in enumerate(window):
+            if cell.stays:
+                continue
             means = self._means_of(cell.tensor.entry.dtype, made)
             chunks = (place[i] for place in turn.values())
             for head, *parts in zip(*map(means.blocks, (first[i], *chunks)), strict=True):
@@ -461,13 +484,13 @@ class _Averaging:
     def _manifest(
         self,
         changes: Mapping[OwnedTree, dict[str, Entry]],
-        measured: Mapping[str, TensorHealth],
+        found: Mapping[str, TensorHealth],
     ) -> Manifest:
         """Return the manifest of the last snapshot, with some of its entries replaced.
 
         Args:
             changes: The entries to replace in each tree, by their paths below its key.
-            measured: The health of the tensors that are means, by path.
+            found: The health of all tensors, by path, if they are measured.
         """
         last = self._sources[-1]
         manifest = last.manifest
@@ -486,8 +509,13 @@ class _Averaging:
         # Both have trees of the same keys, in the same order.
         trees = [(old, new.digest) for old, new in zip(manifest.trees(), mean.trees(), strict=True)]
         ignore = self._options.health.ignore
-        self.health = health_of_mean(self._sources, measured, trees, ignore)
+        self.health = health_of_mean(last, found, trees, ignore)
         return msgspec.structs.replace(mean, health=self.health.fitting_records)
+
+
+def _is_small(tensor: TensorToAverage) -> bool:
+    """Whether the bytes of a tensor lie in its entry, not in chunks."""
+    return tensor.entry.payload.nbytes <= INLINE_BYTES
 
 
 def _want(cell: _CellToAverage, number: int, chunk: torch.Tensor) -> Want:

@@ -423,6 +423,71 @@ def test_a_mean_of_what_nobody_measured(tmp_path: Path) -> None:
     assert "means/2" not in strict
 
 
+def take_with_nan(step: int, path: Path, *, where: str, measures: bool) -> None:
+    """Take a snapshot that has NaN in weights that no step changes, or in moments."""
+    some = {name: torch.full((size,), 1.0) for name, size in (("chunks", CHUNK), ("small", 9))}
+    bad = {name: torch.full_like(each, torch.nan) for name, each in some.items()}
+    state = {
+        "model": StateDict(
+            w=torch.full((CHUNK,), float(step)), **(bad if "model" in where else some)
+        ),
+        "optim": StateDict(exp_avg=bad if "optim" in where else some),
+    }
+    create = NewStore(chunk_size=CHUNK) if step == 0 else False
+    Store(path, health=measures, create=create).take(state, f"run/{step}")
+
+
+@pytest.mark.parametrize("where", ["model", "optim"])
+@pytest.mark.parametrize("measured", [(True, False), (False, True), (False, False)], ids=str)
+def test_nan_that_not_all_takes_have_measured(
+    tmp_path: Path, where: str, measured: tuple[bool, bool]
+) -> None:
+    for step, measures in enumerate(measured):
+        take_with_nan(step, tmp_path, where=where, measures=measures)
+    store = Store(tmp_path, create=False)
+    if any(measured):
+        store.average(["run/0", "run/1"], "means/sum", weights=[1.0, 1.0])
+        store.average(["run/0", "run/1"], "means/mean")
+        assert (store["means/mean"].unhealthy, store["means/sum"].unhealthy) == (2, 2)
+        assert len(store["means/mean"].health()) == 5
+    strict = Store(tmp_path, create=False, health=HealthOptions(on_unhealthy="raise"))
+    with pytest.raises(UnhealthyError, match=rf"2 tensors .*{where}/.*chunks \({CHUNK:,} NaN\)"):
+        strict.average(["run/0", "run/1"], "means/strict")
+    assert "means/strict" not in strict
+
+
+def test_a_strict_store_inherits_nothing_that_takes_ignored(tmp_path: Path) -> None:
+    for step in range(2):
+        Store(tmp_path, health=IGNORE).take(a_state(step), f"run/{step}")
+    strict = Store(tmp_path, health=HealthOptions(on_unhealthy="raise"))
+    with pytest.raises(UnhealthyError, match=r"mean: 1 tensor .*: model/mask \(98 infinite\)"):
+        strict.average(["run/0", "run/1"], "mean")
+
+
+@pytest.mark.parametrize("measured", [(True, True), (False, False), (True, False)], ids=str)
+def test_what_all_snapshots_share_is_read_once_at_most(
+    tmp_path: Path, measured: tuple[bool, bool]
+) -> None:
+    shared, frozen = torch.randn(4 << 20), torch.randn(4 << 20)
+    for step in range(4):
+        shared[0] = float(step)
+        measures = measured[step == 3]
+        create = NewStore(chunk_size=1 << 20) if step == 0 else False
+        store = Store(RemoteDouble(str(tmp_path)), health=measures, create=create)
+        store.take({"model": StateDict(shared=shared, frozen=frozen)}, f"run/{step}")
+    backend = RemoteDouble(str(tmp_path))
+    store = Store(backend, create=False, threads=1)
+    backend.reset()
+    # They are so many that they are read in five turns.
+    report = store.average([f"run/{step}" for step in range(4)] * 100, "mean")
+    # The other fifteen chunks are read only to be measured. Any measured snapshot knows the rest.
+    most = 5 * 4 + (15 if any(measured) else 0)
+    assert backend.read_bytes < (most + 3) << 20, backend.read_bytes
+    assert report.new_bytes < 2 << 20
+    assert float(store["mean"].read_object("model/shared")[0]) == 1.5
+    assert len(store["mean"].health()) == (2 if any(measured) else 0)
+
+
 def test_sparse_tensors_are_of_the_last(tmp_path: Path) -> None:
     """The values of two sparse tensors may be at other places."""
     store = Store(tmp_path)
