@@ -577,3 +577,13 @@ def test_threads_keep_nodes_in_memory_together(monkeypatch: pytest.MonkeyPatch) 
             list(pool.map(keep, range(8)))
     finally:
         sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_the_nodes_that_a_cache_lacks(tmp_path: Path, *, in_memory: bool) -> None:
+    cache = index_cache.MemoryCache() if in_memory else index_cache.LmdbCache(tmp_path / "cache")
+    a, b, c = (digest_of(name) for name in (b"a", b"b", b"c"))
+    assert cache.lacking([a, b]) == [a, b]
+    cache.keep_nodes([(b, b"b")])
+    assert cache.lacking([c, b, a]) == [c, a]
+    assert cache.lacking([]) == []

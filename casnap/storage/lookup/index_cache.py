@@ -146,6 +146,10 @@ class IndexCache(ABC):
         """Return the bytes of a tree node, verified; None if the cache lacks it."""
 
     @abstractmethod
+    def lacking(self, digests: Iterable[Digest]) -> list[Digest]:
+        """Return those of some tree nodes that the cache lacks. The others are not verified."""
+
+    @abstractmethod
     def keep_nodes(self, nodes: Iterable[tuple[Digest, bytes]]) -> None:
         """Cache tree nodes, given their digests and bytes."""
 
@@ -193,6 +197,10 @@ class MemoryCache(IndexCache):
     @override
     def node(self, digest: Digest) -> bytes | None:
         return self._nodes.get(digest)
+
+    @override
+    def lacking(self, digests: Iterable[Digest]) -> list[Digest]:
+        return [digest for digest in digests if digest not in self._nodes]
 
     @override
     def keep_nodes(self, nodes: Iterable[tuple[Digest, bytes]]) -> None:
@@ -322,6 +330,17 @@ class LmdbCache(IndexCache):
         with self._env.begin(db=self._nodes) as txn:
             node: bytes | None = txn.get(digest)
         return node if node is not None and digest_of(node) == digest else None
+
+    @override
+    def lacking(self, digests: Iterable[Digest]) -> list[Digest]:
+        digests = list(digests)
+        try:
+            with self._env.begin(db=self._nodes, buffers=True) as txn, txn.cursor() as cursor:
+                kept = {bytes(digest) for digest, _ in cursor.getmulti(digests)}
+        except (lmdb.Error, OSError) as e:
+            _log.debug("the cache failed: %s", e)
+            return digests
+        return [digest for digest in digests if digest not in kept]
 
     @override
     @_if_possible

@@ -379,7 +379,7 @@ class Repository:
             of_packs = {ref.hint.pack: ref for ref in hints if ref.hint is not None}.values()
             for _ in mapped(self._look_at, of_packs, self.backend.in_flight):
                 pass
-        uncached = [digest for digest in digests if self.index.cache.node(digest) is None]
+        uncached = self.index.cache.lacking(digests)
         places = self.find(uncached) if uncached else []
         while uncached:
             group: dict[Digest, bytes] = {}
@@ -424,8 +424,10 @@ class Repository:
 
         In a bucket, their packs are read whole: these have the manifests of the rows, too.
         """
-        uncached = [digest for digest in digests if self.cached_node(digest) is None]
-        packs = self.find(uncached) if uncached and self.backend.costs.waiting else []
+        uncached = self.index.cache.lacking(digests)
+        if not uncached:
+            return
+        packs = self.find(uncached) if self.backend.costs.waiting else []
         hints = (NodeRef(d, place) for d, place in zip(uncached, packs, strict=False))
         self.cache_nodes(uncached, hints)
 
