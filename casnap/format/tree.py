@@ -402,7 +402,11 @@ class Tree(Generic[V]):
 
         Args:
             prefix: The prefix.
-            cache: Reads and caches nodes. What is missing or damaged is left to the later reads.
+            cache: Reads and caches nodes. A leaf that it finds missing or damaged is left to the
+                later reads.
+
+        Raises:
+            DamagedError: A node above the leaves is missing or damaged.
         """
         children = self.children
         while children:
