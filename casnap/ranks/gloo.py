@@ -42,6 +42,8 @@ def _device() -> Any:
         return make()
 
 
+# Comparing versions takes as long as a tenth of a collective, so it is done once.
+_ALLTOALL_HAS_DEADLINE = torch.__version__ >= "2.9"
 # The tag of the messages of an exchange of rows; `topology.py` and `break_connections` have others.
 _OF_ROWS = 5
 # Seconds between two looks for an address.
@@ -156,7 +158,7 @@ def exchange_rows(pg: Any, mine: torch.Tensor, seconds: float) -> torch.Tensor:
         A tensor of the received rows, in the order of the ranks.
     """
     theirs = mine.clone()
-    if torch.__version__ >= "2.9":
+    if _ALLTOALL_HAS_DEADLINE:
         options = dist.AllToAllOptions()
         options.timeout = timedelta(seconds=seconds)
         pg.alltoall_base(theirs, mine, [], [], options).wait()
