@@ -371,8 +371,9 @@ class Snapshot:
                 ``progress(phase, done, total)``, in bytes, from any thread.
             read_once: True: one rank reads each stored byte, and passes it on to the others. False:
                 each rank reads for itself. The default depends on the ranks. If all ranks see the
-                store through one page cache, they read once only if they can share memory and that
-                saves 96 MiB of reading or more. Otherwise, as on several hosts, they read once.
+                store through one page cache, they read once only if they can share memory, each
+                byte is wanted by more than three of them on average, and that saves 96 MiB of
+                reading or more. Otherwise, as on several hosts, they read once.
             reuse: Hash the tensors of the state, and read only the chunks that differ. This pays if
                 much of the state is as in the snapshot, such as the frozen base of a fine-tune.
                 Chunks of which a shard has only a part are always read, and so is everything on a

@@ -53,6 +53,9 @@ _BULK_BYTES = 8 << 20
 # If several ranks want less than this in common, agreeing on the readers costs more than it saves.
 # A sample tells how much it is: up to _SAMPLES chunks, each by _SAMPLED bytes of its digest.
 _WORTH_SHARING, _SAMPLES, _SAMPLED = 96 << 20, 64, 8
+# If on average no more ranks than this want a byte, each reads for itself. A rank that gets a chunk
+# from another one neither reads nor hashes it, but copies it, and the ranks wait for each other.
+_READ_ALONE = 3
 _REQUEST = Layout("<32sI")
 # The length of an entry in a table of chunks' positions, and the alignment of these chunks.
 _POINTER, _ALIGNED = 8, 64
@@ -171,7 +174,7 @@ class _SharedFetch:
             only_in_memory: Whether to share reads only if all ranks see each other's memory, and
                 sharing saves much. If it does not, this method reads nothing.
         """
-        if only_in_memory and self._wanted_again() < _WORTH_SHARING:
+        if only_in_memory and not self._is_worth_sharing():
             return
         size, chunk_size = self._comm.size, self._store.config.chunk_size
         # Each rank reads an equal share of a window, so that what a rank receives fits.
@@ -214,10 +217,11 @@ class _SharedFetch:
                 received = self._comm.all_to_all(parts.pop(0), room, is_proven=True)
                 self._receive(i, received, requests[i])
 
-    def _wanted_again(self) -> float:
-        """Estimate how many bytes would be read more than once if each rank read all that it wants.
+    def _is_worth_sharing(self) -> bool:
+        """Whether ranks of one page cache save time if they share reads; the same on all ranks.
 
-        All ranks get the same number.
+        They do if many bytes would be read again, and enough ranks want each of them. Both are
+        estimated from a sample.
         """
         least = self._store.config.chunk_size // 2
         large = [digest for digest in self._left if self._nbytes(digest) >= least]
@@ -233,9 +237,8 @@ class _SharedFetch:
         # A rank with more chunks than samples says nothing of digests beyond its last sample.
         end = min((s[-1] for s in each if len(s) == _SAMPLES), default=b"\xff" * _SAMPLED)
         sampled_digests = [digest for sampled in each for digest in sampled if digest <= end]
-        return (
-            total * (1 - len(set(sampled_digests)) / len(sampled_digests)) if sampled_digests else 0
-        )
+        wanted, distinct = len(sampled_digests), len(set(sampled_digests))
+        return wanted > _READ_ALONE * distinct and total * (1 - distinct / wanted) >= _WORTH_SHARING
 
     def _room_for(self, nbytes: int) -> int:
         """Return the bytes of a buffer for ``nbytes`` of chunks, and a pointer for each rank."""
