@@ -247,29 +247,28 @@ class Loading:
         synchronize_workers(self._tensors_to_fill())
         leaves: dict[str, Leaf] = {}
         for item in self._items:
-            self._narrow(item)
+            for target in item.targets:
+                if target.narrower is not None:
+                    self._narrow(item.path, target.tensor, target.narrower)
             if item.content is not None:
                 content = item.content
                 filled = bytes(content) if isinstance(content, bytearray) else content
                 leaves[item.path] = Leaf(item.path, item.entry, filled)
         return leaves
 
-    def _narrow(self, item: _EntryToLoad) -> None:
-        """Fill tensors of fewer bits than an entry's integers have, once it is known that they fit.
+    def _narrow(self, path: str, read: torch.Tensor, narrower: torch.Tensor) -> None:
+        """Fill a tensor of fewer bits than the integers that were read have, if they fit.
 
         Raises:
             MismatchError: An integer does not fit. Torch would store another one, without a word.
         """
-        for read, narrower in ((t.tensor, t.narrower) for t in item.targets):
-            if narrower is None:
-                continue
-            cast = read.to(narrower.dtype)
-            if not _are_equal(cast, read):
-                raise MismatchError(
-                    f"{self._contents.label}: {item.path}: integers of {read.dtype} in the "
-                    f"snapshot do not fit {narrower.dtype}, as it is here; give it more bits"
-                )
-            fill(narrower, cast)
+        cast = read.to(narrower.dtype)
+        if not _are_equal(cast, read):
+            raise MismatchError(
+                f"{self._contents.label}: {path}: integers of {read.dtype} in the "
+                f"snapshot do not fit {narrower.dtype}, as it is here; give it more bits"
+            )
+        fill(narrower, cast)
 
     def _tensors_to_fill(self) -> Iterator[torch.Tensor]:
         return (target.tensor for item in self._items for target in item.targets)
@@ -396,7 +395,7 @@ def _target(
             have them in the stored form, for example because its dtype differs.
     """
     target = as_copyable(tensor.detach())
-    if _may_not_fit(entry, target):
+    if target.dtype in _INTEGERS and _may_not_fit(carrier_dtype(entry), target.dtype):
         read = torch.empty(box.sizes, dtype=carrier_dtype(entry), device=target.device)
         return _TensorToFill(box, read, None, target)
     if held is None or is_wrapper(held) or not is_its_storage(held) or is_numpy(entry):
@@ -406,10 +405,9 @@ def _target(
     return _TensorToFill(box, target, holder if is_alike else None)
 
 
-def _may_not_fit(entry: TensorEntry, target: torch.Tensor) -> bool:
-    """Whether an entry may have integers that a tensor to fill cannot hold."""
-    stored, wanted = carrier_dtype(entry), target.dtype
-    if stored == wanted or not {stored, wanted} <= _INTEGERS:
+def _may_not_fit(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether integers of a snapshot may be none that a tensor of integers can hold."""
+    if stored == wanted or stored not in _INTEGERS:
         return False
     given, room = torch.iinfo(stored), torch.iinfo(wanted)
     return given.min < room.min or given.max > room.max
