@@ -6,10 +6,10 @@ compressed chunk is stored in planes (``planes.py``); ``delta.py`` has the delta
 A new codec that compresses a chunk by itself needs a number here, a place in ``BY_SIZE``, and a
 case in :func:`compress` and :func:`decompress`: mypy finds a missing case. Copies that compress
 write tree nodes with the last codec in ``BY_SIZE`` from then on, and older versions refuse to
-collect or copy such nodes. ``tools/read_store.py`` must learn
-the codec too. An older version of casnap keeps chunks of a new codec, and cannot read them. So
-write them with a new read feature (``docs/format.md``, Evolution): of a row, and older versions
-refuse to read that snapshot; of the root, and they refuse the store.
+collect or copy such nodes. ``tools/read_store.py`` must learn the codec too. An older version of
+casnap keeps chunks of a new codec, and cannot read them. So write them with a new read feature
+(``docs/format.md``, Evolution): of a row, and older versions refuse to read that snapshot; of the
+root, and they refuse the store.
 
 Users can choose the codec once ``CODECS`` of ``storage/commit_log/settings.py`` has a word for it;
 ``NewStore``, ``Store.configure``, ``cli/config.py`` and ``docs/format.md`` then describe the word.
